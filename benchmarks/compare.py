@@ -134,7 +134,7 @@ class _Actions:
 
 
 def plan(sizes_gib: Sequence[float], place: Place, wanted: frozenset[str]) -> list[SizeResult]:
-    """The sizes, still without measurements. Raises ClickException where there is room for none."""
+    """The sizes, still without measurements. Raises ClickException if there is room for none."""
     is_dumped = not wanted <= {"suspend", "resume"}
     skipped = [lack_of_room(round(gib * 2**30), place, is_dumped=is_dumped) for gib in sizes_gib]
     results = [SizeResult(gib, skipped=reason) for gib, reason in zip(sizes_gib, skipped, strict=True)]
@@ -147,7 +147,7 @@ def plan(sizes_gib: Sequence[float], place: Place, wanted: frozenset[str]) -> li
 
 
 def measure(results: Sequence[SizeResult], place: Place, wanted: frozenset[str], rounds: int) -> None:
-    """Measure every size, after a small round that is not counted. Raises ClickException where that one fails."""
+    """Measure every size, after a small round that is not counted. Raises ClickException if that one fails."""
     tools: tuple[Tool, ...] = (PlainTools(load_driver(), find_criu()), Gpucr())
     say("a small round first, which is not counted: it loads modules and starts every program once")
     warm_up = SizeResult(WARM_UP_GIB)

@@ -59,7 +59,7 @@ class Cgroup:
         (self.path / "cgroup.procs").write_text("0")
 
     def kills(self) -> int:
-        """How often the kernel has killed for want of memory."""
+        """How often the kernel has killed for lack of memory."""
         text = (self.path / ("memory.events" if self.version == 2 else "memory.oom_control")).read_text()
         match = re.search(r"^oom_kill (\d+)$", text, re.MULTILINE)
         return int(match[1]) if match else 0

@@ -87,7 +87,7 @@ class Cost:
 
 
 def measure(name: str, command: Sequence[str], pairs: int, preload: str) -> Cost:
-    """One pair more is run than counted: the first warms up. Raises ClickException where the program fails."""
+    """One pair more is run than counted: the first warms up. Raises ClickException if the program fails."""
     environments = (dict(os.environ), library.preloaded(os.environ, preload))
     times: tuple[list[float], list[float]] = [], []
     for number in range(pairs + 1):

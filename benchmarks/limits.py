@@ -136,8 +136,8 @@ class DiskRun:
 def disk_once(folder: Path, size_bytes: int) -> DiskRun:
     """Write several files at once until they are durable, read them back, and remove them.
 
-    With O_DIRECT where the file system takes it, else through the page cache, which is emptied of them in between.
-    Raises OSError.
+    With O_DIRECT if the file system takes it, else through the page cache, which is emptied of them in between. Raises
+    OSError.
     """
     pieces = max(1, size_bytes // (DISK_FILES * PIECE_BYTES))
     paths = [folder / f"limit-{number}" for number in range(DISK_FILES)]
@@ -158,7 +158,7 @@ def disk_once(folder: Path, size_bytes: int) -> DiskRun:
 
 
 def _open_all(paths: Sequence[Path], flags: int) -> tuple[list[int], bool]:
-    """Open with O_DIRECT, or all without it where the file system refuses it."""
+    """Open with O_DIRECT, or all without it if the file system refuses it."""
     fds: list[int] = []
     extra = os.O_DIRECT
     for path in paths:
@@ -167,7 +167,7 @@ def _open_all(paths: Sequence[Path], flags: int) -> tuple[list[int], bool]:
         except OSError as e:
             if e.errno != errno.EINVAL or not extra:
                 raise
-            extra = 0  # the file was made all the same (as O_CREAT is carried out first): it is opened again
+            extra = 0  # the file was made anyway (as O_CREAT is carried out first): it is opened again
             fds.append(os.open(path, (flags & ~os.O_EXCL) | os.O_CLOEXEC, 0o600))
     return fds, bool(extra)
 
@@ -279,7 +279,7 @@ class _Cuda:
         self.call("cuCtxSetCurrent", context)
 
     def call(self, name: str, *arguments: object) -> None:
-        """Call a function that returns a CUresult. Raises OSError where it is not 0."""
+        """Call a function that returns a CUresult. Raises OSError if it is not 0."""
         result = getattr(self._library, name)(*arguments)
         if result != 0:
             raise OSError(f"{name} gave {result}")
@@ -288,7 +288,7 @@ class _Cuda:
 def bus_bytes_per_s() -> tuple[float, float]:
     """Pinned memory to the device, and back: the best of several copies. Takes 1 GiB on both sides.
 
-    Raises OSError where there is no CUDA driver or it fails.
+    Raises OSError if there is no CUDA driver or it fails.
     """
     cuda = _Cuda()
     host, device, size = ctypes.c_void_p(), ctypes.c_uint64(), ctypes.c_size_t(PINNED_BYTES)

@@ -37,7 +37,7 @@ def is_simulated() -> bool:
 def some_driver(most_gib: float) -> Iterator[None]:
     """Put the simulator in place where the loader finds no libcuda.so.1 at all; otherwise take what is there.
 
-    Raises SimulatorUnavailable where it cannot be built.
+    Raises SimulatorUnavailable if it cannot be built.
     """
     try:
         libcuda.load()
@@ -88,7 +88,7 @@ def place_of(folder: Path) -> Place:
 
 
 def lack_of_room(size_bytes: int, place: Place, *, is_dumped: bool = True) -> str | None:
-    """Why a target with so much device memory cannot be measured here; None where it can."""
+    """Why a target with so much device memory cannot be measured here; None if it can."""
     copy_bytes = size_bytes + (SIMULATED_OVERHEAD_BYTES if is_simulated() else REAL_OVERHEAD_BYTES)
     # Staging; the images where they lie in memory; and the simulator's device memory is host memory.
     copies = 1 + (place.in_memory and is_dumped) + is_simulated()
@@ -113,7 +113,7 @@ def limit_size_bytes(wanted_gib: float, place: Place) -> int:
 
 
 def warm_size_bytes(wanted_gib: float | None, most_gib: float) -> int:
-    """How much host memory to touch first: 2.5 times the largest size where nothing is asked for, never over 70 %."""
+    """How much host memory to touch first: 2.5 times the largest size if nothing is asked for, never over 70 %."""
     wanted_bytes = int((2.5 * most_gib if wanted_gib is None else wanted_gib) * 2**30)
     return min(wanted_bytes, memory.available_bytes() * 7 // 10)
 

@@ -71,7 +71,7 @@ def gpucr_cli() -> Tool:
 
 
 def timed(command: Sequence[str], log: IO[bytes]) -> float:
-    """Seconds that a command took. Raises ClickException with its last words where it fails."""
+    """Seconds that a command took. Raises ClickException with its last words if it fails."""
     # An installed package has its bytecode; a checkout gets it in the first, unmeasured pair, if nothing forbids it.
     env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     begin = time.perf_counter()

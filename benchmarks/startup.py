@@ -37,8 +37,8 @@ def drop_in() -> list[str]:
 def command(runs: int, pid: int | None, as_json: bool) -> None:
     """Start-up time of the drop-in cuda-checkpoint, as a ratio to a bare Python.
 
-    The commands take turns, so that a disturbance hits all of them alike. The installed command is measured where there
-    is one. The limit that the project holds itself to is 1.5.
+    The commands take turns, so that a disturbance hits all of them alike. The installed command is measured if there is
+    one. The limit that the project holds itself to is 1.5.
 
     \b
     Example:

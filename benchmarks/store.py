@@ -173,7 +173,7 @@ def _codec_rates(data: dict[str, bytes], one: Callable[..., Rate]) -> Iterator[R
 
 
 def _other_codecs(what: str, data: bytes, one: Callable[..., Rate]) -> Iterator[Rate]:
-    """LZ4, where it is installed, and Zstandard's level 1 on byte planes: what was not taken."""
+    """LZ4, if it is installed, and Zstandard's level 1 on byte planes: what was not taken."""
     planes = {"plain": data}
     if what in ("bf16 weights", "fp32 weights", "second moments"):
         planes["planes"] = bytes(transform.split(data, 2 if what == "bf16 weights" else 4))

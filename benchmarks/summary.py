@@ -95,7 +95,7 @@ def _dump_check(result: SizeResult, limits: Limits, found: Mapping[str, float]) 
 
 
 def _restore_check(result: SizeResult, limits: Limits, found: Mapping[str, float]) -> Check | None:
-    # The driver alone, where that was seen: in a restore its time can contain waiting for data.
+    # The driver alone, if that was seen: in a restore its time can contain waiting for data.
     driver_s = _phase(result, "resume", "restore") or _phase(result, "restore", "restore")
     criu_s = _phase(result, "restore", "criu")
     if driver_s is None or criu_s is None or not result.of("gpucr", "dump"):

@@ -58,7 +58,7 @@ class Target:
         return self._folder / "output"
 
     def wait_until_ready(self) -> None:
-        """Wait until device memory is filled. Raises TargetFailed where the program ends or takes too long."""
+        """Wait until device memory is filled. Raises TargetFailed if the program ends or takes too long."""
         deadline = time.monotonic() + self._patience_s
         while not (ready := _READY_LINE.search(self._log.read_text(errors="replace"))):
             if self._child.poll() is not None:
@@ -70,7 +70,7 @@ class Target:
         self._port = int(ready[1])
 
     def check(self) -> None:
-        """Compare every byte of device memory and see that it counts on. Raises TargetFailed where one is wrong."""
+        """Compare every byte of device memory and see that it counts on. Raises TargetFailed if one is wrong."""
         intact = self._ask("verify")
         if intact != "ok":
             raise TargetFailed(f"device memory is not what it was: the program says {intact!r}")
@@ -90,14 +90,14 @@ class Target:
                 raise TargetFailed(f"the program does not answer {question!r}: {e}") from e
 
     def wait_until_gone(self) -> None:
-        """Reap the dumped program: only then is its memory free, and its pid. Raises TargetFailed where it stays."""
+        """Reap the dumped program: only then is its memory free, and its pid. Raises TargetFailed if it stays."""
         try:
             self._child.wait(self._patience_s)
         except subprocess.TimeoutExpired as e:
             raise TargetFailed(f"process {self.pid} is still there after its dump") from e
 
     def kill(self) -> None:
-        """End it, the first one or a restored one, and wait until it has ended. Raises TargetFailed where it stays."""
+        """End it, the first one or a restored one, and wait until it has ended. Raises TargetFailed if it stays."""
         if self._child.poll() is None:
             self._child.kill()
             self._child.wait()

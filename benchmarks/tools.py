@@ -33,7 +33,7 @@ class Outcome:
     downtime_s: float = 0.0
 
     def seconds_of(self, name: str) -> float | None:
-        """The time of all phases of that name; None where there is none."""
+        """The time of all phases of that name; None if there is none."""
         own = [phase.seconds for phase in self.phases if phase.name == name]
         return sum(own) if own else None
 

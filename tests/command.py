@@ -87,7 +87,7 @@ def run_json_of(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
 
 
 def run_json_before(name: str, *arguments: object, env: dict[str, str] | None = None) -> dict[str, Any]:
-    """As `run_json`, for a command that takes options only before its first argument."""
+    """Like `run_json`, for a command that takes options only before its first argument."""
     return run_json_of(run(name, "--json", *arguments, env=env))
 
 

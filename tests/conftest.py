@@ -84,7 +84,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    gc.freeze()  # thousands of tests are not looked at again and again for garbage, nor copied where a test forks
+    gc.freeze()  # thousands of tests are not looked at again and again for garbage, nor copied if a test forks
     gc.enable()
 
 
@@ -150,7 +150,7 @@ def sim_only(platform: str) -> None:
 
 @pytest.fixture(scope="session")
 def criu_install() -> CriuInstall:
-    """A working CRIU; a visible skip where there is none."""
+    """A working CRIU; a visible skip if there is none."""
     try:
         return find_criu()
     except CriuUnavailable as e:

@@ -1,7 +1,7 @@
 """A process that has gpucr loaded and forks for each command: loading it takes most of a short command's time.
 
 A fork has the arguments, environment, folder and pipes that a start of its own would have; its parent is another one.
-What it cannot take over from the process of the tests, `Loaded.fits` refuses: `tests.command` starts that anew.
+What it cannot take over from the process of the tests, `Loaded.fits` refuses: `tests.command` starts that again.
 """
 
 from __future__ import annotations

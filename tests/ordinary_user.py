@@ -207,7 +207,7 @@ class OrdinaryUser:
 def _reachable(also: tuple[Path, ...]) -> str:
     """Commands after which every user can reach Python, its packages and gpucr, also below a closed /root.
 
-    And root the CRIU that was provided, where one was.
+    And root the CRIU that was provided, if one was.
     """
     paths: list[str | Path] = [sys.base_prefix, sys.prefix, _REPOSITORY, provided_folder(), *also]
     wanted = {Path(path).resolve() for path in paths if Path(path).exists()}

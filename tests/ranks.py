@@ -1,4 +1,4 @@
-"""A job of ranks that all-reduce for ever on the simulated driver, and what they say of themselves."""
+"""A job of ranks that all-reduce forever on the simulated driver, and what they say of themselves."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
 """gpucr: checkpoint and restore running CUDA processes on Linux, transparently.
 
-The public API is what is exported here. Names are loaded when they are first used (PEP 562): the drop-in
-``cuda-checkpoint`` command lives in this package and must start as fast as Python itself.
+The public API is what is exported here. Names are loaded at first use (PEP 562): the drop-in ``cuda-checkpoint``
+command lives in this package and must start as fast as Python itself.
 """
 
 from __future__ import annotations
 
 from gpucr.version import __version__
 
-TYPE_CHECKING = False  # type checkers take this name for typing's; importing typing would take 4 ms
+TYPE_CHECKING = False  # type checkers treat this name as typing's; importing typing would take 4 ms
 if TYPE_CHECKING:
     from typing import Any
 

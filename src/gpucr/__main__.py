@@ -1,6 +1,6 @@
-"""The `gpucr` command's very beginning: also `python -m gpucr`.
+"""Entry point of the `gpucr` command and of `python -m gpucr`.
 
-Imported before anything that could fail, so that what keeps gpucr from being loaded is said in a line.
+Imported before anything that could fail, so that a failure to load gpucr is reported in one line.
 """
 
 import gc
@@ -8,31 +8,31 @@ import os
 
 
 def main() -> None:
-    """Load the command line and run it. Where it cannot be loaded: exit code 4, or 130 after Ctrl-C."""
-    gc.disable()  # until the command's modules are loaded, for nothing of them is garbage: a sixth of the start
+    """Load the command line and run it. If it cannot be loaded: exit code 4, or 130 after Ctrl-C."""
+    gc.disable()  # off while modules load, which make no garbage: saves a sixth of the start
     try:
         _load_msgspec()
         from gpucr.cli.main import main as run
     except KeyboardInterrupt:
         _end(130, "interrupted", "nothing was done", "GPUCR-INTERRUPTED")
-    except Exception as error:  # noqa: BLE001 - whatever it is: memory, open files, a file that is missing
+    except Exception as error:  # noqa: BLE001 - anything: memory, open files, a missing file
         what = str(error) or type(error).__name__
         hint = "see its limits (ulimit -a), or reinstall it"
         _end(4, f"gpucr cannot be loaded: {what}", hint, "GPUCR-BROKEN-INSTALL")
     try:
         run()
-    except MemoryError:  # outside of what turns errors into messages
+    except MemoryError:  # not covered by the code that turns errors into messages
         _end(1, "gpucr has too little memory", "`gpucr ps` shows where the job is", "GPUCR-NO-MEMORY")
     except SystemExit as end:
         try:
             _end_at_once(end)
-        except MemoryError:  # not even for this; Python would say so with a traceback
+        except MemoryError:  # no memory even for this; Python would print a traceback
             os._exit(end.code if isinstance(end.code, int) else 1)
         raise
 
 
 def _load_msgspec() -> None:
-    """It would load all of typing_extensions, where that is, for names that `typing` has as well."""
+    """It would load all of typing_extensions, if installed, for names that `typing` has too."""
     import sys
 
     if "typing_extensions" in sys.modules:
@@ -45,18 +45,18 @@ def _load_msgspec() -> None:
 
 
 def _end_at_once(end: SystemExit) -> None:
-    """End without taking every object apart, a fifth of a short command's time; not while a thread works."""
+    """Exit without destroying every object, a fifth of a short command's time; not while a thread works."""
     import contextlib
     import sys
     import threading
 
     if not isinstance(end.code, int):
         return
-    with contextlib.suppress(MemoryError):  # without memory, taking objects apart fails as well, and Python says so
+    with contextlib.suppress(MemoryError):  # without memory, destroying objects fails too, with messages from Python
         if any(not thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread()):
             return
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError, MemoryError):  # what is lost has its exit code by now
+        with contextlib.suppress(OSError, ValueError, MemoryError):  # lost output already has its exit code
             stream.flush()
     os._exit(end.code)
 

@@ -48,10 +48,10 @@ from collections.abc import Sequence
 from typing import Any
 
 _HELD = "/proc/self/fd/"
-"""What paths below a folder begin with that is worked on through its descriptor (linux/held_folder.py)."""
+"""Prefix of paths below a folder that is used through its descriptor (linux/held_folder.py)."""
 
 _SAYS_NOTHING = (LookupError, FileNotFoundError, ProcessLookupError)
-"""Causes that are a bare key, or that something is not there: the message has said that with its name."""
+"""Causes that add nothing: a bare key, or "not found", which the message says already, with the name."""
 
 
 class GpucrError(Exception):
@@ -60,7 +60,7 @@ class GpucrError(Exception):
     exit_code = 1
     code = "GPUCR-FAILED"
     _why: str | None = None
-    """`why` in the process that the error comes from, if that was another one: a pool puts its own cause there."""
+    """`why` from the process in which the error was raised, if another one: a pool replaces the cause."""
 
     def __init__(self, message: str, *, hint: str | None = None, code: str | None = None) -> None:
         self.message = _readable(message)
@@ -71,7 +71,7 @@ class GpucrError(Exception):
 
     @property
     def why(self) -> str | None:
-        """One line: the first cause that says more than the message does; None where there is none."""
+        """One line: the first cause that says more than the message does; None if there is none."""
         if self._why is not None:
             return self._why
         cause = self.__cause__
@@ -83,7 +83,7 @@ class GpucrError(Exception):
         return None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Errors come out of process pools and the like as they were raised, with all their data and their cause."""
+        """Pickle errors (process pools) with all their data and their cause."""
         state = {**self.__dict__, "_why": self.why, "__cause__": _portable(self.__cause__)}
         return _remade, (type(self), self.args), state
 
@@ -106,7 +106,7 @@ class ProcessNotFound(InvalidRequest):
 
 
 class NotACudaProcess(InvalidRequest):
-    """The process (or no process of the tree) has a CUDA context."""
+    """The process (or every process of the tree) has no CUDA context."""
 
     code = "GPUCR-NOT-CUDA"
 
@@ -126,7 +126,7 @@ class NotPermitted(InvalidRequest):
 
 
 class Unsupported(GpucrError):
-    """The workload or the machine cannot do what was asked. Nothing was changed."""
+    """The workload or the machine does not support the operation. Nothing was changed."""
 
     exit_code = 3
     code = "GPUCR-REFUSED"
@@ -146,7 +146,7 @@ class DriverUnavailable(BrokenInstall):
 
 
 class CriuUnavailable(BrokenInstall):
-    """No working CRIU of at least the version that is needed."""
+    """No working CRIU of the required version."""
 
     code = "GPUCR-NO-CRIU"
 
@@ -158,7 +158,7 @@ class SimulatorUnavailable(BrokenInstall):
 
 
 class SnapshotError(GpucrError):
-    """The stored form cannot be used. ``path`` is the file or folder in question."""
+    """The stored form cannot be used. ``path``: the file or folder."""
 
     exit_code = 5
     code = "GPUCR-SNAPSHOT"
@@ -255,19 +255,22 @@ class NotSupportedByDriver(DriverError):
 
 
 class InterposerError(GpucrError):
-    """The library in a process (`gpucr run` loads it) did not do what gpucr asked of it."""
+    """The library in a process (loaded by `gpucr run`) did not do what gpucr asked."""
 
     code = "GPUCR-INTERPOSER"
 
 
 class CustomStorageError(GpucrError):
-    """Device memory that the driver hands over (custom storage, driver 615) could not be taken, or given back."""
+    """Device memory that the driver hands over (custom storage, driver 615) could not be taken or given back."""
 
     code = "GPUCR-CUSTOM-STORAGE"
 
 
 class CriuError(GpucrError):
-    """CRIU failed. ``phase`` is dump, restore or check; ``reason`` CRIU's own line; ``log_path`` the kept log."""
+    """CRIU failed.
+
+    ``phase`` is dump, restore or check; ``reason`` CRIU's own line; ``log_path`` the log that was kept.
+    """
 
     code = "GPUCR-CRIU"
 
@@ -288,7 +291,7 @@ class CriuError(GpucrError):
 
     @property
     def why(self) -> str | None:
-        """CRIU's own line, where the message does not contain it."""
+        """CRIU's own line, if the message does not contain it."""
         return self.reason if self.reason and self.reason not in self.message else None
 
 
@@ -303,16 +306,16 @@ class JobChanged(GpucrError):
 
 
 class CudaStarted(JobChanged):
-    """A process began to use CUDA after the job was looked at and before it was frozen. Worth another attempt."""
+    """A process began to use CUDA between discovery and freeze. Trying again makes sense."""
 
     code = "GPUCR-CUDA-STARTED"
 
 
 class JobDamaged(GpucrError):
-    """The job is not as it was found: undoing failed too, or processes were lost.
+    """The job is not as it was found: the undo failed too, or processes were lost.
 
-    ``failures`` says what could not be undone, per step, and which processes have ended, and how if that is known.
-    A process that exited with 0 meanwhile counts as one that had finished.
+    ``failures`` says what could not be undone, per step, and which processes have ended, and how, if known. A process
+    that exited with 0 meanwhile counts as finished.
     """
 
     exit_code = 10
@@ -357,18 +360,18 @@ def _remade(cls: type[GpucrError], args: tuple[Any, ...]) -> GpucrError:
 
 
 def _portable(cause: BaseException | None) -> BaseException | None:
-    """The cause, or where it does not survive pickling one that says the same: many of the standard library do not."""
+    """The cause, or, if it cannot be pickled (many of the standard library), one with the same text."""
     import pickle
 
     try:
         pickle.loads(pickle.dumps(cause))  # noqa: S301 - see above
-    except Exception:  # noqa: BLE001 - whatever its __reduce__ does
+    except Exception:  # noqa: BLE001 - its __reduce__ may do anything
         return RuntimeError(f"{type(cause).__name__}: {cause}")
     return cause
 
 
 def _readable(text: str) -> str:
-    """The text with the path that a held folder has now: the one that leads to it means nothing elsewhere."""
+    """The text with a held folder's real path: the /proc path means nothing elsewhere."""
     head, found, rest = text.partition(_HELD)
     if not found:
         return text

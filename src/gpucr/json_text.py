@@ -1,17 +1,17 @@
-"""JSON that somebody else may have written, or damaged: parsed within limits."""
+"""Parse untrusted or damaged JSON within limits."""
 
 from __future__ import annotations
 
 import json
 
 MAX_DEPTH = 32
-"""How deeply lists and objects may be nested. gpucr's own formats need eight levels; Python gives up at about 1000."""
+"""Maximum nesting of lists and objects. gpucr's own formats need eight levels; Python fails at about 1000."""
 
 
 def parse(data: bytes | str, *, least: int = -(1 << 63)) -> object:
-    """The value. Raises ValueError, with the reason, for what is no JSON or is nested more than MAX_DEPTH deep.
+    """The value. Raises ValueError with the reason if it is not JSON or is nested more than MAX_DEPTH deep.
 
-    Integers are ``least`` to 2^64 - 1.
+    Integers must be ``least`` to 2^64 - 1.
     """
     try:
         value: object = json.loads(data)

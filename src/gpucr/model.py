@@ -1,4 +1,4 @@
-"""Frozen records that every layer shares. No behaviour beyond parsing and showing; no I/O."""
+"""Frozen records that every layer shares. No behaviour beyond parsing and formatting; no I/O."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _UUID_DIGITS = re.compile(r"[0-9a-f]{32}", re.IGNORECASE)
 
 
 class CudaState(enum.IntEnum):
-    """CUprocessState, as the driver reports it. Open: a value that is not listed is carried as ``UNKNOWN_<n>``."""
+    """CUprocessState, as the driver reports it. Open: an unlisted value is kept as ``UNKNOWN_<n>``."""
 
     RUNNING = 0
     LOCKED = 1
@@ -40,20 +40,20 @@ class CudaState(enum.IntEnum):
 
 
 class ProcessId(Struct, frozen=True, order=True):
-    """The identity of a process: a pid alone can be taken by another process later.
+    """The identity of a process: a pid alone can be reused.
 
-    ``start_time_ticks`` is field 22 of ``/proc/PID/stat`` (clock ticks after boot), as it is outside every time
-    namespace.
+    ``start_time_ticks`` is field 22 of ``/proc/PID/stat`` (clock ticks after boot), as seen outside all time
+    namespaces.
     """
 
     pid: int
     start_time_ticks: int
 
     def is_same(self, other: ProcessId) -> bool:
-        """Whether both name one process, which gpucr commands in two time namespaces can have seen one tick apart.
+        """Whether both name one process. gpucr commands in two time namespaces can see start times one tick apart.
 
-        The kernel shows a sum of nanoseconds in whole ticks. No pid is given to a second process within a tick: the
-        kernel takes all others first.
+        The kernel rounds a sum of nanoseconds to ticks. No pid is reused within a tick: the kernel assigns all others
+        first.
         """
         return self.pid == other.pid and abs(self.start_time_ticks - other.start_time_ticks) <= 1
 
@@ -66,11 +66,14 @@ class Gpu(Struct, frozen=True):
     name: str
     memory_total_bytes: int
     memory_free_bytes: int
-    mig_enabled: bool = field(default_factory=bool)  # records.py sees a missing member only where each object has it
+    mig_enabled: bool = field(default_factory=bool)  # so that records.py detects missing members
 
 
 class GpuActivity(Struct, frozen=True):
-    """How busy one GPU is (the share of the last moment in which it computed), and how hot. None: NVML cannot tell."""
+    """One GPU's utilization (the share of the last interval in which it was busy) and temperature.
+
+    None: NVML cannot tell.
+    """
 
     utilization_percent: int | None = None
     temperature_c: int | None = None
@@ -85,7 +88,7 @@ class GpuUse(Struct, frozen=True):
 
 
 def uuid_bytes(uuid: str) -> bytes:
-    """The 16 bytes of a GPU's UUID, as the driver takes them in ``CUcheckpointGpuPair``.
+    """The 16 bytes of a GPU's UUID, for ``CUcheckpointGpuPair``.
 
     With ``GPU-`` in front, as NVML writes it, or without, as cuda.core does. Raises InvalidRequest for anything else.
     """
@@ -105,7 +108,7 @@ def uuid_text(raw: bytes) -> str:
 
 
 def gpu_pairs(text: str) -> tuple[tuple[str, str], ...]:
-    """The two sides of every ``OLD=NEW`` of a list, as they were typed. Raises InvalidRequest for another form."""
+    """The two sides of every ``OLD=NEW`` of a list, as typed. Raises InvalidRequest for any other form."""
     pairs: list[tuple[str, str]] = []
     for part in text.split(","):
         old, equals, new = (piece.strip() for piece in part.partition("="))
@@ -118,17 +121,17 @@ def gpu_pairs(text: str) -> tuple[tuple[str, str], ...]:
 
 
 class GpuMap(Struct, frozen=True):
-    """Where device memory goes on restore: (old UUID, new UUID) pairs.
+    """Where a restore puts device memory: (old UUID, new UUID) pairs.
 
-    The driver wants every GPU that it knows for the process named once on the left, and the new GPUs as a permutation:
-    all whose device files were there when the process started CUDA, ``CUDA_VISIBLE_DEVICES`` or not.
+    The driver requires every GPU that it knows for the process once on the left, and the new GPUs as a permutation. It
+    knows all whose device files existed when the process started CUDA, regardless of ``CUDA_VISIBLE_DEVICES``.
     """
 
     pairs: tuple[tuple[str, str], ...]
 
     @classmethod
     def parse(cls, text: str) -> GpuMap:
-        """Read ``OLD=NEW,OLD=NEW``. Raises InvalidRequest where a UUID is malformed or named twice on one side."""
+        """Read ``OLD=NEW,OLD=NEW``. Raises InvalidRequest if a UUID is malformed or named twice on one side."""
         pairs = [(uuid_text(uuid_bytes(old)), uuid_text(uuid_bytes(new))) for old, new in gpu_pairs(text)]
         for side, name in ((0, "left"), (1, "right")):
             uuids = [pair[side] for pair in pairs]
@@ -142,16 +145,16 @@ class GpuMap(Struct, frozen=True):
         return ",".join(f"{old}={new}" for old, new in self.pairs)
 
     def new_for(self, old_uuid: str) -> str:
-        """The UUID that ``old_uuid`` maps to; itself where the map does not name it."""
+        """The UUID that ``old_uuid`` maps to; itself if the map does not name it."""
         return dict(self.pairs).get(old_uuid, old_uuid)
 
     @property
     def reversed(self) -> GpuMap:
-        """The way back."""
+        """The inverse map."""
         return GpuMap(tuple((new, old) for old, new in self.pairs))
 
     def only(self, old_uuids: Iterable[str]) -> GpuMap:
-        """The part of the map that is for these GPUs: the driver takes no pair of a GPU that a process has not."""
+        """The part of the map for these GPUs: the driver refuses pairs of GPUs that a process does not have."""
         chosen = set(old_uuids)
         return GpuMap(tuple(pair for pair in self.pairs if pair[0] in chosen))
 
@@ -166,8 +169,8 @@ class Extent(Struct, frozen=True):
 class StagedExtent(Struct, frozen=True, omit_defaults=True):
     """A range of staging that lies in a staging file: address in the process, size, and offset in the file (bytes).
 
-    Address and offset are page-aligned, and the size is that of whole pages. ``gpu`` is the UUID of the GPU that it was
-    on, where more than the driver has to know it.
+    Address and offset are page-aligned, and the size is in whole pages. ``gpu``: the UUID of the GPU that it was on, if
+    needed outside the driver.
     """
 
     address: int
@@ -177,18 +180,18 @@ class StagedExtent(Struct, frozen=True, omit_defaults=True):
 
     @property
     def end(self) -> int:
-        """The first address behind it."""
+        """The first address after it."""
         return self.address + self.size_bytes
 
 
 KIND_NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
-"""What a kind of backend can be called (see gpu_state/backend.py)."""
+"""Pattern of a backend kind's name (see gpu_state/backend.py)."""
 
 
 class DevicePart(NamedTuple):
-    """A part of a process's device memory: what one backend holds (see gpu_state/backend.py).
+    """The part of a process's device memory that one backend holds (see gpu_state/backend.py).
 
-    Level 0 is what the driver itself delivers; the backends over it follow. Its text names files and areas of a store.
+    Level 0 is what the driver itself delivers; the backends above it follow. Its text names files and areas of a store.
     """
 
     pid: int
@@ -202,7 +205,7 @@ class DevicePart(NamedTuple):
 class JobFile(Struct, frozen=True):
     """A regular file that a job has open or mapped, by its path in the job's mount namespace.
 
-    ``is_written``: a process can write to it. ``is_mapped``: memory of a process is pages of it.
+    ``is_written``: a process can write to it. ``is_mapped``: a process has it mapped.
     """
 
     path: str
@@ -212,7 +215,7 @@ class JobFile(Struct, frozen=True):
 
 
 class Endpoint(Struct, frozen=True, order=True):
-    """One end of a TCP connection, or where a socket listens: an IPv4 or IPv6 address in its shortest form, a port."""
+    """One end of a TCP connection, or a listening address: an IPv4 or IPv6 address in its shortest form, a port."""
 
     address: str
     port: int
@@ -222,7 +225,7 @@ class Endpoint(Struct, frozen=True, order=True):
 
 
 class Connection(Struct, frozen=True, order=True):
-    """A TCP connection as one of its ends sees it."""
+    """A TCP connection, seen from one end."""
 
     local: Endpoint
     remote: Endpoint
@@ -232,7 +235,7 @@ class Connection(Struct, frozen=True, order=True):
 
 
 class ProcessInfo(Struct, frozen=True):
-    """What /proc says of one process.
+    """What /proc says about one process.
 
     ``ns_pids`` are its pids from the caller's pid namespace inwards (NSpid); ``status`` is the state letter of
     ``/proc/PID/stat``.
@@ -268,7 +271,7 @@ class GangMember(Struct, frozen=True):
 class GangLock(Struct, frozen=True):
     """How the CUDA processes of a job were locked: how many, in how many attempts, and the wall seconds that it took.
 
-    More than one attempt: some waited for others on the GPU, and those were let go on for a moment, and locked again.
+    More than one attempt: some waited for others on the GPU, which were released for a moment and locked again.
     """
 
     processes: int
@@ -277,9 +280,9 @@ class GangLock(Struct, frozen=True):
 
 
 class Job(Struct, frozen=True):
-    """A process tree, or several, that are handled as one.
+    """One or more process trees, handled as one.
 
-    ``processes`` has the root first, each tree in one piece; ``gang`` are those with CUDA, of all trees.
+    ``processes`` has the root first, and each tree contiguous; ``gang`` has those with CUDA, of all trees.
     ``other_root_pids`` are the roots of all trees but the first.
     """
 

@@ -1,4 +1,4 @@
-"""Sizes, times and numbers of things as people read them: the same in messages, tables and progress."""
+"""Human-readable sizes, times and counts, the same in messages, tables and progress."""
 
 from __future__ import annotations
 
@@ -26,6 +26,6 @@ def format_seconds(seconds: float) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """A number with its noun: ``1 thread``, ``3 threads``, ``2 processes``."""
+    """A count with its noun: ``1 thread``, ``3 threads``, ``2 processes``."""
     plural = "es" if noun.endswith("s") else "s"
     return f"{number} {noun}{'' if number == 1 else plural}"

@@ -1,7 +1,7 @@
 """Typed records: structs of msgspec to JSON and back, within limits.
 
-What is read may be damaged, or forged. It is taken only if it is exactly what gpucr would write: each member is there,
-of its type and in its range, and there is no other. The error says where it is not.
+Input may be damaged or forged. It is accepted only if it is exactly what gpucr would write: every member present, of
+its type and in range, and no others. The error says where it differs.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from msgspec import Meta
 from gpucr.json_text import parse
 
 Count = Annotated[int, Meta(ge=0)]
-"""`decode` sees to it that no number has more than 64 bits."""
+"""`decode` ensures that no number has more than 64 bits."""
 Pid = Annotated[int, Meta(ge=1)]
 HIGHEST_PRIORITY = 1000
 Priority = Annotated[int, Meta(ge=0, le=HIGHEST_PRIORITY)]
-"""Of a job, beside others that want its GPUs."""
+"""A job's, relative to others that want its GPUs."""
 DEFAULT_PRIORITY = 100
 Text = Annotated[str, Meta(pattern=r"\A[^\0]*\Z")]
-"""What can be a path, an argument or a variable of the environment."""
+"""Text that can be a path, an argument or an environment variable."""
 
 T = TypeVar("T")
 
@@ -33,20 +33,20 @@ _PLACE = re.compile(r"(?s)(.*) - at `(?:key` in `)?\$\.?(.*)`")
 
 
 class RecordError(ValueError):
-    """The data is not such a record. The message says where and why; the caller knows the path."""
+    """The data is not a valid record. The message says where and why; the caller adds the path."""
 
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Base of the records that gpucr keeps in files of its own."""
+    """Base of the records in gpucr's own files."""
 
 
 def to_json(record: object) -> Any:
-    """The record, of whatever kind, as what JSON knows. Paths become text."""
+    """Any record as plain JSON values. Paths become text."""
     return msgspec.to_builtins(record, enc_hook=os.fspath, str_keys=True)
 
 
 def encode(record: object) -> bytes:
-    """The record as JSON text, for people too. Bytes that are not UTF-8 may be in it as `os.fsdecode` gives them."""
+    """The record as readable JSON text. It may contain non-UTF-8 bytes, as from `os.fsdecode`."""
     return json.dumps(msgspec.to_builtins(record), indent=1).encode() + b"\n"
 
 
@@ -56,7 +56,7 @@ def decode(data: bytes | str, kind: type[T]) -> T:
 
 
 def read_json(data: bytes | str, *, least: int = -(1 << 63)) -> object:
-    """The value, unchecked but for the limits of `json_text.parse`. Raises RecordError."""
+    """The value, checked only against the limits of `json_text.parse`. Raises RecordError."""
     try:
         return parse(data, least=least)
     except ValueError as e:
@@ -64,7 +64,7 @@ def read_json(data: bytes | str, *, least: int = -(1 << 63)) -> object:
 
 
 def of_format(value: object, **expected: str | int) -> dict[str, Any]:
-    """The members of an object. Raises RecordError where one that names the format, or its version, is another."""
+    """The members of an object. Raises RecordError if one that names the format or its version differs."""
     if not isinstance(value, dict):
         raise RecordError("it is not an object")
     for member, wanted in expected.items():
@@ -77,8 +77,8 @@ def of_format(value: object, **expected: str | int) -> dict[str, Any]:
 def decoder(kind: type[T]) -> msgspec.json.Decoder[T]:
     """msgspec's decoder of a type, one for all.
 
-    msgspec reads the annotations of a type when the type is first used; two threads that do so at once crash (seen with
-    0.22.0: a null pointer). So nothing else in gpucr calls what would be the first use.
+    msgspec reads a type's annotations at its first use; two threads that do so at once crash (seen with 0.22.0: a null
+    pointer). So nothing else in gpucr makes the first use.
     """
     found = _decoders.get(kind)
     if found is None:
@@ -92,13 +92,13 @@ _decoders: dict[object, msgspec.json.Decoder[Any]] = {}
 
 
 def convert(value: object, kind: type[T]) -> T:
-    """A record from JSON that was parsed. Raises RecordError."""
+    """A record from parsed JSON. Raises RecordError."""
     decoder(kind)
     try:
         record = msgspec.convert(value, kind)
     except msgspec.ValidationError as e:
         raise RecordError(_explained(str(e))) from e
-    except UnicodeEncodeError as e:  # msgspec looks into a text where it expects none
+    except UnicodeEncodeError as e:  # msgspec interprets text where it should not
         raise RecordError("a text that is not UTF-8 is not allowed here") from e
     _require_same(value, msgspec.to_builtins(record), "")
     return record
@@ -113,7 +113,7 @@ def _explained(message: str) -> str:
 
 
 def _require_same(value: Any, whole: Any, where: str) -> None:
-    """A member that is missing is damage, also where the struct has a default; one that is not known as well."""
+    """A missing member is an error, even if the struct has a default; so is an unknown one."""
     if isinstance(whole, dict):
         for key in whole.keys() | value.keys():
             if key not in value or key not in whole:

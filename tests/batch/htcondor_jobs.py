@@ -84,7 +84,7 @@ class Jobs:
         self._as_user(program, job_id)
 
     def ad(self, job_id: str, attribute: str) -> str:
-        """What the queue, or its history, says of a job; empty where neither knows."""
+        """What the queue, or its history, says of a job; empty if neither knows."""
         words = (job_id, "-af", attribute)
         return (self.pool.run("condor_q", *words) or self.pool.run("condor_history", *words)).strip()
 
@@ -115,7 +115,7 @@ class Jobs:
         return self.ad(job_id, "RemoteHost").rpartition("@")[2]
 
     def go(self, *steps: int) -> None:
-        """Let all that wait at these steps go on."""
+        """Let all that wait at these steps continue."""
         for step in steps:
             (self.folder / f"go-{step}").touch()
 

@@ -56,7 +56,7 @@ class Machines:
             raise RuntimeMissing(f"it does not start here: {(self.folder / 'control.out').read_text()}")
 
     def start_node(self, name: str, script: str, *arguments: object) -> None:
-        """Give a node power. ``arguments``: more than its script gets anyhow."""
+        """Give a node power. ``arguments``: more than its script gets anyway."""
         inside = ["nsenter", f"--target={self._pid()}", "--mount", "--net"]
         alone = ["unshare", "--mount", "--pid", "--ipc", "--uts", "--fork", "--kill-child"]
         script = f"{_NODE}{script}\nwait\n"

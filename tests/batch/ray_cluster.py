@@ -84,7 +84,7 @@ class RayCluster:
         return submit(command, store=self.store, cwd=self.folder, **given)
 
     def go(self, *steps: int) -> None:
-        """Let all that wait at these steps go on."""
+        """Let all that wait at these steps continue."""
         for step in steps:
             (self.folder / f"go-{step}").touch()
 

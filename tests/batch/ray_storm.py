@@ -61,7 +61,7 @@ class Storm:
         self.events[what] += 1
 
     def go_on(self) -> None:
-        """What was preempted goes on."""
+        """What was preempted continues."""
         for status in list_jobs():
             if status.state == "held":
                 Job(status.id).resume()

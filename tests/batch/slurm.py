@@ -76,7 +76,7 @@ _CONTROL = """
 "$1/bin/slurmctld" -D -c &
 """
 
-# The controller starts itself again as /proc/self/exe, which is the loader where it was started by that.
+# The controller starts itself again as /proc/self/exe, which is the loader if it was started by that.
 _IN_ROOT = """
 root=$1; shift
 for folder in /proc /dev /etc "$root" "${SLURM_CONF%/*}"; do

@@ -61,7 +61,7 @@ class Jobs:
         wait_until(lambda: self.output(job_id).count(text) >= count, lambda: f"{text}: {self.output(job_id)}")
 
     def go(self, step: int) -> None:
-        """Let all that wait at a step go on."""
+        """Let all that wait at a step continue."""
         (self.folder / f"go-{step}").touch()
 
     def go_on_to_the_end(self) -> None:

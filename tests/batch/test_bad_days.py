@@ -61,7 +61,7 @@ def test_a_store_that_the_next_node_does_not_reach(batch: Batch) -> None:
 
 
 def test_a_grace_time_that_is_too_short(batch: Batch) -> None:
-    """The job has a snapshot, and goes on from that."""
+    """The job has a snapshot, and continues from that."""
     output = batch.start("--every", "200ms", "--grace", "0.001s", stop_at=30)
     wait_for_line(output, "step 30")
     before = batch.errors().count("dumped to")
@@ -99,7 +99,7 @@ def test_a_job_that_ends_during_the_grace_time(batch: Batch, code: int) -> None:
 
 
 def test_a_signal_that_ends_gpucr_and_the_job_alike(batch: Batch) -> None:
-    """As `scontrol requeue` does."""
+    """Like `scontrol requeue` does."""
     dumped_once(batch)
     (job,) = registry().jobs()
     assert job.record is not None

@@ -68,7 +68,7 @@ def test_a_signal_that_ends_the_job_is_told(batch: Batch) -> None:
 
 
 def test_a_store_that_cannot_be_written_ends_in_a_new_start(batch: Batch) -> None:
-    """The grace time is used up; the job is ended, and what it goes on from is told."""
+    """The grace time is used up; the job is ended, and what it continues from is told."""
     output = batch.start("--grace", "1s", stop_at=5)
     wait_for_line(output, "step 5")
     for path in (*batch.store.iterdir(), batch.store):
@@ -109,7 +109,7 @@ def test_a_store_that_htcondor_takes_away(batch: Batch) -> None:
 
 
 def test_a_store_that_htcondor_did_not_bring(batch: Batch) -> None:
-    """There was no snapshot when the job left its last place: it begins anew."""
+    """There was no snapshot when the job left its last place: it begins again."""
     scratch: dict[str, Any] = {"_CONDOR_SCRATCH_DIR": str(batch.folder)}
     for code in (1, 0):
         batch.start(code=code, **scratch)

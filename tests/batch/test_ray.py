@@ -1,4 +1,4 @@
-"""`gpucr.batch.ray` on a cluster of several nodes, some of which die."""
+"""`gpucr.batch.ray` on a cluster of several nodes, some of them die."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def test_preempted(jobs: Jobs) -> None:
 
 @pytest.mark.parametrize("every", ["--every 1s", later("")])
 def test_a_node_that_fails(jobs: Jobs, every: str) -> None:
-    """The job goes on from its last periodic snapshot, on the other node; without one it begins anew."""
+    """The job continues from its last periodic snapshot, on the other node; without one it begins again."""
     job_id = jobs.submit("--nodelist=n1", options=every)
     jobs.wait_for(job_id, "step 9\n")
     if every:
@@ -179,7 +179,7 @@ def test_the_pages_scripts_are_files(name: str) -> None:
 
 @long
 def test_requeued(jobs: Jobs) -> None:
-    """`scontrol requeue` ends all of the job at once: it goes on from its last dump, on another GPU."""
+    """`scontrol requeue` ends all of the job at once: it continues from its last dump, on another GPU."""
     job_id = jobs.submit("--nodelist=n1", options="--every 1s")
     jobs.wait_for(job_id, "step 9\n")
     before = jobs.output(job_id).count("dumped to")

@@ -8,7 +8,7 @@ from gpucr import Finding
 
 
 def severities(found: Iterable[Finding]) -> list[str]:
-    """In their order. What stands in the way must say what it leads to and what mends it; everything has evidence."""
+    """In their order. What stands in the way must say what it leads to and what fixes it; everything has evidence."""
     listed = list(found)
     for each in listed:
         assert each.about

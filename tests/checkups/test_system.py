@@ -1,4 +1,4 @@
-"""CRIU, privileges, kernel, memory, disk, containers: each condition made real, or injected where it is read."""
+"""CRIU, privileges, kernel, memory, disk, containers: each condition made real, or injected if it is read."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ StartContainer = Callable[..., Container]
 
 @pytest.fixture
 def runtime(request: pytest.FixtureRequest) -> list[str]:
-    """The command of a container runtime, runc where a test does not name one; a visible skip where there is none."""
+    """The command of a container runtime, runc if a test does not name one; a visible skip if there is none."""
     name = getattr(request, "param", "runc")
     found = _look_for(name)
     if isinstance(found, RuntimeMissing):
@@ -41,7 +41,7 @@ def _look_for(name: str) -> list[str] | RuntimeMissing:
 
 @pytest.fixture(scope="session")
 def criu_4_1_1() -> CriuInstall:
-    """CRIU 4.1.1; a visible skip where it cannot be fetched."""
+    """CRIU 4.1.1; a visible skip if it cannot be fetched."""
     try:
         return find_criu_4_1_1()
     except RuntimeMissing as e:

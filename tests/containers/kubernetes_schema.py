@@ -132,7 +132,7 @@ def _merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 
 
 def main(version: str, path: Path) -> None:
-    """Write `SCHEMA` anew."""
+    """Write `SCHEMA` again."""
     published = json.loads(path.read_text())
     schema, taken = Schema(published["$defs"]), dict[str, Any]()
     for manifest in sorted(MANIFESTS.glob("*.yaml")):

@@ -55,7 +55,7 @@ def in_cgroup2(command: list[str]) -> list[str]:
 
 
 def check_cgroup2() -> None:
-    """Raise RuntimeMissing where a container could not get a cgroup of version 2."""
+    """Raise RuntimeMissing if a container could not get a cgroup of version 2."""
     done = subprocess.run(in_cgroup2(["true"]), capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise RuntimeMissing(f"cgroup version 2 cannot be mounted here: {done.stderr.strip()}")

@@ -1,4 +1,4 @@
-"""containerd, which pauses a container before its checkpoint, stores what there is, and lets it go on."""
+"""containerd, which pauses a container before its checkpoint, stores what there is, and lets it continue."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ REFERENCE = "counter.test/checkpoint:1"
 
 @pytest.fixture
 def containerd(sim_only: None, criu_install: CriuInstall, tmp_path: Path) -> Iterator[Containerd]:
-    """A containerd of the test's own; a visible skip where it is not installed."""
+    """A containerd of the test's own; a visible skip if it is not installed."""
     try:
         check_cgroup2()
         check_containerd()

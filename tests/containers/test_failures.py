@@ -301,7 +301,7 @@ def test_two_gpu_parts_are_refused(container: StartContainer) -> None:
 def test_a_second_dump_into_the_folder_takes_nothing_from_the_first(
     podmans: Callable[..., Container], tmp_path: Path
 ) -> None:
-    """As when podman was killed, its CRIU goes on, and the user tries again."""
+    """As when podman was killed, its CRIU continues, and the user tries again."""
     held_up = tmp_path / "held up"
     made = podmans(
         "--mib",
@@ -326,7 +326,7 @@ def test_a_second_dump_into_the_folder_takes_nothing_from_the_first(
 
 @contextlib.contextmanager
 def stopped_attendant(container: Container, held_up: Path) -> Iterator[Future[subprocess.CompletedProcess[str]]]:
-    """A checkpoint whose attendant has begun to write and goes on after the block, as with a slow disk.
+    """A checkpoint whose attendant has begun to write and continues after the block, as with a slow disk.
 
     ``held_up``: as long as this file is there, the checkpoint waits at CRIU's post-dump hook.
     """

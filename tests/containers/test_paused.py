@@ -1,4 +1,4 @@
-"""Containers that are paused before they are checkpointed, as containerd does, and go on afterwards."""
+"""Containers that are paused before they are checkpointed, as containerd does, and continue afterwards."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def pause(container: Container) -> None:
 
 
 def checkpoint_paused(container: Container, *, is_paused_after: bool = True) -> subprocess.CompletedProcess[str]:
-    """As containerd does it: pause, checkpoint, and go on, whatever has come of it."""
+    """As containerd does it: pause, checkpoint, and continue, even after a failure."""
     pause(container)
     done = container.checkpoint("--leave-running")
     if is_paused_after:

@@ -28,7 +28,7 @@ OF_A_CHECKPOINT = {"checkpoint", "devshm-checkpoint.tar", "network.status", "dum
 def podman(
     request: pytest.FixtureRequest, sim_only: None, runtime: list[str], criu_install: CriuInstall, tmp_path: Path
 ) -> Iterator[Podman]:
-    """A podman of the test's own; a visible skip where there is none."""
+    """A podman of the test's own; a visible skip if there is none."""
     if shutil.which("podman") is None:
         skip_or_fail("podman", "there is no podman on PATH")
     folder = tmp_path / "podman"

@@ -83,7 +83,7 @@ class Program:
         return int((self.folder / "beat").read_bytes() or b"0")
 
     def assert_undisturbed(self, pids: list[int] | None = None) -> None:
-        """Every process runs, none is stopped or traced, and the loop goes on."""
+        """Every process runs, none is stopped or traced, and the loop continues."""
         for pid in pids or self.tree():
             assert status_of(pid, "TracerPid") == "0"
             assert status_of(pid, "State")[0] in "SRD"

@@ -156,7 +156,7 @@ def test_hooks_come_in_order_and_tell_what_is_frozen(workspace: Workspace, start
 
 
 def test_terminal_job(workspace: Workspace, tmp_path: Path) -> None:
-    """A program on a terminal whose session leader stays outside goes on on the terminal that it is restored from."""
+    """A program on a terminal whose session leader stays outside continues on the terminal that it is restored from."""
     folder = tmp_path / "program"
     folder.mkdir()
     shell = f"""

@@ -1,4 +1,4 @@
-"""gpucr.criu.images: what CRIU wrote is read, changed where it is meant to be, and else comes back as it was."""
+"""gpucr.criu.images: what CRIU wrote is read, changed if it is meant to be, and else comes back as it was."""
 
 from __future__ import annotations
 

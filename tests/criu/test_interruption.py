@@ -1,4 +1,4 @@
-"""Whatever ends a dump leaves the tree running; whatever ends a restore leaves nothing of it."""
+"""An interrupted dump leaves the tree running; an interrupted restore leaves nothing of it."""
 
 from __future__ import annotations
 

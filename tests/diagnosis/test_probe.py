@@ -281,7 +281,7 @@ def test_a_canary_that_does_not_start(
 
 
 def test_data_that_comes_back_wrong(driver: CudaDriver, sim: pytest.MonkeyPatch) -> None:
-    """The program sees it, whatever the driver says."""
+    """The program notices it, even if the driver does not."""
     spoil = (
         "import sys; sys.path[:0] = sys.argv[2:]\n"
         "from gpucr.diagnosis.canaries.programs.single import Plain\n"

@@ -60,7 +60,7 @@ def typed_in(text: str) -> list[Typed]:
 def play(
     commands: Sequence[str], home: Path, instead: Mapping[str, str], user: OrdinaryUser | None = None
 ) -> list[Answer]:
-    """Type the commands into one shell in ``home``; ``instead`` says what is typed in the place of what is written.
+    """Type the commands into one shell in ``home``; ``instead`` says what is typed instead of what is written.
 
     Needs root. ``user`` types them, else root. stdin of each command is empty. Everything that they started has ended
     when this returns.
@@ -97,7 +97,7 @@ def play(
 
 
 def environment(home: Path) -> dict[str, str]:
-    """This process's, with a home of its own; what was compiled and fetched before is found where it was."""
+    """This process's, with a home of its own; what was compiled and fetched before is found if it was."""
     real = Path.home()
     given = {name: value for name, value in os.environ.items() if name != "XDG_STATE_HOME"}
     programs = home / "bin"

@@ -104,7 +104,7 @@ def test_the_fields_of_run_and_jobs_in_json(tmp_path: Path) -> None:
 
 def test_the_fields_of_doctor_in_json(tmp_path: Path) -> None:
     done = run("doctor", "--probe", "--only", "plain", "--json", env={"XDG_STATE_HOME": str(tmp_path)})
-    printed = json.loads(done.stdout)  # whatever stands in the way on this machine
+    printed = json.loads(done.stdout)  # anything stands in the way on this machine
     _assert_fields_are_described("gpucr doctor", printed)
 
 

@@ -28,7 +28,7 @@ _LOADS = {"script": "src", "img": "src", "link": "href", "iframe": "src", "sourc
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The built site. As root it is built where there is no network at all."""
+    """The built site. As root it is built if there is no network at all."""
     folder = tmp_path_factory.mktemp("site")
     alone = ["unshare", "--net"] if os.geteuid() == 0 else []
     options = ["-b", "html", "-c", "docs/site", "-d", str(folder / "cache"), "-W", "--keep-going", "--quiet"]

@@ -1,8 +1,9 @@
-"""User-facing text is plain English: words that mark a translation are not in pages, help texts or messages."""
+"""Text is plain English: pages, help texts, messages, docstrings and comments avoid words that mark a translation."""
 
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +28,9 @@ _AVOID = re.compile(
       | what\ was\ asked | cannot\ be\ meant         # the request; invalid
       | in\ the\ place\ of                           # instead of
       | is\ no\ part | so\ that\ none
+      | for\ ever | anew | for\ want\ of             # forever; again; for lack of
+      | pass(?:es|ed)?\ over | (?:is|are)\ none\ of  # skip; is not one of
+      | may\ be\ had | cannot\ be\ had | which\ is\ had
     )\b
     | \(apart\)
     """,
@@ -64,30 +68,44 @@ def test_help_texts(name: str) -> None:
     assert avoided("\n".join(texts)) == []
 
 
-def messages(source: str) -> Iterator[tuple[int, str]]:
-    """The lines and texts of string literals that a program uses; docstrings are for those who read the source.
+def c_comments(source: str) -> Iterator[tuple[int, str]]:
+    """The lines and texts of the comments of a C source."""
+    for match in re.finditer(r"/\*.*?\*/|//[^\n]*", source, re.DOTALL):
+        yield source.count("\n", 0, match.start()) + 1, re.sub(r"\n\s*\*?", " ", match[0])
 
-    An f-string is one text, so that words on both sides of a value are not taken for neighbours.
+
+def texts(source: str) -> Iterator[tuple[int, str]]:
+    """The lines and texts of a program's string literals (messages, docstrings, names) and comments.
+
+    An f-string is one text, so that words on both sides of a value are not taken for neighbours. So are comment lines
+    that follow each other.
     """
-    tree = ast.parse(source)
-    passed = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    for node in ast.walk(tree):
+    parts: set[int] = set()
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.JoinedStr):
-            passed |= {id(part) for part in node.values}
+            parts |= {id(part) for part in node.values}
             yield node.lineno, "".join(_literal(part) for part in node.values)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in passed:
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in parts:
             yield node.lineno, node.value
+    lines = enumerate(source.splitlines(), 1)
+    for is_whole, group in itertools.groupby(lines, lambda line: line[1].lstrip().startswith("#")):
+        block = list(group)
+        if is_whole:
+            yield block[0][0], " ".join(text.strip(" #") for _, text in block)
+        else:
+            yield from ((number, text.partition("  # ")[2]) for number, text in block if "  # " in text)
 
 
 def _literal(part: ast.expr) -> str:
     return part.value if isinstance(part, ast.Constant) and isinstance(part.value, str) else "{}"
 
 
-def test_messages() -> None:
+def test_messages_docstrings_and_comments() -> None:
     found = []
-    for file in sorted(SOURCES.rglob("*.py")):
-        for line, text in messages(file.read_text()):
-            found += [f"{file.relative_to(SOURCES)}:{line}: {words}" for words in avoided(text)]
+    for pattern, texts_of in (("*.py", texts), ("*.[ch]", c_comments)):
+        for file in sorted(SOURCES.rglob(pattern)):
+            for line, text in texts_of(file.read_text()):
+                found += [f"{file.relative_to(SOURCES)}:{line}: {words}" for words in avoided(text)]
     assert not found, "\n".join(found)
 
 
@@ -103,6 +121,10 @@ def test_messages() -> None:
         "leave the key and `--encrypt` away",
         "two parts (apart)",
         "Whatever happens",
+        "begun anew",
+        "these are passed over",
+        "it is none of ours",
+        "waits for ever",
     ],
 )
 def test_words_to_avoid_are_found(text: str) -> None:
@@ -117,6 +139,7 @@ def test_other_words_are_none(text: str) -> None:
     assert avoided(text) == []
 
 
-def test_messages_are_read_and_docstrings_are_not() -> None:
-    source = '"""The job goes on."""\nraise Error(f"it {what} on stderr, as {far} as", hint="what was asked")\n'
-    assert [text for _, text in messages(source)] == ["it {} on stderr, as {} as", "what was asked"]
+def test_messages_docstrings_and_comments_are_read() -> None:
+    source = '"""The job goes on."""\nraise Error(f"it {what} on stderr")  # all the\n\n# as far\n# as\n'
+    assert sorted(texts(source)) == [(1, "The job goes on."), (2, "all the"), (2, "it {} on stderr"), (4, "as far as")]
+    assert list(c_comments("/* as\n * far */\nint x; // mended\n")) == [(1, "/* as  far */"), (3, "// mended")]

@@ -29,7 +29,7 @@ _STRANGE: tuple[Json, ...] = (
 )
 
 STRANGE: st.SearchStrategy[Json] = st.integers(0, len(_STRANGE) - 1).map(lambda number: copy.deepcopy(_STRANGE[number]))
-"""Values that no format expects. Each time anew, for they are changed."""
+"""Values that no format expects. Each time again, for they are changed."""
 
 
 def written(value: Json, **options: Any) -> bytes:

@@ -180,7 +180,7 @@ def test_cpu_lists(text: str) -> None:
 
 @given(st.text("abcdehlopr 0123456789\x00-", max_size=40), st.integers(0, 3))
 def test_messages_to_the_guard(message: str, descriptors: int) -> None:
-    """It ends, or answers: it never does anything else for want of a meaning."""
+    """It ends, or answers: it never does anything else for lack of a meaning."""
     fds = [os.memfd_create("fuzz") for _ in range(descriptors)]
     post = Post(1)
     try:

@@ -49,7 +49,7 @@ from tests.hardware.main_job import Failed, first_difference, names, wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "tests" / "hardware" / "programs" / "driver_recurrence.py"
-PYTHON = os.path.realpath(sys.executable)  # also where a virtual environment in /tmp runs this
+PYTHON = os.path.realpath(sys.executable)  # also if a virtual environment in /tmp runs this
 NOT_SHARED = ("proc", "sys", "dev", "tmp", "run", "mnt", "media", "boot", "lost+found")
 STEPS_BEFORE_ACTION = 10
 _DEADLINE_S = 60.0
@@ -94,7 +94,7 @@ class Container:
         return text[: text.rfind("\n") + 1].splitlines()
 
     def wait_more(self) -> None:
-        """Wait until it has gone on for some steps."""
+        """Wait until it has continued for some steps."""
         wanted = min(len(self.lines()) + STEPS_BEFORE_ACTION, self._steps)
         self._wait_lines(wanted)
 

@@ -1,4 +1,4 @@
-"""A running job of several ranks is locked and unlocked again and again, and goes on every time.
+"""A running job of several ranks is locked and unlocked again and again, and continues every time.
 
 Run it from the root of the repository on a machine with GPUs, which ranks may share (programs/rank_place.py)::
 
@@ -10,7 +10,7 @@ access); ``--program sim`` is `gpucr sim ranks` on the simulated driver. It is l
 checkpoint (`gpucr.gang.Gang`). After each unlock every rank must make --steps further steps.
 
 Prints a line a lock, then the median and the longest; writes ``gang_lock.json`` into --out; exits with 1 when a lock
-failed, a rank was left locked, or the job did not go on.
+failed, a rank was left locked, or the job did not continue.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Row:
 
     @property
     def ok(self) -> bool:
-        """Whether all ranks were locked, and went on afterwards."""
+        """Whether all ranks were locked, and continued afterwards."""
         return not self.detail
 
 
@@ -167,7 +167,7 @@ def lock_once(job: Job, number: int, ranks: int, limit_s: float) -> Row:
 
 
 def lock_again_and_again(job: Job, times: int, ranks: int, steps: int, limit_s: float) -> list[Row]:
-    """One row a lock. Ends early when the job does not go on."""
+    """One row a lock. Ends early when the job does not continue."""
     rows: list[Row] = []
     print(f"{'lock':>4} {'attempts':>9} {'seconds':>9}")
     for number in range(1, times + 1):

@@ -97,7 +97,7 @@ def look_at_states(driver: CudaDriver, job: Job) -> None:
 
 
 def lock_again(driver: CudaDriver, job: Job, ranks: int, *, checkpoint: bool) -> None:
-    """The job can be locked, and checkpointed and restored where that is asked for."""
+    """The job can be locked, and checkpointed and restored if that is asked for."""
     gang = gang_of(driver, job, ranks, AFTERWARDS_S)
     gang.lock()
     if checkpoint:
@@ -107,7 +107,7 @@ def lock_again(driver: CudaDriver, job: Job, ranks: int, *, checkpoint: bool) ->
 
 
 def try_it(options: argparse.Namespace, job: Job) -> str:
-    """The whole case. Returns what the attempts to lock came to. Raises Failed where the job is not well."""
+    """The whole case. Returns what the attempts to lock came to. Raises Failed if the job is not well."""
     driver = load_driver()
     job.wait_steps(STEPS)
     held = job.pid_of(options.ranks - 1)

@@ -6,8 +6,8 @@ Needs a C compiler, and torch for all but `cumem`; `peers` and `ranks` are skipp
 program runs twice: undisturbed, without the interposer, and under it while all of its processes are frozen and thawed N
 times. A cycle takes all of them together through each step:
 
-    gates closed and driver locked (as one: where one rank is not held, all go on for a moment), driver unlocked, gates
-    empty, whose memory is whose, export, drop, lock, checkpoint, restore, unlock, give back, share anew, open
+    gates closed and driver locked (as one: where one rank is not held, all continue for a moment), driver unlocked,
+    gates empty, whose memory is whose, export, drop, lock, checkpoint, restore, unlock, give back, share again, open
 
 Prints the time of every step, and says for each program whether every line is the undisturbed one's. Exit code 1: one
 is not.

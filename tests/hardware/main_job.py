@@ -94,7 +94,7 @@ def wait_for(condition: Callable[[], bool], deadline_s: float, what: str) -> Non
 
 
 def first_difference(lines: Sequence[str], reference: Sequence[str]) -> str | None:
-    """Where two runs differ, in words; None where all lines are equal."""
+    """Where two runs differ, in words; None if all lines are equal."""
     for number, (line, expected) in enumerate(zip(lines, reference, strict=False)):
         if line != expected:
             return f"line {number} is {line!r}, the reference has {expected!r}"
@@ -104,7 +104,7 @@ def first_difference(lines: Sequence[str], reference: Sequence[str]) -> str | No
 
 
 def continuation_difference(lines: Sequence[str], reference: Sequence[str], least: int, most: int) -> str | None:
-    """Where the lines of a restored run differ from the end of the reference, in words; None where they do not.
+    """Where the lines of a restored run differ from the end of the reference, in words; None if they do not.
 
     ``least`` and ``most`` are the numbers of lines that stood there just before and just after the dump: the restored
     run has to begin between the two.
@@ -191,12 +191,12 @@ class Job:
         self._wait(lambda: b"ready" in self.log_path.read_bytes().split(), "the end of the warm-up")
 
     def wait_lines(self, count: int) -> None:
-        """Let it go on, and wait until it has written that many lines."""
+        """Let it continue, and wait until it has written that many lines."""
         pace.let_go_on(self._may_step, count + pace.AHEAD)
         self._wait(lambda: len(self.lines()) >= count, f"line {count}")
 
     def wait_end(self) -> None:
-        """Let it go on, and wait until it has ended by itself."""
+        """Let it continue, and wait until it has ended by itself."""
         pace.let_go_on(self._may_step, pace.NO_LIMIT)
         wait_for(lambda: not self.is_running(), self.deadline_s, "the end of the program")
 

@@ -2,11 +2,11 @@
 
     python3 tests/hardware/privileges.py [--json FILE]
 
-Needs setpriv (util-linux) and a Python 3.10 that an ordinary user can start. Small CUDA processes of one user are
-acted on by root, with and without CAP_SYS_PTRACE, by their owner (beside them, as their parent, with a grant by
-PR_SET_PTRACER), by another user, and by another user who has CAP_SYS_PTRACE: each of the driver's six actions, and
-what the kernel allows beside. Everything is repeated for each value of kernel.yama.ptrace_scope that can be set.
-Prints a table. Exit code 1: a process that was acted on does not go on.
+Needs setpriv (util-linux) and a Python 3.10 that an ordinary user can start. Small CUDA processes of one user are acted
+on by root, with and without CAP_SYS_PTRACE, by their owner (beside them, as their parent, with a grant by
+PR_SET_PTRACER), by another user, and by another user who has CAP_SYS_PTRACE: each of the driver's six actions, and what
+the kernel allows beside. Everything is repeated for each value of kernel.yama.ptrace_scope that can be set. Prints a
+table. Exit code 1: a process that was acted on does not continue.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Case:
 
 @dataclass
 class Result:
-    """What was seen, and whether the target goes on."""
+    """What was seen, and whether the target continues."""
 
     case: str
     scope: str

@@ -48,7 +48,7 @@ MARGIN_BYTES = 64 << 20
 """What torch and cuBLAS work in, beside the weights and their gradients."""
 
 Expected = Callable[[str], str]
-"""The line that an undisturbed run has in the place of this one."""
+"""The line that an undisturbed run has instead of this one."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class StoreUnderTest:
         return said
 
     def check(self, job: Job, name: str, expected: Expected) -> None:
-        """Restore a snapshot, compare what it goes on with, and end it."""
+        """Restore a snapshot, compare what it continues with, and end it."""
         before = len(job.lines())
         self.call("restore", self.at(name))
         job.wait_lines(before + CHECKED_STEPS)
@@ -205,7 +205,7 @@ class Parts:
 
     @contextlib.contextmanager
     def _job(self, name: str, trained_mib: int) -> Iterator[Job]:
-        """A running program; it goes on until it is ended."""
+        """A running program; it continues until it is ended."""
         steps = self.settings.steps if trained_mib else 1_000_000
         job = Job(
             self._command(trained_mib, steps, self.settings.pace_s),

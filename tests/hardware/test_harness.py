@@ -195,7 +195,7 @@ def test_a_part_that_goes_wrong_is_told_and_leaves_nothing(
 
 @pytest.fixture
 def store_parts(sim_only: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> stores.Parts:
-    """The parts on a simulated machine, with bytes in the place of weights: few, so that host memory counts."""
+    """The parts on a simulated machine, with bytes instead of weights: few, so that host memory counts."""
     monkeypatch.setattr(stores, "LIMIT", 0.5)
     settings = stores.Settings(tmp_path / "out", 80, 0.02, 24, 60.0, driver=True, encrypt=True)
     settings.out.mkdir()

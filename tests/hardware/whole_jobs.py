@@ -8,12 +8,11 @@ Its parts, which ``--parts`` chooses from:
 
 - ``isolated``: a training of 2 ranks (ddp_job.py), started with `gpucr run`, dumped while it trains, gone, restored,
   and run to its end: its losses must be those of an undisturbed run, bit for bit;
-- ``four``: the same with 4 ranks, where there are 4 GPUs (NCCL ranks that share a GPU do not come back:
-  docs/hardware.md);
+- ``four``: the same with 4 ranks, if there are 4 GPUs (NCCL ranks that share a GPU do not come back: docs/hardware.md);
 - ``swapped``: restored with its two GPUs exchanged;
 - ``shared``: the same in the machine's own namespaces (`--no-isolate`);
 - ``locks``: a running training is suspended and resumed 20 times in a row;
-- ``refused``: a training with NCCL's own settings (P2P) is refused, and goes on;
+- ``refused``: a training with NCCL's own settings (P2P) is refused, and continues;
 - ``clones``: a server with a 4 GiB model becomes two, one on each GPU, and both answer as the first one did;
 - ``auto``: the same server comes back on GPU 1 (`--gpu auto`) while GPU 0 is full.
 
@@ -161,7 +160,7 @@ class Job:
         return complete_lines(self.lines_path)
 
     def wait_lines(self, count: int) -> None:
-        """Let it go on, and wait until it has written that many lines."""
+        """Let it continue, and wait until it has written that many lines."""
         pace.let_go_on(self._may_step, count + pace.AHEAD)
         self._wait(lambda: len(self.lines()) >= count, f"line {count}")
 
@@ -170,7 +169,7 @@ class Job:
         self._wait(lambda: b"ready" in self.log_path.read_bytes().split(), "the end of the warm-up")
 
     def wait_end(self) -> None:
-        """Let it go on, and wait until it has ended by itself, and well."""
+        """Let it continue, and wait until it has ended by itself, and well."""
         pace.let_go_on(self._may_step, pace.NO_LIMIT)
         self._wait(lambda: self.record()["state"] == "ended", "the end of the job", while_running=False)
         code = self.record()["exit_code"]

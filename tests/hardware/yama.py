@@ -1,4 +1,4 @@
-"""What an ordinary user's gpucr can do under each kernel.yama.ptrace_scope. Run as root where the kernel has Yama.
+"""What an ordinary user's gpucr can do under each kernel.yama.ptrace_scope. Run as root if the kernel has Yama.
 
     python -m tests.hardware.yama [--scopes 0,1,2] [--json FILE]
 
@@ -6,9 +6,9 @@ No GPU is needed: the simulated driver stands in. Where the machine's own kernel
 (Debian's package user-mode-linux): `linux.uml mem=2500M rootfstype=hostfs rootflags=/ rw init=SCRIPT`, with a SCRIPT
 that mounts /proc, and file systems in memory at /tmp and /run, brings up `lo`, and runs this.
 
-For a job with the interposer and one without: whether it can be traced, frozen (also where gpucr is killed meanwhile),
-suspended and resumed; after each the job must go on with its data, and be as closed as before. The machine's own value
-is put back (3 cannot be lowered: it is not tried unless named). Exit code 1: something is not as expected.
+For a job with the interposer and one without: whether it can be traced, frozen (also if gpucr is killed meanwhile),
+suspended and resumed; after each the job must continue with its data, and be as closed as before. The machine's own
+value is put back (3 cannot be lowered: it is not tried unless named). Exit code 1: something is not as expected.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The gate: whoever leaves a driver call, in whatever way, is out; who waits goes on when it opens."""
+"""The gate: a thread that leaves a driver call in any way is out; waiting threads continue when it opens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may trace a process with an interposer, where Yama limits that. A filter in the program answers for Yama."""
+"""Who may trace a process with an interposer, if Yama limits that. A filter in the program answers for Yama."""
 
 from __future__ import annotations
 

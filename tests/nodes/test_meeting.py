@@ -147,7 +147,7 @@ def test_a_node_that_is_gone_has_failed(victim: int) -> None:
         all_nodes = (host, *guests)
         left = [each for number, each in enumerate(all_nodes) if number != victim]
         waiting = [Aside(partial(each.together, "frozen", deadline())) for each in left]
-        all_nodes[victim].conclude()  # as where it was killed, it says nothing
+        all_nodes[victim].conclude()  # as if it was killed, it says nothing
         all_nodes[victim].close()
         for each in waiting:
             with pytest.raises(NodeFailed, match=f"the connection to node {victim} was lost"):

@@ -381,7 +381,7 @@ class TwoNodes:
         wait_until((self.folder / f"there-{node}").exists, f"node {node} to be there")
 
     def let_go(self, node: int) -> None:
-        """Let the driver of this node go on."""
+        """Let the driver of this node continue."""
         (self.folder / f"go-{node}").touch()
 
     def start_restore(self, node: int, *more: object, name: str = "set", **options: object) -> subprocess.Popen[str]:

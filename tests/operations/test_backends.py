@@ -383,7 +383,7 @@ def test_damage_in_what_lies_over_the_drivers_ends_the_half_restored_job(
 def test_plain_and_captured_snapshots_cross(
     counter: CounterFactory, tmp_path: Path, driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was dumped in the one way is restored where only the other one can be, and dumped there."""
+    """What was dumped in the one way is restored if only the other one can be, and dumped there."""
     job = counter("--mib", "8")
     expected = 101
     for number, plain in enumerate((True, False, True)):

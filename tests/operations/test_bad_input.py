@@ -415,7 +415,7 @@ def test_a_timeout_without_an_end(name: str, timeout_s: object, process_without_
 def test_a_current_folder_that_was_removed(
     arguments: list[object], process_without_cuda: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A shell stays in it when a job's folder is removed, or made anew."""
+    """A shell stays in it when a job's folder is removed, or made again."""
     if arguments[0] == "dump" and not processes.can_checkpoint_processes():
         skip_or_fail("root", "a dump needs root")
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""A restore with fewer capabilities than the job had is refused: CRIU would fail, or hang where there are threads."""
+"""A restore with fewer capabilities than the job had is refused: CRIU would fail, or hang if there are threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A restored job's clocks go on where they stood, and what it waits for comes neither at once nor never.
+"""A restored job's clocks continue where they stood, and what it waits for comes neither at once nor never.
 
 CRIU does this with a time namespace. A machine that has been up for longer is such a namespace here.
 """
@@ -245,7 +245,7 @@ def test_dumped_again_on_the_other_machine(folder: Path, tmp_path: Path) -> None
 
 
 def test_copies_and_commands_inside(folder: Path, tmp_path: Path) -> None:
-    """Each copy goes on from the dump, and what is run inside it shares its clocks."""
+    """Each copy continues from the dump, and what is run inside it shares its clocks."""
     pid = start(folder, offset_s=OFFSET_S)
     gpucr_on(OFFSET_S, "dump", pid, "--to", tmp_path / "s", "--json")
     at_dump = state_of(folder)["monotonic"]

@@ -127,7 +127,7 @@ def test_a_job_that_is_left_running(
     asked: list[tuple[str, int]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its memory is in host memory while it is saved; where that has no room, the job waits for the disk."""
+    """Its memory is in host memory while it is saved; if that has no room, the job waits for the disk."""
     pids = job.processes()
     monkeypatch.setattr(memory, "available_bytes", lambda pid=None: host_bytes)
     report = gpucr.dump(job.pid, tmp_path / "s", leave_running=True, persist=persist, force=True)  # type: ignore[arg-type]

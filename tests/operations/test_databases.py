@@ -1,4 +1,4 @@
-"""SQLite in a restored job: it goes on with the database as it is, and no rewind breaks it."""
+"""SQLite in a restored job: it continues with the database as it is, and no rewind breaks it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MODES = ("wal", "delete", "truncate", "persist")
 
 
 def left_behind(start: StartJob, to: Path, mode: str) -> Job:
-    """A job that was dumped with 40 rows, went on to 120, and was killed."""
+    """A job that was dumped with 40 rows, continued to 120, and was killed."""
     job = start(WORK.format(mode=mode))
     assert job.go_on() == "ok 40"
     report = gpucr.dump(job.pid, to, leave_running=True)

@@ -99,7 +99,7 @@ def test_resume_of_a_job_that_runs_does_and_says_nothing(counter: CounterFactory
 
 
 def _starts_of_nvml(monkeypatch: pytest.MonkeyPatch, phases: list[str]) -> list[str]:
-    """The phases in which NVML is started anew, with nobody else having it open."""
+    """The phases in which NVML is started again, with nobody else having it open."""
     pynvml = pytest.importorskip("pynvml")
     starts: list[str] = []
     users = 0

@@ -1,4 +1,4 @@
-"""Children that a CUDA process has forked: they have its devices open, and are dumped all the same. With real CRIU."""
+"""Children that a CUDA process has forked: they have its devices open, and are dumped anyway. With real CRIU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A CUDA process forks while it is suspended, or being suspended: its CPU threads go on."""
+"""A CUDA process forks while it is suspended, or being suspended: its CPU threads continue."""
 
 from __future__ import annotations
 

@@ -357,7 +357,7 @@ def test_two_programs_freeze_a_job_each_meet_save_meet_and_thaw(
         assert [job.ask() for job in jobs] == [expected, expected]
     programs = [program(job.pid, tmp_path / f"part-{number}") for number, job in enumerate(jobs)]
     for word in ("frozen", "saved"):
-        for each in programs:  # the barrier: nobody goes on before all have said it
+        for each in programs:  # the barrier: nobody continues before all have said it
             each.wait_for(word)
         assert [states(job.processes()) for job in jobs] == [{"T"}, {"T"}]
         for each in programs:

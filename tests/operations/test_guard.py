@@ -1,4 +1,4 @@
-"""The guard: whatever it was in the middle of, a job whose gpucr is killed is as it was found.
+"""The guard: at every moment of an operation, a job whose gpucr is killed is as it was found.
 
 A child process stands for that gpucr: it makes a guard, changes the job by hand, and kills itself.
 """

@@ -1,4 +1,4 @@
-"""A guard that is killed ends the operation, in whatever step: with a plain failure, and the job as it was found."""
+"""A guard that is killed ends the operation, in any step: with a plain failure, and the job as it was found."""
 
 from __future__ import annotations
 

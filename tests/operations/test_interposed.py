@@ -79,7 +79,7 @@ def test_a_resume_that_fails_leaves_the_job_suspended(
 def test_memory_that_was_filled_in_part_is_not_taken_for_whole(
     job: Counter, driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Made anew, it is no longer away; what it had is kept until all of it is there, and the gate closed as long."""
+    """Made again, it is no longer away; what it had is kept until all of it is there, and the gate closed as long."""
     gpucr.suspend(job.pid)
 
     def fail(self: Vault, *_: object) -> None:

@@ -309,7 +309,7 @@ def test_killed_when_the_job_was_ended_for_its_snapshot(folder: Path, tmp_path: 
 
 @pytest.mark.criu
 def test_killed_between_the_commit_and_the_end_of_the_job(folder: Path, tmp_path: Path) -> None:
-    """CRIU finds its socket closed and lets the job go on: that counts, and not what the registry was told."""
+    """CRIU finds its socket closed and lets the job continue: that counts, and not what the registry was told."""
     record = start(folder)
     code = "from gpucr.jobs.registered import DumpNote\nkilled_after(DumpNote, 'write')\ngpucr.dump('job', sys.argv[1])"
     run_and_be_killed(KILLED_AFTER + code, tmp_path / "s")

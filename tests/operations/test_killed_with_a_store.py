@@ -108,7 +108,7 @@ def test_in_a_dump(counter: CounterFactory, driver: CudaDriver, store: Path, pha
     "moment", [later("in the middle of a pack"), later("before the index"), "before the commit", "after the commit"]
 )
 def test_around_the_commit(counter: CounterFactory, driver: CudaDriver, store: Path, moment: str) -> None:
-    """Killed after the commit and before CRIU knows: the job goes on, and there is the snapshot as well."""
+    """Killed after the commit and before CRIU knows: the job continues, and there is the snapshot as well."""
     job = counter("--mib", "4", "--fork", "1")
     pids = job.processes()
     gpucr.dump(job.pid, f"{store}#before", leave_running=True)

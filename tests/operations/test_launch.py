@@ -330,7 +330,7 @@ def test_without_a_driver_nothing_is_chosen_for_nccl(monkeypatch: pytest.MonkeyP
     assert {change.variable for change in launch.plan_job(["true"]).environment} <= {"USE_LIBUV"}
 
 
-# --- names in the place of pids --------------------------------------------------------------------------------
+# --- names instead of pids --------------------------------------------------------------------------------
 
 
 @pytest.fixture

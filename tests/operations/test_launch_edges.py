@@ -1,4 +1,4 @@
-"""`gpucr run` and what follows where it is not easy: no privileges, a full disk, several at once, a terminal."""
+"""`gpucr run` and what follows if it is not easy: no privileges, a full disk, several at once, a terminal."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ SHOWS_ITS_CAPABILITIES = "#!/bin/sh\ntouch RAN\ngrep -E '^(Uid|Cap|NoNewPrivs)' 
 @pytest.fixture
 def disguised(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
     """The mount command with which a container puts a program of its own at /usr/bin/id, and the mark of its run."""
-    with tempfile.TemporaryDirectory() as name:  # pytest's own temporary folders are closed to others
+    with tempfile.TemporaryDirectory() as name:  # pytest's own temporary folders are not readable by others
         folder = Path(name)
         folder.chmod(0o777)
         program, ran = folder / "id", folder / "ran"

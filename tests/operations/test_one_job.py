@@ -1,4 +1,4 @@
-"""A pid that stands above more than one job is refused by whatever takes a job; pid 1 of a container may be a job."""
+"""A pid above more than one job is refused by every operation on a job; pid 1 of a container may be a job."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def supervisor(code: str, folder: Path, *arguments: str) -> Iterator[int]:
 
 
 def forking(*uids: int) -> str:
-    """Children of these users, each of which waits."""
+    """Children of these users, which all wait."""
     return "\n".join(
         f"read, write = os.pipe()\nif os.fork() == 0:\n os.setuid({uid}); os.write(write, b'x'); signal.pause()\n"
         "os.read(read, 1)"
@@ -263,7 +263,7 @@ def test_a_slice_is_not_one_job(folder: Path) -> None:
 
 @contextlib.contextmanager
 def made_unit_folders(units: Sequence[str | None]) -> Iterator[list[Path | None]]:
-    """Cgroups with these names, where systemd has its own; removed when they are empty."""
+    """Cgroups with these names, if systemd has its own; removed when they are empty."""
     has_v1 = "name=systemd:" in Path("/proc/self/cgroup").read_text()
     lines = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
     tops = [Path(each[4]) for each in lines if ("name=systemd" in each[-1] if has_v1 else each[-3] == "cgroup2")]

@@ -1,7 +1,7 @@
 """Jobs with shared memory, alone and with files and connections: dumped, ended, and back at once. With real CRIU.
 
 None may run beside another that has files in /dev/shm to which CRIU gives a name while it dumps: it numbers these names
-anew in each dump, and one of two that want the same number fails.
+again in each dump, and one of two that want the same number fails.
 """
 
 from __future__ import annotations

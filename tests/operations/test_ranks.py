@@ -1,4 +1,4 @@
-"""Jobs whose processes wait for each other on the GPU: frozen, brought back, and left alone where that cannot be."""
+"""Jobs whose processes wait for each other on the GPU: frozen, brought back, and left alone if that cannot be."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_dump_and_leave_running(ranks: RanksFactory, driver: CudaDriver, tmp_pat
     job.assert_goes_on(20)
 
 
-# --- it does not: the job goes on ---------------------------------------------------------------------------------
+# --- it does not: the job continues ---------------------------------------------------------------------------------
 
 
 def test_a_stuck_job_is_left_running(ranks: RanksFactory, driver: CudaDriver) -> None:

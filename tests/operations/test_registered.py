@@ -1,4 +1,4 @@
-"""The name that a restored job gets, and the log that it goes on with."""
+"""The name that a restored job gets, and the log that it continues with."""
 
 from __future__ import annotations
 

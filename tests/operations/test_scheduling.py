@@ -1,4 +1,4 @@
-"""CPU affinity and I/O priority of every thread come back, whatever the shell has that restores the job."""
+"""CPU affinity and I/O priority of every thread come back, regardless of the restoring shell's."""
 
 from __future__ import annotations
 

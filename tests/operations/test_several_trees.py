@@ -396,7 +396,7 @@ def test_gpucr_dies_in_a_dump(
 
 
 def test_gpucr_dies_while_it_ends_the_job(two: tuple[Counter, Counter], driver: CudaDriver, tmp_path: Path) -> None:
-    """Half of the job must not go on."""
+    """Half of the job must not continue."""
     code = f"""
 from gpucr.linux import processes
 import os, signal

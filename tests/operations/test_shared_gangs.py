@@ -218,7 +218,7 @@ def refuse_once(call: str, pid: int, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_one_that_dies_while_the_others_stand_still(
     dies: int, start: StartGang, driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Memory of an owner that has ended is still in our hands: who had imported it goes on with it."""
+    """Memory of an owner that has ended is still in our hands: who had imported it continues with it."""
     gang = start(EXPORTER, IMPORTER)
     real = CudaDriver.checkpoint
 

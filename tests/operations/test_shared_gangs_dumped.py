@@ -1,4 +1,4 @@
-"""A job whose processes share device memory under the interposer is dumped, ended and restored, and goes on."""
+"""A job whose processes share device memory under the interposer is dumped, ended and restored, and continues."""
 
 from __future__ import annotations
 

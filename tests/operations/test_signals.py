@@ -107,7 +107,7 @@ def around(*phases: str) -> list[Moment]:
 
 
 def before_the_end(*phases: str) -> list[Moment]:
-    """As `around`, without the end of the last phase: then it is done."""
+    """Like `around`, without the end of the last phase: then it is done."""
     return [moment for moment in around(*phases) if moment != ("end", phases[-1])]
 
 
@@ -254,7 +254,7 @@ def test_restore_of_a_job_without_cuda(start: StartJob, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("numbers", sample(SIGNALS, len(SIGNALS)), ids=str)
 def test_store_operations(tmp_path: Path, numbers: tuple[int, ...]) -> None:
-    """What was made was made, whatever comes afterwards; and before that nothing is."""
+    """A finished result stays, no matter what comes afterwards; and before that nothing is."""
     store = tmp_path / "store"
     done = run_signalled(("call", "init_store"), numbers, "store", "init", store)
     assert (done.returncode, store.exists()) == (130, False)

@@ -179,7 +179,7 @@ def test_the_kernel_may_refuse_the_file_in_the_middle_of_the_call(
 
 
 @pytest.mark.criu
-@pytest.mark.parametrize("refuse", REFUSALS[1:])  # where nothing can be traced, nothing can be dumped
+@pytest.mark.parametrize("refuse", REFUSALS[1:])  # if nothing can be traced, nothing can be dumped
 def test_what_was_not_captured_goes_through_criu(
     counter: CounterFactory,
     monkeypatch: pytest.MonkeyPatch,

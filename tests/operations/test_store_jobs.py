@@ -208,7 +208,7 @@ def many_threads() -> Iterator[subprocess.Popen[bytes]]:
         wait_until(lambda: len(os.listdir(f"/proc/{process.pid}/task")) > _MOST_FILES, "its threads")
         yield process
     finally:
-        kill_at_once([process.pid])  # also where it has come back, as a child of another one
+        kill_at_once([process.pid])  # also if it has come back, as a child of another one
         process.wait()
 
 

@@ -319,7 +319,7 @@ class Shell:
             printed += os.read(self._terminal, 4096)
 
     def has_seen(self) -> str:
-        """What the parent would learn now about the counter: ``None`` where nothing has become of it."""
+        """What the parent would learn now about the counter: ``None`` if nothing has become of it."""
         self._socket.send(b"?")
         return self._socket.recv(1000).decode()
 
@@ -347,7 +347,7 @@ def test_a_job_on_a_terminal_goes_on_and_its_shell_is_warned_about(
         assert any("has a controlling terminal" in warning for warning in report.warnings)
         assert driver.state(shell.pid) is RUNNING
         assert_untouched([shell.pid])
-    # What the parent sees last is that the job goes on.
+    # What the parent sees last is that the job continues.
     assert f"si_status={int(signal.SIGCONT)}" in shell.has_seen()
 
 

@@ -317,7 +317,7 @@ def test_another_size_of_which_no_signal_tells(counter: CounterFactory, top: Top
 
 def assert_it_follows_the_size(terminal: Terminal) -> None:
     assert "HOST  COMMAND" in terminal.text()
-    terminal.resize(50, 12)  # cuts off everything from HOST on: only COMMAND tells that it was drawn anew
+    terminal.resize(50, 12)  # cuts off everything from HOST on: only COMMAND tells that it was drawn again
     terminal.wait_for(lambda text: "DEVICE  COMMAND" in text, "fewer columns")
     assert "HOST" not in terminal.text()
     terminal.resize(120, 30)

@@ -1,4 +1,4 @@
-"""Jobs that would not come back are refused, go on, and can be insisted on; what was measured here decides."""
+"""Jobs that would not come back are refused, continue, and can be insisted on; what was measured here decides."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ class Libcuda:
         self._library = ctypes.CDLL("libcuda.so.1")
 
     def state(self, pid: int) -> tuple[int, int]:
-        """(result, state); the state is -1 where there is none."""
+        """(result, state); the state is -1 if there is none."""
         state = ctypes.c_int(-1)
         return self._library.cuCheckpointProcessGetState(pid, ctypes.byref(state)), state.value
 

@@ -272,7 +272,7 @@ def test_staging_can_be_several_mappings(libcuda: Libcuda, counter: CounterFacto
         asked = _checkpoint_watched(libcuda, program.pid)
         assert [size_bytes for size_bytes, _ in asked] == sizes[how]
         assert all(size_bytes % 4096 for size_bytes, _ in asked)
-        # Asked for late: not before what was asked for first is filled to its end.
+        # Asked for late: not before the request first is filled to its end.
         assert [any(end) for _, end in asked[1:]] == [how == "late"] * (len(asked) - 1)
         libcuda.resume(program.pid)
         assert _largest_anonymous_bytes(program.pid) < min(held)

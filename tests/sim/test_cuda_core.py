@@ -1,4 +1,4 @@
-"""cuda.core on the simulated driver, and gpucr.Process in the place of its checkpoint.Process: the same answers."""
+"""cuda.core on the simulated driver, and gpucr.Process instead of its checkpoint.Process: the same answers."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def test_target_in_a_pid_namespace(libcuda: Libcuda, tmp_path: Path) -> None:
 def test_a_job_in_a_sandbox_is_counted_with_the_others(
     libcuda: Libcuda, tmp_path: Path, state_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the folder that is taken where none is named, and that is no other one inside."""
+    """In the folder that is taken if none is named, and that is no other one inside."""
     monkeypatch.delenv("GPUCR_SIM_STATE")
     try:
         with start_counter(tmp_path, "--mib", "3") as job:

@@ -116,7 +116,7 @@ def test_the_restore_thread_is_told_while_all_threads_are_traced(libcuda: Libcud
 
 @pytest.fixture
 def freezer() -> Iterator[Path]:
-    """A cgroup of version 2 without processes; a visible skip where a test can make none."""
+    """A cgroup of version 2 without processes; a visible skip if a test can make none."""
     lines = Path("/proc/self/mountinfo").read_text().splitlines()
     places = [line.split()[4] for line in lines if line.partition(" - ")[2].startswith("cgroup2 ")]
     folder = Path(places[0] if places else "/nowhere") / f"gpucr-test-frozen-{os.getpid()}"

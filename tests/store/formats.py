@@ -39,8 +39,11 @@ _DEEP_JSON = b"[" * 900 + b"]" * 900
 
 @dataclass(frozen=True)
 class Format:
-    """``sample``: a valid one. ``read`` raises nothing but ``errors``. ``members``: its JSON, where it is such;
-    ``written`` makes bytes of changed members, with the digests that belong to them."""
+    """``sample``: a valid one. ``read`` raises nothing but ``errors``.
+
+    ``members``: its JSON, if it is such; ``written`` makes bytes of changed members, with the digests that belong to
+    them.
+    """
 
     sample: Callable[[], bytes]
     read: Callable[[bytes], object]

@@ -77,7 +77,7 @@ def _wait_until(reached: Callable[[], bool], process: subprocess.Popen[bytes]) -
 
 
 class _WholeRequests:
-    """What a client sends, where an end that comes too early is an error."""
+    """What a client sends, if an end that comes too early is an error."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream

@@ -155,7 +155,7 @@ def test_a_list_of_writers_that_cannot_be_read_is_made_anew(secret: Secret | Non
 
 
 def test_a_pack_that_was_cut_short_is_not_relied_on(secret: Secret | None) -> None:
-    """A job would be ended for a snapshot that cannot be restored. Stored again, its pieces mend older ones, too."""
+    """A job would be ended for a snapshot that cannot be restored. Stored again, its pieces repair older ones too."""
     backend = MemoryBackend()
     store = new_store(backend, secret)
     first = dump(store, {"a": content(1, 2, 3)})

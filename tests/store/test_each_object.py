@@ -141,7 +141,7 @@ def test_damage_is_told_wherever_it_is(
 
 
 def _judge(root: Path, path: Path, kind: str, secret: Secret | None) -> None:
-    with contextlib.suppress(StoreDamaged, WrongKey):  # configuration; a key, where no other one opens the store
+    with contextlib.suppress(StoreDamaged, WrongKey):  # configuration; a key, if no other one opens the store
         store = Store.open(LocalBackend(root), secret)
         problems = verify_snapshots(root, deep=True, key=secret).problems
         if kind not in _HAS_NO_MEANING:

@@ -142,7 +142,7 @@ def test_forged_members_with_digests_that_fit(name: str, data: st.DataObject) ->
 
 
 def _store_with_a_job(root: Path) -> tuple[Store, str]:
-    """A store with the snapshot of a job; the id of a second one, the object of which is to be forged."""
+    """A store with the snapshot of a job; the id of a second one, whose object is to be forged."""
     store = init_store(root)
     ids = []
     for name in ("good", "forged"):

@@ -231,7 +231,7 @@ class _World:
             self.check()
 
     def check(self) -> None:
-        """Whatever there is now is whole."""
+        """Everything that exists now is complete."""
         for snapshot in snapshots.list_all(self.store).intact():
             assert restore(self.store, snapshot) == {"a": content(1, 2, 3)}
 
@@ -254,7 +254,7 @@ def _pruning(rules: PruneRules) -> _Work:
 def _play(
     actors: Sequence[_Work], counts: Sequence[int], *, retires: bool, first_goes_first: bool, dumps: bool
 ) -> list[bool]:
-    """Both stand still after so many operations, others work, then they go on. Whether each stood still at all."""
+    """Both stand still after so many operations, others work, then they continue. Whether each stood still at all."""
     world = _World()
     try:
         begun = [world.begin(actors[0], counts[0])]

@@ -57,7 +57,7 @@ def _place_of(store: Store, snapshot: StoredSnapshot, number: int = 0) -> tuple[
 
 
 def _damaged_store(secret: Secret | None, damage: Damage) -> tuple[FaultyBackend, Store, StoredSnapshot]:
-    """A store with one snapshot of `LONG`, a piece of which is damaged."""
+    """A store with one snapshot of `LONG`, one piece is damaged."""
     place = FaultyBackend(MemoryBackend())
     store = new_store(place, secret)
     first = dump(store, LONG, "first")

@@ -25,7 +25,7 @@ CRASHED = Look("failed", "signal 9", "signal")
 
 
 class FakeClock:
-    """Time passes only where somebody waits. ``plan``: what happens when, by the clock that only grows."""
+    """Time passes only if somebody waits. ``plan``: what happens when, by the clock that only grows."""
 
     def __init__(self) -> None:
         self.now = 1000.0

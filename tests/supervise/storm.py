@@ -2,7 +2,7 @@
 
 ``python -m tests.supervise.storm --kills 500`` runs jobs one after the other until so many have been killed. Each must
 end with the right result; each restore must be from the latest checkpoint that was told of; and every snapshot that was
-told of must be there and whole in the end. On the simulated driver where there is no GPU. Needs root and CRIU.
+told of must be there and whole in the end. On the simulated driver if there is no GPU. Needs root and CRIU.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ def clean_up() -> None:
 
 def storm(kills: int, seed: int, per_job: int, say: Callable[[str], None]) -> Outcome:
     """Jobs, one after the other, until so many have been killed, or something was wrong."""
-    dice = random.Random(seed)  # noqa: S311 - a storm that can be had again
+    dice = random.Random(seed)  # noqa: S311 - a storm that is reproducible
     outcome = Outcome()
     while sum(outcome.killed.values()) < kills and not outcome.problems:
         folder = Path(tempfile.mkdtemp(prefix="gpucr-storm-"))

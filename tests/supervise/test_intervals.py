@@ -1,4 +1,4 @@
-"""The simulation of intervals: automatic ones come close to the optimum, whatever the failure rate."""
+"""The simulation of intervals: automatic ones come close to the optimum at every failure rate."""
 
 from __future__ import annotations
 

@@ -165,7 +165,7 @@ class Prometheus:
         return False
 
     def value(self, query: str) -> float | None:
-        """Of the one series; None where there is none."""
+        """Of the one series; None if there is none."""
         found = self.ask("query", query=query)["result"]
         return float(found[0]["value"][1]) if found else None
 

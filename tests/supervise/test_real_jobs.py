@@ -104,12 +104,12 @@ def test_a_job_that_runs_already_is_supervised(tmp_path: Path) -> None:
     assert {each.name for each in kept} == {"train"}
 
 
-def test_before_its_first_checkpoint_a_job_is_started_anew(tmp_path: Path) -> None:
+def test_before_its_first_checkpoint_a_job_is_started_over(tmp_path: Path) -> None:
     jobs.run(tmp_path, "--", *jobs.counting(40, stop_at=20), every="1h")
     _wait_for_step(tmp_path, 20)
     (tmp_path / "steps").unlink()
     jobs.kill_job()
-    jobs.wait_for_event("started-anew")
+    jobs.wait_for_event("started-over")
     (tmp_path / "go").touch()
     jobs.wait_for_event("ended")
     assert jobs.state().phase == "finished"

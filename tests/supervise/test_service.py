@@ -1,4 +1,4 @@
-"""The systemd units: what is in them, checked by systemd where it is there."""
+"""The systemd units: what is in them, checked by systemd if it is there."""
 
 from __future__ import annotations
 

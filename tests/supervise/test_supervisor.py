@@ -156,7 +156,7 @@ def test_a_gpu_model_that_is_gone_is_said_and_tried_again_until_it_gives_up(benc
     assert bench.job.stored == ["s1"]
 
 
-def test_before_the_first_checkpoint_it_is_started_anew(bench: Bench) -> None:
+def test_before_the_first_checkpoint_it_is_started_over(bench: Bench) -> None:
     bench.clock.after(100, bench.ends(CRASHED))
     bench.clock.after(200, bench.ends(DONE))
     assert bench.supervise(start_again=ANEW) == "finished"
@@ -164,7 +164,7 @@ def test_before_the_first_checkpoint_it_is_started_anew(bench: Bench) -> None:
     assert "started from scratch" in bench.job.log[0]
 
 
-def test_what_cannot_be_started_anew_is_given_up(bench: Bench) -> None:
+def test_what_cannot_be_started_over_is_given_up(bench: Bench) -> None:
     bench.clock.after(100, bench.ends(CRASHED))
     assert bench.supervise() == "gave-up"
     assert bench.job.done == ["end"]

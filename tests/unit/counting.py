@@ -95,7 +95,7 @@ int main(int count, char **arguments) {
 
 
 def build(folder: Path) -> Path:
-    """Compile the program; a visible skip where there is no C compiler."""
+    """Compile the program; a visible skip if there is no C compiler."""
     compiler = shutil.which(os.environ.get("CC") or "cc")
     if compiler is None:
         pytest.skip("needs a C compiler")
@@ -147,7 +147,7 @@ class Counting:
         wait_until(lambda: all(self.counts()[tid] >= before[tid] + by for tid in tids), f"threads {tids} to go on")
 
     def assert_only_this_runs(self, tid: int) -> None:
-        """The worker goes on, and meanwhile no other one has moved."""
+        """The worker continues, and meanwhile no other one has moved."""
         before = self.counts()
         self.advance((tid,))
         after = self.counts()
@@ -156,7 +156,7 @@ class Counting:
         }
 
     def assert_untouched(self) -> None:
-        """All workers go on, and nobody traces any thread."""
+        """All workers continue, and nobody traces any thread."""
         self.advance(self.workers)
         assert set(self.tracers().values()) == {0}
 

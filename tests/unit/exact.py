@@ -369,7 +369,7 @@ class Exact:
 
 
 def build(folder: Path) -> Path:
-    """Compile the program; a visible skip where there is no C compiler."""
+    """Compile the program; a visible skip if there is no C compiler."""
     compiler = shutil.which(os.environ.get("CC") or "cc")
     if compiler is None:
         pytest.skip("needs a C compiler")

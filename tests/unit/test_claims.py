@@ -1,4 +1,4 @@
-"""One gpucr at a time works on a process, whatever mounts and namespaces each of them sees it through."""
+"""One gpucr at a time works on a process, regardless of the mounts and namespaces that each of them sees it through."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def test_no_rows() -> None:
 
 @pytest.mark.parametrize(("told", "expected"), [(101, 101), (0, None)])
 def test_the_width_of_a_terminal(told: int, expected: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """0 is what a terminal has that nobody has told its size, as `script` makes one where it has none itself."""
+    """0 is what a terminal has that nobody has told its size, as `script` makes one if it has none itself."""
     master, slave = os.openpty()
     with open(slave, "w") as terminal:
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("4H", 33, told, 0, 0))

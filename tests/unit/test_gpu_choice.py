@@ -124,7 +124,7 @@ def test_a_process_that_uses_none_needs_no_figures() -> None:
     assert places(choice, both, both) == [1, 0]
 
 
-# --- what cannot be meant --------------------------------------------------------------------------------------
+# --- what is invalid --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

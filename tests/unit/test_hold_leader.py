@@ -227,7 +227,7 @@ def test_a_call_that_times_out_is_made_again_and_may_take_longer(monkeypatch: py
 
 
 class OneThatCannotBeUnlocked(Collectives):
-    """The third rank is locked and stays so, whatever is asked of it."""
+    """The third rank is locked and stays so, despite every request."""
 
     def __init__(self, submitted: Mapping[int, int], pace: Mapping[int, int]) -> None:
         super().__init__(submitted, pace)
@@ -297,7 +297,7 @@ def test_an_end_in_the_middle() -> None:
 
     def interrupt() -> None:
         if job.pending == {2} and job.states[1] is LOCKED:
-            job.pace = dict.fromkeys(job.states, 5)  # they go on when they are let go, and free the one that waits
+            job.pace = dict.fromkeys(job.states, 5)  # they continue when they are let go, and free the one that waits
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -324,7 +324,7 @@ def test_a_call_that_never_returns_does_not_keep_the_others() -> None:
 
 
 class Gated(Collectives):
-    """Ranks with a gate before their calls: one submits where it is neither behind its gate nor locked."""
+    """Ranks with a gate before their calls: one submits if it is neither behind its gate nor locked."""
 
     def __init__(self, submitted: Mapping[int, int], pace: Mapping[int, int]) -> None:
         super().__init__(submitted, pace)

@@ -1,4 +1,4 @@
-"""gpucr.criu.pids: which processes CRIU makes anew, and with them the ids that must be free."""
+"""gpucr.criu.pids: which processes CRIU makes again, and with them the ids that must be free."""
 
 from __future__ import annotations
 

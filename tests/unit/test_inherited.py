@@ -107,7 +107,7 @@ def test_only_what_the_owner_has_closed_is_replaced(parent: Child, device: Path)
     (mapping,) = [each for each in memory.read_maps(child) if each.start <= address < each.end]
     assert mapping.permissions == "rw-p"
     assert mapping.path != str(device)
-    os.kill(child, 10)  # it goes on, with memory of its own there
+    os.kill(child, 10)  # it continues, with memory of its own there
     zero = os.stat("/dev/zero").st_rdev
     assert parent.line() == f"re\0\0 {zero}"
     assert device.read_bytes()[:4] == b"xxxx"

@@ -1,4 +1,4 @@
-"""System calls run in another process's threads: they work, and the thread goes on as if nothing had happened."""
+"""System calls run in another process's threads: they work, and the thread continues as if nothing had happened."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def _run(arguments: list[str], stdout: int) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_reader_that_has_ended_is_no_failure() -> None:
-    """`gpucr dump ... | head -1`: what was asked for has been done, and 1 would say that it has not."""
+    """`gpucr dump ... | head -1`: the request has been done, and 1 would say that it has not."""
     read_end, write_end = os.pipe()
     os.close(read_end)
     try:

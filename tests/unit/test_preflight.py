@@ -1,4 +1,4 @@
-"""gpucr.diagnosis.preflight: each check with its condition made real where a test can make it."""
+"""gpucr.diagnosis.preflight: each check with its condition made real if a test can make it."""
 
 from __future__ import annotations
 

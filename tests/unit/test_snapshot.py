@@ -466,7 +466,7 @@ def test_a_private_snapshot_is_closed_to_others_and_not_called_damaged() -> None
         "try: Snapshot.open(sys.argv[1])\n"
         "except Exception as e: print(type(e).__name__, e)"
     )
-    with tempfile.TemporaryDirectory() as name:  # pytest's own temporary folders are closed to others
+    with tempfile.TemporaryDirectory() as name:  # pytest's own temporary folders are not readable by others
         folder = Path(name)
         folder.chmod(0o711)
         snapshot = samples.committed(folder / "snap")

@@ -1,4 +1,4 @@
-"""A snapshot below another user's folder: whatever that user puts in its place, nothing else is read or changed."""
+"""A snapshot below another user's folder: whichever file that user puts there, nothing else is read or changed."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _copy(victim: Path, place: Path) -> None:
 
 @pytest.fixture(params=[_link, _copy], ids=["a link", "a folder of theirs"])
 def swap(request: pytest.FixtureRequest, victim: Path) -> Callable[[Path], None]:
-    """Puts something else in the place of a snapshot, whose folder gets another name."""
+    """Puts something else instead of a snapshot, whose folder gets another name."""
 
     def swap_for_victim(place: Path) -> None:
         place.rename(place.with_name(f"{place.name}.aside"))

@@ -1,4 +1,4 @@
-"""gpucr.linux.tmpfs: files on huge pages, their memory, and what happens where there is none."""
+"""gpucr.linux.tmpfs: files on huge pages, their memory, and what happens if there is none."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def huge_file(file: StagingFile) -> StagingFile:
 
 @pytest.fixture(params=["huge", "small"])
 def any_file(request: pytest.FixtureRequest) -> Iterator[StagingFile]:
-    """A file of 16 MiB on huge pages (where there are some) and one on small pages."""
+    """A file of 16 MiB on huge pages (if there are some) and one on small pages."""
     if request.param == "huge":
         yield request.getfixturevalue("huge_file")
         return

@@ -151,7 +151,7 @@ def test_settings_made_after_the_start_show_in_the_mappings() -> None:
     finding = only(sharing.check_nccl(job(*ranks, machine=(A, B, C)), {}))
     assert finding.severity == "blocking"
     assert "/dev/shm/nccl-* is mapped in 7, 8, 9" in finding.evidence
-    # where no GPU can reach another one, they cannot
+    # if no GPU can reach another one, they cannot
     assert sharing.check_nccl(job(*ranks, machine=(A, B, C), apart=True), {}) == []
 
 
@@ -305,7 +305,7 @@ def test_processes_whose_gpus_nvml_does_not_know() -> None:
     assert preflight.check_traps(job(trainer, watcher), {}) == []
     finding = only(preflight.check_traps(job(trainer, rank(9, mapped=devices), watcher), {}))
     assert finding.what.startswith("2 processes (7, 9)")
-    # where NVML knows some of them, the others hold none: they are suspended, or only watch
+    # if NVML knows some of them, the others hold none: they are suspended, or only watch
     assert preflight.check_traps(job(rank(7, A, mapped=devices), rank(9, mapped=devices)), {}) == []
 
 
@@ -484,7 +484,7 @@ def interposed(pid: int, *gpus: str, counted: Status | None = None, **more: Any)
 
 
 def test_what_interposers_tell_takes_the_place_of_what_is_inferred() -> None:
-    """NCCL ranks, two processes on one GPU, one on two GPUs: each is refused where nobody tells."""
+    """NCCL ranks, two processes on one GPU, one on two GPUs: each is refused if nobody tells."""
     ranks = (interposed(7, A), interposed(8, B))
     assert preflight.check_traps(job(*ranks), {}) == []
     only(preflight.check_traps(job(ranks[0], rank(8, B)), {}))

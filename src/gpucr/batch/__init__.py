@@ -1,1 +1,1 @@
-"""One contract for all batch systems: start a job or bring it back, and dump it before the machine is taken away."""
+"""One contract for all batch systems: start or restore a job, and dump it before its allocation ends."""

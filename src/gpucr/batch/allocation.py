@@ -1,4 +1,4 @@
-"""What a batch system says of the place that a job has: its id, its GPUs, when it ends."""
+"""A job's allocation, as the batch system describes it: its id, its GPUs, its end."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 @dataclass(frozen=True)
 class Allocation:
-    """A place for one job. ``end_s``: when it is taken away (time.time()); ``gpus``: as CUDA_VISIBLE_DEVICES has it.
+    """An allocation for one job. ``end_s``: when it ends (time.time()); ``gpus``: as in CUDA_VISIBLE_DEVICES.
 
-    ``is_first``: the job has had no place before, where the batch system tells. ``scratch``: a folder that only this
-    place has; HTCondor brings there what the job has left in its last one, and takes away what is in the submit file.
+    ``is_first``: the job's first allocation, if the batch system tells. ``scratch``: a folder of this allocation only;
+    HTCondor copies there what the job left in its last one, and takes away what the submit file lists.
     """
 
     id: str
@@ -35,7 +35,7 @@ class Allocation:
 
     @classmethod
     def of(cls, environment: Mapping[str, str], given_id: str | None = None) -> Allocation:
-        """What the environment says. Raises InvalidRequest where there is no id, or one that cannot be used."""
+        """Read the environment. Raises InvalidRequest if there is no usable id."""
         condor = _numbers_of_condor(environment)
         found = given_id or _id_in(environment, condor)
         if found is None:
@@ -60,7 +60,7 @@ class Allocation:
         )
 
     def has_alone(self, path: str | Path) -> bool:
-        """Whether a path, which may be a URL as well, lies in the folder that only this place has."""
+        """Whether a path, which may also be a URL, is in this allocation's scratch folder."""
         return (
             self.scratch is not None
             and "://" not in str(path)
@@ -68,12 +68,12 @@ class Allocation:
         )
 
     def as_shell(self) -> str:
-        """The batch system's variables, as a shell reads them."""
+        """Read the batch system's variables from a file, like a shell."""
         return "".join(f"{name}={shlex.quote(value)}\n" for name, value in sorted(self.variables.items()))
 
 
 def _numbers_of_condor(environment: Mapping[str, str]) -> dict[str, int]:
-    """What HTCondor says of the job, in a file and not in the environment (seen with 23.9.6)."""
+    """HTCondor's job data, in a file and not in the environment (seen with 23.9.6)."""
     path = environment.get("_CONDOR_JOB_AD")
     if not path:
         return {}
@@ -86,9 +86,9 @@ def _numbers_of_condor(environment: Mapping[str, str]) -> dict[str, int]:
 
 
 def _id_in(environment: Mapping[str, str], condor: Mapping[str, int]) -> str | None:
-    """Slurm's id stays when a job is requeued; an array has one for each task, `srun` a step for each command.
+    """Slurm keeps a requeued job's id; an array has one per task, `srun` a step per command.
 
-    The processes of a step that has several are told apart by their rank.
+    Several processes of a step are distinguished by rank.
     """
     if array := environment.get("SLURM_ARRAY_JOB_ID"):
         job = f"slurm-{array}_{environment.get('SLURM_ARRAY_TASK_ID', '')}"

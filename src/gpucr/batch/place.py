@@ -1,9 +1,8 @@
-"""``python -m gpucr.batch.place``: one start of a job, outside the tree of what asks for it.
+"""``python -m gpucr.batch.place``: one start of a job, outside its caller's process tree.
 
-On stdin comes a `Start`. The caller may wait for its child at once: what runs the job is a process of its own session
-that has left the caller's tree, so that a caller that ends its children does not end it in the middle of a dump. It
-writes its pid and the exit code to a pipe, and ends the job, without a dump, as soon as a process has ended that it was
-given to watch.
+Reads a `Start` from stdin. The caller may wait for its child at once: the job's process has its own session and has
+left the caller's tree, so a caller that ends its children does not end it in the middle of a dump. It writes its pid
+and the exit code to a pipe, and ends the job, without a dump, as soon as a watched process has ended.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class Start(Record, frozen=True, forbid_unknown_fields=True):
 def main() -> None:
     """Run the job that is described on stdin."""
     for number in (signal.SIGUSR1, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # until `run_batch` listens: whoever sends one sends it again
+        signal.signal(number, signal.SIG_IGN)  # until `run_batch` listens; senders repeat the signal
     start = decode(sys.stdin.buffer.read(_MAXIMUM_BYTES), Start)
     if os.fork():
         os._exit(0)
@@ -52,7 +51,7 @@ def main() -> None:
 def _answer(start: Start, line: str) -> None:
     try:
         os.write(start.answers, line.encode())
-    except BrokenPipeError:  # nobody is left to hear it
+    except BrokenPipeError:  # no reader is left
         return
 
 
@@ -86,7 +85,7 @@ def _say(line: str) -> None:
     try:
         sys.stderr.write(f"gpucr batch: {line}\n")
         sys.stderr.flush()
-    except OSError:  # nobody reads it any more: the job does not end for that
+    except OSError:  # no reader any more: the job continues
         return
 
 

@@ -1,4 +1,4 @@
-"""Command-line GPU jobs on a Ray cluster: `submit` one, and it continues elsewhere when its node is drained or dies.
+"""Command-line GPU jobs on a Ray cluster: a job from `submit` continues elsewhere if its node is drained or dies.
 
 Needs ``gpucr[ray]``, on all nodes, and a store that all of them reach. Connect first: ``ray.init(address="auto")``.
 """
@@ -29,21 +29,21 @@ _LOOK_EVERY_S = 0.2
 
 @dataclass(frozen=True)
 class Job:
-    """A job on the cluster. Any process that is connected to it can have one: `find_job`."""
+    """A job on the cluster. Any process connected to the cluster can get one: `find_job`."""
 
     id: str
 
     def status(self) -> JobStatus:
-        """How far it is."""
+        """Its current state."""
         found: JobStatus = _ask("status", self.id)
         return found
 
     def logs(self) -> str:
-        """What it and gpucr have printed so far. What it printed after the last snapshot may come twice."""
+        """Its and gpucr's output so far. Output after the last snapshot may appear twice."""
         return b"".join(self._pieces()).decode(errors="replace")
 
     def follow(self) -> Iterator[str]:
-        """What it prints, until it has ended."""
+        """Its output, until it has ended."""
         position = 0
         while True:
             is_over = self.status().state in ("done", "failed", "cancelled")
@@ -55,10 +55,10 @@ class Job:
             time.sleep(_LOOK_EVERY_S)
 
     def result(self, timeout_s: float | None = None) -> int:
-        """Wait for its end, and return its exit code (128 and the signal's number where a signal ended it).
+        """Wait for its end, and return its exit code (128 and the signal's number if a signal ended it).
 
-        Raises DeadlineExceeded where it has not ended after ``timeout_s``, GpucrError where it has none: cancelled, or
-        gpucr itself was killed.
+        Raises DeadlineExceeded if it has not ended after ``timeout_s``, GpucrError if it has none: cancelled, or gpucr
+        itself was killed.
         """
         end_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while not _ask("wait", self.id, max(0.0, min(_WAIT_S, end_s - time.monotonic()))):
@@ -72,7 +72,7 @@ class Job:
         return status.exit_code
 
     def migrate(self) -> None:
-        """Running → dumped → running on another node. Returns at once. Raises InvalidRequest where there is none."""
+        """Running → dumped → running on another node. Returns at once. Raises InvalidRequest if there is none."""
         _ask("move", self.id)
 
     def preempt(self) -> None:
@@ -107,13 +107,13 @@ def submit(
     environment: Mapping[str, str] | None = None,
     isolate: bool | None = None,
 ) -> Job:
-    """Put a job into the cluster's queue, and return at once.
+    """Add a job to the cluster's queue, and return at once.
 
-    It is started as `gpucr batch` starts it on a node where Ray has ``gpus`` GPUs and ``cpus`` CPUs for it: in ``cwd``
-    (the caller's, without one), with the node's environment and ``environment``. Where ``store`` has a snapshot of
-    ``id`` that is restored instead. ``every_s``: a dump so often (seconds; None: never), for nodes that die without
-    notice; ``grace_s``: how long the dump may take with which it leaves a node. Jobs of a higher ``priority`` come
-    first, and those of a lower one give way to them.
+    It starts, as with `gpucr batch`, on a node where Ray has ``gpus`` GPUs and ``cpus`` CPUs for it: in ``cwd``
+    (default: the caller's), with the node's environment and ``environment``. Where ``store`` has a snapshot of ``id``
+    that is restored instead. ``every_s``: the interval of dumps (seconds; None: never), for nodes that die without
+    notice; ``grace_s``: how long the dump on leaving a node may take. Jobs with a higher ``priority`` come first, and
+    displace those with a lower one.
 
     Raises InvalidRequest (no cluster, an id that is in use, ...), BrokenInstall without Ray.
     """
@@ -142,13 +142,13 @@ def submit(
 
 
 def find_job(job_id: str) -> Job:
-    """A job that was submitted before, by anybody. Raises InvalidRequest where there is none."""
+    """A job submitted earlier by anybody. Raises InvalidRequest if there is none."""
     _ask("status", job_id)
     return Job(job_id)
 
 
 def list_jobs() -> list[JobStatus]:
-    """All jobs of this cluster, in the order in which they were submitted."""
+    """All jobs of this cluster, in order of submission."""
     found: list[JobStatus] = _ask("jobs")
     return found
 

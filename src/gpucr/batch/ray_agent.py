@@ -1,4 +1,4 @@
-"""What holds a job's GPUs on a node of a Ray cluster: an actor that starts the job outside the raylet's tree."""
+"""The actor that holds a job's GPUs on a node of a Ray cluster, and starts the job outside the raylet's tree."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PIECE_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class RayJob:
-    """What was submitted. Durations in seconds."""
+    """A submitted job. Durations in seconds."""
 
     id: str
     command: tuple[str, ...]
@@ -46,7 +46,7 @@ class RayJob:
 class Agent:
     """One start of a job. Its process ends with the raylet, and the job with either of them.
 
-    Ray ends the children of a worker; the job is none of these. On a machine that died nothing is left to end.
+    Ray kills a worker's children; the job is not one of them. On a dead machine nothing is left to end.
     """
 
     def __init__(self, job: RayJob, queue: Any) -> None:
@@ -60,11 +60,11 @@ class Agent:
         return found
 
     def leave(self) -> None:
-        """Have the job dumped and ended."""
+        """Dump and end the job."""
         self._leaving.set()
 
     def run(self, is_first: bool) -> int | None:
-        """Run the job to its end, or until it has left. Returns its exit code; None: what ran it was killed."""
+        """Run the job to its end, or until it has left. Returns its exit code; None: its process was killed."""
         output, output_end = os.pipe()
         told, told_end = os.pipe()
         watched = (os.pidfd_open(os.getpid()), os.pidfd_open(os.getppid()))
@@ -108,7 +108,7 @@ class Agent:
         )
 
     def _follow(self, output: int, told: int) -> dict[str, str]:
-        """Pass on what it prints, until it has ended. Returns its answers."""
+        """Pass on its output until it has ended. Returns its answers."""
         answers = b""
         last: Any = None
         next_s = 0.0
@@ -124,7 +124,7 @@ class Agent:
                 else:
                     last = self._queue.append.remote(self._job.id, piece)
             if self._leaving.is_set() and time.monotonic() >= next_s and b"\n" in answers:
-                next_s = time.monotonic() + _SAY_EVERY_S  # the first may have come before it listened
+                next_s = time.monotonic() + _SAY_EVERY_S  # the first signal may have come before it listened
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(int(_answers(answers)["pid"]), signal.SIGUSR1)
         while output in open_ones and select.select([output], [], [], 0)[0]:
@@ -132,7 +132,7 @@ class Agent:
                 break
             last = self._queue.append.remote(self._job.id, piece)
         if last is not None:
-            extra.load("ray", "gpucr.batch.ray").get(last)  # the log is whole before the result is known
+            extra.load("ray", "gpucr.batch.ray").get(last)  # complete the log before the result is known
         return _answers(answers)
 
     def _end_what_is_left(self) -> None:

@@ -1,4 +1,4 @@
-"""The queue of the jobs on a Ray cluster: which one is placed next, which one gives way, what became of each.
+"""The job queue on a Ray cluster: which job is placed next, which gives way, and the state of each.
 
 An actor on the head node. Ray places: the queue asks it for one job at a time, the first in its order, so that a job of
 a lower priority never takes what a higher one waits for.
@@ -28,9 +28,9 @@ _LOG_PIECE_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class JobStatus:
-    """How far a job is. ``node``: where it runs; ``starts``: how often it was placed; ``reason``: what happened last.
+    """A job's state. ``node``: where it runs; ``starts``: how often it was placed; ``reason``: the last event.
 
-    ``exit_code``: the job's own, or that of `gpucr batch` where it could not be started.
+    ``exit_code``: the job's own, or that of `gpucr batch` if it could not be started.
     """
 
     id: str
@@ -54,14 +54,14 @@ class _Entry:
     reason: str = "submitted"
     avoid: str | None = None
     then: State = "waiting"
-    """What it is after it has left its place."""
+    """Its state after it has left its node."""
     agent: Any = None
     task: asyncio.Task[None] | None = None
     over: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def rank(self) -> tuple[int, int]:
-        """The smallest is the first to be placed."""
+        """Sort key: the smallest is placed first."""
         return -self.job.priority, self.order
 
 
@@ -78,7 +78,7 @@ class Queue:
         self._tending: asyncio.Task[None] | None = None
 
     async def submit(self, job: RayJob) -> None:
-        """Take it in. Raises InvalidRequest where a job of this id has not ended."""
+        """Add it. Raises InvalidRequest if a job of this id has not ended."""
         known = self._entries.get(job.id)
         if known is not None and known.state not in _OVER:
             raise InvalidRequest(f"the job {job.id} is {known.state} already", hint="give another id")
@@ -90,35 +90,35 @@ class Queue:
             self._tending = asyncio.create_task(self._tend())
 
     async def append(self, job_id: str, piece: bytes) -> None:
-        """What a job has printed."""
+        """A job's output."""
         with self._entries[job_id].log.open("ab") as log:
             log.write(piece)
 
     async def log(self, job_id: str, position: int) -> bytes:
-        """What it has printed from there on, a piece of it."""
+        """A piece of its output from that position."""
         with self._entry(job_id).log.open("rb") as log:
             log.seek(position)
             return log.read(_LOG_PIECE_BYTES)
 
     async def status(self, job_id: str) -> JobStatus:
-        """How far it is. Raises InvalidRequest where there is no such job."""
+        """Its state. Raises InvalidRequest if there is no such job."""
         entry = self._entry(job_id)
         return JobStatus(
             job_id, entry.state, entry.node, entry.starts, entry.exit_code, entry.reason, entry.job.priority
         )
 
     async def jobs(self) -> list[JobStatus]:
-        """All of them, in the order in which they were submitted."""
+        """All of them, in order of submission."""
         return [await self.status(job_id) for job_id in self._entries]
 
     async def wait(self, job_id: str, limit_s: float) -> bool:
-        """Whether it has ended, after so many seconds at most."""
+        """Whether it has ended, waiting up to this many seconds."""
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._entry(job_id).over.wait(), limit_s)
         return self._entry(job_id).over.is_set()
 
     async def move(self, job_id: str) -> None:
-        """Dump it, and continue it on another node. Raises InvalidRequest where it does not run, or has no other."""
+        """Dump it, and continue it on another node. Raises InvalidRequest if it does not run, or has no other."""
         entry = self._running(job_id)
         if not any(gpus >= entry.job.gpus for node, gpus in self._nodes().items() if node != entry.node):
             raise InvalidRequest(
@@ -128,7 +128,7 @@ class Queue:
         self._leave(entry, "waiting", "migrates")
 
     async def hold(self, job_id: str) -> None:
-        """Dump it, and keep it out of the queue until `resume`. Raises InvalidRequest where it is over."""
+        """Dump it, and keep it out of the queue until `resume`. Raises InvalidRequest if it is over."""
         entry = self._entry(job_id)
         if entry.state == "waiting":
             entry.state, entry.reason = "held", "preempted"
@@ -137,7 +137,7 @@ class Queue:
             self._leave(self._running(job_id), "held", "preempted")
 
     async def resume(self, job_id: str) -> None:
-        """Put one that is held, or has failed, into the queue. Raises InvalidRequest for another."""
+        """Requeue a held or failed job. Raises InvalidRequest for another state."""
         entry = self._entry(job_id)
         if entry.state not in ("held", "failed"):
             raise InvalidRequest(f"the job {job_id} is {entry.state}: only one that is held or failed can be resumed")
@@ -145,7 +145,7 @@ class Queue:
         entry.over.clear()
 
     async def cancel(self, job_id: str) -> None:
-        """End it; its snapshots stay. Nothing happens to one that is over."""
+        """End it; its snapshots stay. Does nothing if it is over."""
         entry = self._entry(job_id)
         if entry.state in _OVER:
             return
@@ -168,7 +168,7 @@ class Queue:
             try:
                 self._leave_drained_nodes()
                 await self._place()
-            except Exception as e:  # noqa: BLE001 - the cluster's state could not be read now
+            except Exception as e:  # noqa: BLE001 - the cluster's state could not be read
                 self._note(f"the queue: {e}")
             await asyncio.sleep(_LOOK_EVERY_S)
 
@@ -179,13 +179,13 @@ class Queue:
     # --- who is next ---------------------------------------------------------------------------------------------
 
     async def _place(self) -> None:
-        """Have Ray place the first of the queue; jobs of a lower priority give way where there is no room for it."""
+        """Have Ray place the first of the queue; jobs of a lower priority give way if there is no room for it."""
         waiting = sorted((e for e in self._entries.values() if e.state == "waiting"), key=lambda e: e.rank)
         if not waiting:
             return
         first = waiting[0]
         for entry in waiting[1:]:
-            await self._withdraw(entry)  # another has come before it, and Ray has found no place for it yet
+            await self._withdraw(entry)  # another has come before it, and Ray has not placed it yet
         if first.task is None and first.state == "waiting":
             if first.avoid not in self._nodes():
                 first.avoid = None
@@ -194,7 +194,7 @@ class Queue:
             self._leave(victim, "waiting", f"gives way to {first.job.id}")
 
     def _victims(self, first: _Entry) -> list[_Entry]:
-        """The fewest jobs of a lower priority, the lowest and youngest first, that make room for it on one node."""
+        """The fewest lower-priority jobs, lowest and youngest first, that make room for it on one node."""
         found: list[list[_Entry]] = []
         for node, gpus in self._nodes().items():
             here = [e for e in self._entries.values() if e.node == node]
@@ -211,7 +211,7 @@ class Queue:
     # --- the cluster ---------------------------------------------------------------------------------------------
 
     def _nodes(self) -> dict[str, int]:
-        """How many GPUs each node has that lives and is not drained."""
+        """The number of GPUs of each living node that is not drained."""
         drained = self._drained()
         return {
             node["NodeID"]: int(node["Resources"].get("GPU", 0))
@@ -220,7 +220,7 @@ class Queue:
         }
 
     def _drained(self) -> dict[str, int]:
-        from ray._private.state import state  # Ray has no public name for it (2.60)
+        from ray._private.state import state  # not in Ray's public API (2.60)
 
         found: dict[str, int] = state.get_draining_nodes()
         return found
@@ -245,7 +245,7 @@ class Queue:
             entry.state, entry.then = "running", "waiting"
             entry.avoid = None
             entry.starts += 1
-            is_first = entry.log.stat().st_size == 0  # a start that was lost before gpucr said a word made no store
+            is_first = entry.log.stat().st_size == 0  # a start lost before gpucr's first message has made no store
             code = await entry.agent.run.remote(is_first)
             self._ended(entry, code)
         except self._ray.exceptions.RayTaskError as e:

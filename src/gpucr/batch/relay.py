@@ -1,4 +1,4 @@
-"""What the job prints, into the batch system's log."""
+"""Copy the job's output to the batch system's log."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _PIECE_BYTES = 1 << 16
 
 
 class Relay:
-    """Copies what comes to the job's log to stdout while the block lasts, and what is left of it at its end."""
+    """Copies new lines of the job's log to stdout during the block, and the rest at its end."""
 
     def __init__(self, log: Path, position: int) -> None:
-        """``position``: what is before it was printed by an earlier start. Raises OSError."""
+        """``position``: earlier output is from an earlier start. Raises OSError."""
         self._fd = os.open(log, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         self._position = position
         self._over = threading.Event()
@@ -39,6 +39,6 @@ class Relay:
                 try:
                     sys.stdout.buffer.write(piece)
                     sys.stdout.buffer.flush()
-                except OSError:  # nobody reads it, or the disk of the batch system's log is full: the job keeps running
+                except OSError:  # no reader, or the disk of the batch system's log is full: the job keeps running
                     return
             self._position = min(self._position, os.fstat(self._fd).st_size)

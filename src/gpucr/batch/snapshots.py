@@ -1,4 +1,4 @@
-"""The snapshots of one job in a store: all have the job's id for their name."""
+"""The snapshots of one job in a store, all named after the job's id."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _RULES_OF_TRAVEL = PruneRules(grace_s=0, dead_after_s=0, repack_below=0.5)
 class JobSnapshots:
     """Those of ``job_id`` in ``store``, a URL or a folder, which is made if it does not exist and ``may_make``.
 
-    ``travels``: nobody else has this store, and the batch system copies it from place to place: what is removed is
-    pruned at once.
+    ``travels``: nobody else uses this store, and the batch system copies it between allocations: removed data is pruned
+    at once.
     """
 
     def __init__(
@@ -38,10 +38,10 @@ class JobSnapshots:
         self.job_name = f"batch-{job_id.lower()}"[:63].rstrip("._-")
 
     def latest(self, command: Sequence[str]) -> SnapshotInStore | None:
-        """The latest, which is of this command line; None: there is none.
+        """The latest, which must have this command line; None: there is none.
 
-        Raises InvalidRequest for that of another one and for a folder that is no store, StoreError where the store is
-        not there although the job was started before, and as `gpucr.list_snapshots` and `gpucr.open_snapshot` do.
+        Raises InvalidRequest for that of another one and for a folder that is no store, StoreError if the store is not
+        there although the job was started before, and as `gpucr.list_snapshots` and `gpucr.open_snapshot` do.
         """
         self._make_store()
         self._look()
@@ -61,7 +61,7 @@ class JobSnapshots:
         return snapshot
 
     def _make_store(self) -> None:
-        """Make a folder a store that is none yet; all tasks of an array may try at once."""
+        """Make a store in the folder if there is none; all tasks of an array may try at once."""
         if "://" in self._store or is_store(self._store):
             return
         if not self._may_make:
@@ -81,19 +81,19 @@ class JobSnapshots:
                 ) from e
 
     def keep_the_last(self, made: StoredSnapshot) -> None:
-        """Remove all but the latest; ``made`` has just come, and is known even where the store cannot be listed."""
+        """Remove all but the latest; ``made`` has just come, and is known even if the store cannot be listed."""
         self.known = (*self.known, made)
         self._look()
         self._remove(self.known[:-1])
 
     def remove_all(self) -> None:
-        """Remove all, where there are any: the id is done with."""
+        """Remove all, if there are any: the id is done with."""
         if self.known:
             self._look()
             self._remove(self.known)
 
     def what_is_left(self) -> str:
-        """What the next start begins with."""
+        """The snapshot for the next start."""
         if not self.known:
             return "there is no snapshot, and the next start is from scratch"
         return f"the next start continues from the snapshot of {self.known[-1].created}"
@@ -111,7 +111,7 @@ class JobSnapshots:
 
 
 def require_store(place: str) -> str:
-    """The place of a store. Raises InvalidRequest for a snapshot of one."""
+    """The location of a store. Raises InvalidRequest for a snapshot in one."""
     if "#" in place:
         raise InvalidRequest(
             f"{place} is not a store", hint="give --to the folder or the URL of one: `gpucr store init` makes it"

@@ -1,4 +1,4 @@
-"""When a job's place ends: what Slurm says in the environment, or when it is asked."""
+"""When a job's allocation ends: from Slurm's environment, or by asking Slurm."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _TIME_LEFT = re.compile(r"(?:(?:(\d{1,6})-)?(\d{1,2}):)?(\d{1,2}):(\d{2})")
 
 
 def end_of_place(environment: Mapping[str, str]) -> float | None:
-    """The time (time.time()) at which Slurm ends the job; None: not known, or it has no limit."""
+    """The time (time.time()) at which Slurm ends the job; None: unknown, or no limit."""
     said = environment.get("SLURM_JOB_END_TIME", "")
     if said.isdecimal():
         return float(said)
     job_id = environment.get("SLURM_JOB_ID", "")
-    left_s = _time_left_s(job_id) if job_id.isdecimal() else None  # Slurm 22.05 does not tell by itself
+    left_s = _time_left_s(job_id) if job_id.isdecimal() else None  # Slurm 22.05 does not set the variable
     return None if left_s is None else time.time() + left_s
 
 
@@ -33,7 +33,7 @@ def _time_left_s(job_id: str) -> float | None:
 
 
 def parse_time_left(text: str) -> float | None:
-    """As Slurm writes it: ``[[days-]hours:]minutes:seconds``; None for UNLIMITED and the like."""
+    """Slurm's format: ``[[days-]hours:]minutes:seconds``; None for UNLIMITED and the like."""
     match = _TIME_LEFT.fullmatch(text)
     if match is None:
         return None

@@ -1,4 +1,4 @@
-"""A borrower: it waits for its turn, has the jobs on its GPUs make room, runs a command, and brings the jobs back."""
+"""A borrower waits for its turn, makes the jobs on its GPUs yield, runs a command, and brings the jobs back."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from gpucr.records import DEFAULT_PRIORITY
 from gpucr.undo.cancellation import Cancellation
 
 BORROWERS_PRIORITY = 2 * DEFAULT_PRIORITY
-"""Of a borrower, where nothing else is said: jobs that were started without a priority make room."""
+"""A borrower's default priority: jobs started without a priority make room."""
 
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _BY_SIGNAL = 128
@@ -50,17 +50,17 @@ def borrow_gpus(
     say: Callable[[str], None] | None = None,
     cancel: Cancellation | None = None,
 ) -> int:
-    """Run a command on GPUs (``"0,1"``) that jobs of a lower priority make room on, and bring these back afterwards.
+    """Suspend lower-priority jobs on these GPUs (``"0,1"``), run a command there, and bring the jobs back afterwards.
 
-    The jobs are suspended to host memory, or, where that is short, dumped to ``to`` (a folder, or a store that
-    ``key_file`` opens). The command is a job of the registry, with CUDA_VISIBLE_DEVICES; what it prints goes to stdout
-    too. SIGTERM, SIGINT and SIGHUP are passed on to it; ``cancel`` sends it SIGTERM. Where jobs or borrowers of the
-    same or a higher priority have a GPU, they are waited for, or without ``wait`` refused. ``say`` gets a line for what
-    happens. When this process is killed, a guard ends the command and brings the jobs back.
+    The jobs are suspended to host memory, or, if that is short, dumped to ``to`` (a folder, or a store that
+    ``key_file`` opens). The command is a registered job, with CUDA_VISIBLE_DEVICES; its output also goes to stdout.
+    SIGTERM, SIGINT and SIGHUP are passed on to it; ``cancel`` sends it SIGTERM. If jobs or borrowers of the same or a
+    higher priority have a GPU, it waits for them, or without ``wait`` raises Unsupported. ``say`` gets a line for each
+    event. If this process is killed, a guard ends the command and brings the jobs back.
 
-    Returns the command's exit code (128 and the signal's number where one has ended it; 1 where it was dumped). Raises
-    InvalidRequest, Unsupported, Interrupted, and what a suspend or dump raises (before the command runs: nothing was
-    changed, or all is back); and what keeps a job from coming back.
+    Returns the command's exit code (128 plus the signal's number if a signal ended it; 1 if it was dumped). Raises
+    InvalidRequest, Unsupported, Interrupted, and errors of suspend or dump (before the command runs: nothing was
+    changed, or all is back); and errors of bringing a job back.
     """
     check_priority(priority)
     key = None if key_file is None else str(Path(key_file).absolute())
@@ -101,7 +101,7 @@ class _Borrower:
         self._errors: list[BaseException] = []
 
     def to_the_end(self) -> int:
-        """The work is done by another thread: operations would take the signals for theirs."""
+        """Another thread does the work: otherwise operations would handle the signals."""
         with self._signals_noted():
             thread = threading.Thread(target=self._work, name="borrower")
             thread.start()
@@ -126,7 +126,7 @@ class _Borrower:
     # --- the way to the GPUs ---------------------------------------------------------------------------------------
 
     def _take(self) -> None:
-        """Wait for the turn; when it has come, all is done before anybody else can have these GPUs."""
+        """Wait for the turn, then do everything before anybody else can get these GPUs."""
         needed, told = set(self._me.gpus), ""
         busy_since_s: float | None = None
         while True:
@@ -141,7 +141,7 @@ class _Borrower:
                     self._make_room(victims)
                     return
             if not blockers and not seen.busy:
-                needed = more  # jobs on other GPUs as well: nobody may change these, either
+                needed = more  # jobs on other GPUs too: nobody may change these either
                 continue
             if any(each.is_gone for each in others if each.name in blockers):
                 recover(self._say)
@@ -213,7 +213,7 @@ class _Borrower:
             if state.word == "running" and record is not None:
                 while self._signals:
                     processes.send_signal(record.root, self._signals.popleft())
-            elif state.word != "dumped" or record is None or record.lent is None:  # else it comes back
+            elif state.word != "dumped" or record is None or record.lent is None:  # otherwise it comes back
                 break
             time.sleep(_LOOK_EVERY_S)
         printing.join(_LAST_LINES_S)
@@ -228,7 +228,7 @@ class _Borrower:
         return 1
 
     def _print(self) -> None:
-        with contextlib.suppress(OSError, GpucrError):  # nobody reads it, or the log is gone: the command runs on
+        with contextlib.suppress(OSError, GpucrError):  # no reader, or the log is gone: the command keeps running
             for piece in job_log(self._me.name, follow=True):
                 if hasattr(sys.stdout, "buffer"):
                     sys.stdout.buffer.write(piece)
@@ -240,7 +240,7 @@ class _Borrower:
 
     def _give_back(self) -> None:
         if self._is_started:
-            end_command(self._me.name)  # also what its first process has left behind
+            end_command(self._me.name)  # including orphans of its first process
         ledger.leave(self._me)
         settled = settle(self._say)
         for name, away in settled.waiting:
@@ -270,6 +270,6 @@ class _Borrower:
                 signal.signal(number, handler)
 
     def _take_notice(self, number: signal.Signals) -> None:
-        """Before the command runs it is not begun; then the signal is the command's; at last it is too late."""
+        """Before the command starts, cancel; while it runs, pass the signal on; afterwards, ignore it."""
         self._cancel.cancel(number.name)
         self._signals.append(number)

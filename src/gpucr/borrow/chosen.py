@@ -1,4 +1,4 @@
-"""The chosen jobs: those that were named, or all of the caller's, on some GPUs only."""
+"""The chosen jobs: the named ones, or all of the caller's, optionally only on some GPUs."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from gpucr.operations.gpu_jobs import GpuJob, beside, list_gpu_jobs
 from gpucr.operations.listing import ProcessState
 
 Target = int | str | JobSelector
-"""What names a job: a pid, a name, or a selector of several trees."""
+"""A job's designation: a pid, a name, or a selector of several trees."""
 _PAUSE_S = 0.1
 
 
 def label_of(target: Target) -> str:
-    """How a job is called in messages and in JSON."""
+    """A job's name in messages and JSON."""
     if not isinstance(target, JobSelector):
         return str(target)
     return target.cgroup or "+".join(map(str, target.trees))
@@ -47,7 +47,7 @@ def named_gpus(text: str) -> tuple[Gpu, ...]:
 def chosen_jobs(
     jobs: Sequence[Target] | None, gpus: str | None, find: Callable[[str | None], list[Target]]
 ) -> list[Target]:
-    """Those that are named, each once; None: those that ``find`` finds on the ``gpus``. Raises InvalidRequest."""
+    """The named ones, each once; None: those that ``find`` finds on the ``gpus``. Raises InvalidRequest."""
     if jobs is None:
         return find(gpus)
     if gpus is not None:
@@ -83,15 +83,15 @@ def _touches(device_bytes: Collection[str], uuids: Collection[str] | None) -> bo
 
 
 def _own_jobs(fits: Callable[[ProcessState], bool]) -> list[Target]:
-    """The caller's jobs with a process that fits, without those that this process is in.
+    """The caller's jobs with a matching process, except those that contain this process.
 
-    What one process has started, ranks of a launcher without CUDA say, is one job. Jobs that another gpucr works on
-    are as it found them when it has finished: a supervisor's checkpoint, say, is waited for.
+    Processes started by one process, such as ranks of a launcher without CUDA, are one job. Waits for another gpucr's
+    work on a job, such as a supervisor's checkpoint: afterwards the job is as it was found.
     """
     own, end_s = _jobs_of_the_caller(), time.monotonic() + BUSY_S
     while True:
         busy = set(claims.at_work_on(job.pid for job in own))
-        own = _jobs_of_the_caller()  # after the last one has let go
+        own = _jobs_of_the_caller()  # after the last one has finished
         if not busy.union(claims.at_work_on(job.pid for job in own)) or time.monotonic() > end_s:
             break
         time.sleep(_PAUSE_S)

@@ -1,4 +1,4 @@
-"""A borrower's guard: a process of its own that brings the jobs back when the borrower was killed."""
+"""A borrower's guard: a separate process that brings the jobs back if the borrower is killed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gpucr.linux import own_python
 
 @contextlib.contextmanager
 def guarded() -> Iterator[None]:
-    """Should this process end in the block, a guard does what is left to do. It is in a session of its own.
+    """If this process ends in the block, a guard, in its own session, does the rest.
 
     Raises BrokenInstall, Unsupported.
     """

@@ -1,4 +1,4 @@
-"""The process of a borrower's guard. What brings the jobs back is imported when it is needed: waiting needs 10 MiB."""
+"""The process of a borrower's guard. Recovery code is imported only when needed: waiting needs 10 MiB."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DISMISSED, TRY_AGAIN = b".", b"!"
 
 
 def main(borrower_pid: str, dismissal_fd: str) -> None:
-    """Wait until this guard is dismissed, or the borrower has ended: then do what that one has left to do."""
+    """Wait until this guard is dismissed, or the borrower has ended: then do the rest of its work."""
     dismissal = int(dismissal_fd)
     borrower = os.pidfd_open(int(borrower_pid))  # before it continues: its pid is its own
     if not oom.lift_memory_limits():

@@ -1,7 +1,7 @@
-"""Who borrows, or waits to: a small record a borrower, and a lock a GPU for whoever changes which job has it.
+"""The borrowers: a small record for each, and a lock per GPU for changing which job has it.
 
 In ``borrow`` in the state folder: ``borrow-N.json``, replaced whole; ``GPU-….lock`` and ``ledger.lock`` (flock(2): they
-end with their holder). That a job is lent is in its own record in the registry.
+end with their holder). A lent job is marked in its own record in the registry.
 """
 
 from __future__ import annotations
@@ -52,24 +52,24 @@ class Borrowing(Record, frozen=True):
 
     @property
     def name(self) -> str:
-        """What it is called, and its command's job."""
+        """Its name, and its command's job's."""
         return f"{_PREFIX}{self.number}"
 
     @property
     def is_active(self) -> bool:
-        """Whether it has its GPUs, or is about to."""
+        """Whether it has its GPUs, or is about to get them."""
         return self.phase != "waiting"
 
     @property
     def is_gone(self) -> bool:
-        """Whether its process has ended without a word. Of one in another container or machine nobody knows."""
+        """Whether its process was killed. Unknown for another container or machine."""
         if self.boot_id != boot_id():
             return self.host == os.uname().nodename
         return self.pid_namespace == pid_namespace() and not processes.is_alive(self.process)
 
 
 def borrowings() -> tuple[Borrowing, ...]:
-    """All borrowers, in the order of their numbers. Raises InvalidRequest for a record that is damaged, Unsupported."""
+    """All borrowers, in the order of their numbers. Raises InvalidRequest for a damaged record, Unsupported."""
     with _usable():
         try:
             names = os.listdir(_folder())
@@ -96,7 +96,7 @@ def enter(*, priority: int, gpus: tuple[str, ...], command: tuple[str, ...]) -> 
 
 
 def change(borrowing: Borrowing, phase: BorrowPhase) -> Borrowing:
-    """Note how far it is. Raises Unsupported."""
+    """Store its state. Raises Unsupported."""
     changed = replace(borrowing, phase=phase)
     with _usable():
         _write(changed)
@@ -104,28 +104,28 @@ def change(borrowing: Borrowing, phase: BorrowPhase) -> Borrowing:
 
 
 def leave(borrowing: Borrowing) -> None:
-    """Forget it: it waits for nothing, and has no GPU any more. Raises Unsupported."""
+    """Remove its record: it waits for nothing and has no GPU. Raises Unsupported."""
     with _usable():
         (_folder() / f"{borrowing.name}{_SUFFIX}").unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
 def gpus_held(uuids: Collection[str], check: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Nobody else changes in this block which jobs have these GPUs. ``check`` is called while it waits, and may raise.
+    """Lock the assignment of these GPUs to jobs. ``check`` is called while it waits, and may raise.
 
     Raises Unsupported.
     """
     with contextlib.ExitStack() as held:
         with _usable():
             trusted_paths.make_private(_folder())
-            for uuid in sorted(uuids):  # in one order everywhere: two that want the same never wait for each other
+            for uuid in sorted(uuids):  # in a fixed order, so that two never deadlock
                 held.enter_context(_locked(f"{uuid}.lock", check))
         yield
 
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """For cleaning up after borrowers that are gone. Raises Unsupported."""
+    """Lock for cleaning up after dead borrowers. Raises Unsupported."""
     with contextlib.ExitStack() as held:
         with _usable():
             trusted_paths.make_private(_folder())
@@ -161,7 +161,7 @@ def _read(name: str) -> Borrowing | None:
         fd = trusted_paths.open_file(path, os.O_RDONLY | os.O_NOFOLLOW)
         with os.fdopen(fd, "rb") as file:
             return records.decode(file.read(_MAX_BYTES), Borrowing)
-    except FileNotFoundError:  # it has just left
+    except FileNotFoundError:  # it has just finished
         return None
     except (OSError, RecordError) as e:
         raise InvalidRequest(

@@ -1,4 +1,4 @@
-"""Lending the GPUs of one job: it is suspended, or dumped where host memory is short, and brought back."""
+"""Lending the GPUs of one job: suspend it, or dump it if host memory is short, and bring it back."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ Say = Callable[[str], None]
 _Result = TypeVar("_Result")
 
 BUSY_S = 600.0
-"""How long a job is waited for that another gpucr works on."""
+"""How long to wait for a job that another gpucr works on."""
 _FREE_S, _PAUSE_S, _ENDING_S = 10.0, 0.25, 10.0
 
 
 class Seen(Struct, frozen=True):
-    """What has GPUs: the jobs of the registry, lent ones too, and processes that belong to none of them.
+    """What uses GPUs: registered jobs, including lent ones, and processes outside of them.
 
-    ``busy``: jobs that have none now, since another gpucr works on them; then they are back.
+    ``busy``: jobs without GPUs only because another gpucr works on them; afterwards they are back.
     """
 
     jobs: tuple[Occupant, ...]
@@ -61,7 +61,7 @@ class Way(Struct, frozen=True):
 
 
 def look() -> Seen:
-    """Who has which GPUs now. Raises DriverUnavailable, Unsupported."""
+    """The current users of GPUs. Raises DriverUnavailable, Unsupported."""
     with registry_in_use():
         listed = [job.record for job in registry().jobs() if job.record is not None]
     here = {record.pid: record for record in listed if processes.is_alive(record.root)}
@@ -92,7 +92,7 @@ def look() -> Seen:
 
 
 def _that_stay(uses: Sequence[GpuUse]) -> tuple[GpuUse, ...]:
-    """Without those of processes that have ended since, or are about to: of a job that has just been stopped."""
+    """Without processes that have ended since or are about to, such as those of a job just stopped."""
     if not uses:
         return ()
     stats = {use.pid: processes.read_stat(use.pid) for use in uses}
@@ -103,12 +103,11 @@ def _that_stay(uses: Sequence[GpuUse]) -> tuple[GpuUse, ...]:
 
 
 def plan(jobs: Sequence[Occupant], to: str | None, key_file: str | None, cancel: Cancellation) -> tuple[Way, ...]:
-    """How each job makes room, those in front to host memory as long as there is some. Changes no job.
+    """How each job makes room: the first ones in host memory while there is some. Changes no job.
 
-    Those that are dumped come first: that takes host memory, too, and gives it back. A job that another gpucr works on
-    is waited for.
+    Dumps come first: they need host memory too, and free it again. Waits for a job that another gpucr works on.
 
-    Raises Unsupported where one of them cannot be suspended, or host memory is short and ``to`` is None, and as
+    Raises Unsupported if one of them cannot be suspended, or host memory is short and ``to`` is None, and as
     `plan_dump` does.
     """
     needs, ways = list[preflight.MemoryNeed](), list[Way]()
@@ -130,8 +129,8 @@ def plan(jobs: Sequence[Occupant], to: str | None, key_file: str | None, cancel:
 def _host_memory_of(
     job: Occupant, needs: Sequence[preflight.MemoryNeed], *, may_be_short: bool
 ) -> Sequence[preflight.MemoryNeed] | None:
-    """What its device memory needs; None where there is not so much beside the other ``needs``."""
-    with selection.claimed_job(job.name) as found:  # as it is when nobody works on it
+    """What its device memory needs; None if that does not fit beside the other ``needs``."""
+    with selection.claimed_job(job.name) as found:  # its state when nobody works on it
         uses = gpu_processes()
         own = preflight.needs_of_suspend(preflight.device_bytes_in_use(found.job, uses), in_files=uses_files("auto"))
         findings = [*preflight.check_states(found.job), *findings_of_traps(found.job, found.driver, uses)]
@@ -153,7 +152,7 @@ def _require_dump(job: Occupant, place: str, key_file: str | None) -> None:
 
 
 def lend(way: Way, key_file: str | None, cancel: Cancellation, say: Say) -> None:
-    """Suspend the job, or dump it. That it is lent is noted before. A job that has ended makes room as well.
+    """Suspend the job or dump it, after marking it as lent. A job that has ended makes room too.
 
     On failure it is as it was found. Raises as `suspend` and `dump` do.
     """
@@ -183,7 +182,7 @@ def lend(way: Way, key_file: str | None, cancel: Cancellation, say: Say) -> None
 def bring_back(name: str, say: Say) -> None:
     """Bring a lent job back, from host memory or from its snapshot, which is removed then.
 
-    Of one that has ended only the note is removed. Raises as `resume` and `restore` do: it stays lent then.
+    For a job that has ended, only the mark is removed. Raises like `resume` and `restore`; it then stays lent.
     """
     with registry_in_use():
         listed = registry().look(name)
@@ -198,7 +197,7 @@ def bring_back(name: str, say: Say) -> None:
             _remove(record.snapshot, key_file, say)
             return
         if word == "running":
-            with contextlib.suppress(NotACudaProcess):  # it had not been suspended yet, and uses no GPU any more
+            with contextlib.suppress(NotACudaProcess):  # not suspended yet, and no longer using a GPU
                 _until_there_is_room(lambda: resume(name))
             say(f"{name} is back after {time.monotonic() - begun:.1f} s, from host memory")
         else:
@@ -207,7 +206,7 @@ def bring_back(name: str, say: Say) -> None:
 
 
 def read_key(key_file: str | None) -> Secret | None:
-    """What opens the store. Raises InvalidRequest where the key file cannot be read."""
+    """The key that opens the store. Raises InvalidRequest if the key file cannot be read."""
     if key_file is None:
         return None
     try:
@@ -224,7 +223,7 @@ def lent_jobs() -> Mapping[str, ListedJob]:
 
 
 def _place(to: str, name: str) -> str:
-    """In a store under the job's name; in a folder a new one."""
+    """In a store, under the job's name; in a folder, a new subfolder."""
     return f"{to}#{name}" if is_store(to) else os.path.join(os.path.abspath(to), f"{name}-{time.time_ns()}")
 
 
@@ -235,7 +234,7 @@ def _running_record(name: str) -> JobRecord | None:
 
 
 def note_back(name: str) -> None:
-    """Nobody has its GPUs on loan any more. Raises Unsupported."""
+    """Remove the job's mark: its GPUs are no longer lent. Raises Unsupported."""
     with registry_in_use():
         listed = registry().look(name)
         if listed is not None and listed.record is not None and listed.record.lent is not None:
@@ -243,9 +242,9 @@ def note_back(name: str) -> None:
 
 
 def when_free(change: Callable[[], _Result], cancel: Cancellation | None, limit_s: float = BUSY_S) -> _Result:
-    """Another gpucr may work on the job: a supervisor that takes a checkpoint, say. That comes to its end.
+    """Retry while another gpucr works on the job, such as a supervisor taking a checkpoint.
 
-    Raises as ``change`` does: Unsupported (GPUCR-BUSY) only after ``limit_s``, or when cancelled.
+    Raises like ``change``: Unsupported (GPUCR-BUSY) only after ``limit_s``, or when cancelled.
     """
     end_s = time.monotonic() + limit_s
     while True:
@@ -259,9 +258,9 @@ def when_free(change: Callable[[], _Result], cancel: Cancellation | None, limit_
 
 
 def _until_there_is_room(change: Callable[[], object]) -> None:
-    """Memory of a process that has just ended may be taken for a moment, and pids of zombies.
+    """Retry: a process that has just ended may still hold memory for a moment, and zombies hold pids.
 
-    Where a suspend was killed, its own guard brings the job back first, which takes as long as a resume.
+    If a suspend was killed, its guard first brings the job back, which takes as long as a resume.
     """
     begun_s = time.monotonic()
     while True:
@@ -287,7 +286,7 @@ def _remove(snapshot: str, key_file: str | None, say: Say) -> None:
 
 @contextlib.contextmanager
 def _named(name: str) -> Iterator[None]:
-    """Errors of the block say which job they are about."""
+    """Add the job's name to errors of the block."""
     try:
         yield
     except GpucrError as e:

@@ -1,4 +1,4 @@
-"""Who has which GPUs on loan, who waits for whom, and what is left of borrowers that are gone."""
+"""List lent GPUs, who waits for whom, and what dead borrowers have left."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from gpucr.borrow.lend import lent_jobs, look
 
 
 class Borrower(Struct, frozen=True):
-    """A borrower. ``gpus`` are UUIDs; ``waits_for``: names of borrowers and jobs, where it waits.
+    """A borrower. ``gpus`` are UUIDs; ``waits_for``: names of borrowers and jobs, if it waits.
 
-    ``gone``: it was killed, and its guard as well; `recover_borrowed` does their work.
+    ``gone``: it and its guard were killed; `recover_borrowed` does their work.
     """
 
     name: str
@@ -83,9 +83,9 @@ def list_borrowed() -> Borrowed:
 
 
 def recover_borrowed() -> tuple[str, ...]:
-    """Do what killed borrowers have left: end their commands, and bring back the jobs that made room for them.
+    """Finish the work of killed borrowers: end their commands, and bring back the jobs that made room for them.
 
-    Returns the names of those that are back. Raises what keeps a job from coming back, when all were tried;
+    Returns the names of those that are back. Raises, after trying all, the error of one that could not come back;
     InvalidRequest for a damaged record of a borrower, Unsupported.
     """
     from gpucr.borrow.recovery import recover  # a list needs none of it

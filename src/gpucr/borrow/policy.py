@@ -1,4 +1,4 @@
-"""Who may have a GPU: pure functions of who borrows and which jobs there are."""
+"""Who may have a GPU: pure functions of borrowers and jobs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gpucr.borrow.ledger import Borrowing
 
 
 class Occupant(Struct, frozen=True):
-    """A registered job that is on GPUs, or was, and is to come back to them (``is_lent``)."""
+    """A registered job that is on GPUs, or is to come back to them (``is_lent``)."""
 
     name: str
     priority: int
@@ -21,8 +21,8 @@ class Occupant(Struct, frozen=True):
 def blockers(me: Borrowing, others: Sequence[Borrowing], jobs: Sequence[Occupant]) -> tuple[str, ...]:
     """The names of borrowers and jobs that this borrower has to wait for.
 
-    Those of at least its priority that have one of its GPUs, or are to come back to it; and those in the queue before
-    it: of a higher priority, or of the same and earlier.
+    Those of at least its priority that have one of its GPUs, or are to come back to it; and those ahead in the queue:
+    of a higher priority, or of the same and earlier.
     """
     found = [
         other.name
@@ -36,16 +36,16 @@ def blockers(me: Borrowing, others: Sequence[Borrowing], jobs: Sequence[Occupant
 
 
 def victims(me: Borrowing, jobs: Sequence[Occupant]) -> tuple[Occupant, ...]:
-    """The jobs on its GPUs that have to make room, those that are wanted back first in front."""
+    """The jobs on its GPUs that have to make room, those to bring back first in front."""
     found = [job for job in jobs if not job.is_lent and _share(me.gpus, job.gpus) and job.priority < me.priority]
     return tuple(sorted(found, key=lambda job: (-job.priority, job.name)))
 
 
 def keepers_away(job: Occupant, borrowers: Sequence[Borrowing], jobs: Sequence[Occupant]) -> tuple[str, ...]:
-    """The borrowers that keep a lent job from coming back: those that have one of its GPUs, or are about to.
+    """The borrowers that keep a lent job from coming back: those that have or are about to get one of its GPUs.
 
-    The job of a borrower's own command is not kept away by that borrower. One that waits counts if it has a higher
-    priority and nothing else to wait for: the job would be suspended again at once.
+    A borrower does not keep its own command's job away. A waiting one counts if it has a higher priority and waits for
+    nothing else: it would suspend the job again at once.
     """
     found = []
     for each in borrowers:

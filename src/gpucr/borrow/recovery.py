@@ -1,4 +1,4 @@
-"""Bringing jobs back whose GPUs nobody has any more, and cleaning up after borrowers that are gone."""
+"""Bring back jobs whose GPUs are free again, and clean up after dead borrowers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gpucr.operations.end_job import end_job, end_processes
 
 
 class Settled(Struct, frozen=True):
-    """What was done: jobs that are back, those that wait, and for whom, and those that could not be brought back."""
+    """The result: jobs that are back, those that wait and for whom, and those that could not be brought back."""
 
     back: tuple[str, ...] = ()
     waiting: tuple[tuple[str, tuple[str, ...]], ...] = ()
@@ -24,9 +24,9 @@ class Settled(Struct, frozen=True):
 
 
 def settle(say: Say) -> Settled:
-    """Bring back every lent job whose GPUs no borrower has, those of the highest priority first.
+    """Bring back every lent job whose GPUs no borrower has, highest priority first.
 
-    Raises Unsupported where the registry cannot be read. What happens to a job is in the result.
+    Raises Unsupported if the registry cannot be read. What happens to a job is in the result.
     """
     if not lent_jobs():
         return Settled()
@@ -34,7 +34,7 @@ def settle(say: Say) -> Settled:
     priority = {job.name: job.priority for job in look().jobs}
     for name in sorted(lent_jobs(), key=lambda each: (-priority.get(each, 0), each)):
         listed = lent_jobs().get(name)
-        if listed is None or listed.record is None or listed.record.lent is None:  # somebody else was faster
+        if listed is None or listed.record is None or listed.record.lent is None:  # another process was faster
             continue
         is_over = listed.state.word in ("ended", "lost")
         with ledger.gpus_held(() if is_over else listed.record.lent.gpus):
@@ -57,7 +57,7 @@ def settle(say: Say) -> Settled:
 
 
 def recover(say: Say) -> Settled:
-    """End what borrowers that are gone have left running, and bring back the jobs that made room for them.
+    """End commands that dead borrowers have left running, and bring back the jobs that made room for them.
 
     Raises InvalidRequest for a damaged record of a borrower, Unsupported.
     """
@@ -71,9 +71,9 @@ def recover(say: Say) -> Settled:
 
 
 def end_command(name: str) -> None:
-    """End a borrower's command, if it runs. Its snapshot, if it has made room itself, is left to whoever wants it.
+    """End a borrower's command, if it runs. If it has made room itself, its snapshot stays.
 
-    Raises JobDamaged where a process hangs in the kernel.
+    Raises JobDamaged if a process hangs in the kernel.
     """
     listed = registry().look(name)
     if listed is None or listed.record is None:
@@ -87,5 +87,5 @@ def end_command(name: str) -> None:
 
 
 def _there() -> Sequence[Borrowing]:
-    """Without those that wait and are gone: they never take what they wait for."""
+    """Without dead waiting ones, which will never get their GPUs."""
     return [each for each in ledger.borrowings() if each.is_active or not each.is_gone]

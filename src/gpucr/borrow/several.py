@@ -1,4 +1,4 @@
-"""Several jobs suspended or resumed, one after the other: each is an operation of its own, undone by itself."""
+"""Suspend or resume several jobs, one after the other: each is a separate operation with its own undo."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from gpucr.undo.cancellation import Cancellation
 from gpucr.undo.events import OnProgress
 
 _GONE = (ProcessNotFound, NotACudaProcess)
-"""What a job that was found a moment ago may raise: it has ended. Where it was not named, nobody misses it."""
+"""Errors of a job that was found but has ended since; ignored unless the user named the job."""
 
 
 class JobOutcome(Struct, frozen=True):
@@ -39,7 +39,7 @@ class JobOutcome(Struct, frozen=True):
 class JobOutlook(Struct, frozen=True):
     """What would be done with one of several jobs. ``device_bytes``: what leaves or comes back, per GPU UUID.
 
-    ``findings`` are preflight's; ``error`` is what keeps gpucr from looking at it.
+    ``findings`` are preflight's; ``error``: why gpucr cannot inspect it.
     """
 
     job: str
@@ -64,11 +64,11 @@ def suspend_jobs(
     on_progress: OnProgress | None = None,
     cancel: Cancellation | None = None,
 ) -> tuple[JobOutcome, ...]:
-    """Suspend several jobs as `suspend` does one, one after the other; one that fails leaves the others alone.
+    """Like `suspend` for several jobs, one after the other; a failure does not affect the others.
 
     ``jobs``: pids, names and selectors; None: all jobs of the caller that use one of the ``gpus`` (indices and UUIDs
-    with commas between; None: any). ``timeout_s`` is for each. Of jobs that were not named, one that another
-    gpucr works on is waited for. After an interruption no other one is begun.
+    separated by commas; None: any). ``timeout_s`` applies to each. Waits for unnamed jobs that another gpucr works on.
+    After an interruption no other is begun.
 
     Raises InvalidRequest for GPUs that are not there, DriverUnavailable. What happens to a job is in its outcome.
     """
@@ -95,10 +95,10 @@ def resume_jobs(
     on_progress: OnProgress | None = None,
     cancel: Cancellation | None = None,
 ) -> tuple[JobOutcome, ...]:
-    """Resume several jobs as `resume` does one, one after the other; one that fails leaves the others alone.
+    """Like `resume` for several jobs, one after the other; a failure does not affect the others.
 
     ``jobs``: pids, names and selectors; None: all suspended jobs of the caller that were on one of the ``gpus`` (None:
-    any), but for those whose GPUs are lent. ``gpu_map`` and ``gpu`` are as of `resume`, for each.
+    any), except those whose GPUs are lent. ``gpu_map`` and ``gpu`` as for `resume`, for each.
 
     Raises InvalidRequest for GPUs that are not there, DriverUnavailable. What happens to a job is in its outcome.
     """
@@ -124,7 +124,7 @@ def plan_suspend(
 ) -> tuple[JobOutlook, ...]:
     """What `suspend_jobs` would do with the same arguments. Changes nothing.
 
-    Host memory is counted for all of them together: the finding is that of the first job that has no room any more.
+    Host memory is counted for all together: the first job without room gets the finding.
     """
     require_possible(gpu_state)
     needs: list[preflight.MemoryNeed] = []
@@ -153,7 +153,7 @@ def plan_resume(
     only: bool = False,
     force: bool = False,
 ) -> tuple[JobOutlook, ...]:
-    """What `resume_jobs` would do with the same arguments. Changes nothing; each job is looked at by itself."""
+    """What `resume_jobs` would do with the same arguments. Changes nothing; each job is checked separately."""
     request, here = GpuRequest.of(gpu_map, gpu), list_gpus()
 
     def look(job: Target) -> JobOutlook:
@@ -175,7 +175,7 @@ def plan_resume(
 
 
 def exit_code_of(errors: Sequence[GpucrError | None]) -> int:
-    """For the command: 0 where nothing failed; what a damaged job gives; else what all failures give, or 1."""
+    """The command's exit code: 0 without failures; that of a damaged job; the one common to all failures; or 1."""
     codes = {error.exit_code for error in errors if error is not None}
     for code in (JobDamaged.exit_code, Interrupted.exit_code):
         if code in codes:

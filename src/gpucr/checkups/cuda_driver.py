@@ -1,4 +1,4 @@
-"""The NVIDIA driver: whether it is there, and which parts of the checkpoint API it has."""
+"""The NVIDIA driver: whether it is installed, and which parts of the checkpoint API it has."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gpucr.errors import DriverUnavailable
 
 _ABOUT = "driver"
 _DEVICE = Path("/dev/nvidiactl")
-_SHARING_SINCE = 610  # legacy CUDA IPC inside one job: reported, and nothing in the library tells
+_SHARING_SINCE = 610  # legacy CUDA IPC inside one job: known from reports, not detectable in the library
 
 
 class DriverFacts(Struct, frozen=True):
@@ -43,7 +43,7 @@ def look() -> DriverFacts:
 
 
 def check(facts: DriverFacts) -> list[Finding]:
-    """The driver, then what it lacks of what newer ones have."""
+    """The driver, then newer features that it lacks."""
     capabilities = facts.capabilities
     if capabilities is None:
         return [_unavailable(facts)]

@@ -31,7 +31,7 @@ from gpucr.undo.cancellation import Cancellation
 
 
 class DoctorReport(Struct, frozen=True):
-    """What was found, in the order in which it was looked at; what was fixed; and what was measured before.
+    """What was found, in the order of the checks; what was fixed; and earlier measurements.
 
     ``probe`` is None for a job, and on a machine without a driver.
     """
@@ -42,7 +42,7 @@ class DoctorReport(Struct, frozen=True):
 
     @property
     def blocking(self) -> tuple[Finding, ...]:
-        """Those because of which an operation would be refused, or fail."""
+        """Findings that would make an operation be refused or fail."""
         return tuple(each for each in self.checkups if each.severity == "blocking")
 
 
@@ -54,15 +54,15 @@ def doctor(
     on_event: Callable[[str], None] | None = None,
     cancel: Cancellation | None = None,
 ) -> DoctorReport:
-    """Look at this machine, or at a job (its pid, its name, or a selector), and say what stands in the way of gpucr.
+    """Check this machine, or a job (its pid, its name, or a selector), for problems.
 
-    Nothing is changed, unless ``fix`` asks to fix what can be fixed safely on the machine; ``repairs`` then say what
-    was done, and how it is undone, and the rest is how things are afterwards. ``to``: where snapshots would go (None:
-    the current folder). Needs no privileges for a machine: what cannot be seen without them is ``unknown``. For a job
-    it needs access to the processes. ``on_event`` gets lines of talk while something is fetched.
+    Changes nothing, unless ``fix`` requests the safe repairs of the machine; then ``repairs`` say what was done and how
+    to undo it, and the rest is the state afterwards. ``to``: where snapshots would go (None: the current folder). Needs
+    no privileges for a machine: what cannot be seen without them is ``unknown``. For a job it needs access to the
+    processes. ``on_event`` gets progress lines while something is fetched.
 
-    Raises ProcessNotFound, InvalidRequest, NotPermitted, DriverUnavailable for a job that cannot be looked at, and
-    Interrupted, where a signal or ``cancel`` ends ``fix``: what was fixed before stays so.
+    Raises ProcessNotFound, InvalidRequest, NotPermitted, DriverUnavailable for a job that cannot be inspected, and
+    Interrupted if a signal or ``cancel`` ends ``fix``: earlier repairs stay.
     """
     folder, was_named = job.nearest_folder(to), to is not None
     if target is not None:

@@ -19,10 +19,10 @@ _NETWORK = "network lock"
 
 
 class CriuFacts(Struct, frozen=True):
-    """``install`` is None where no CRIU was found, and ``missing`` says why. ``least``: what this kernel needs.
+    """``install`` is None if no CRIU was found, and ``missing`` says why. ``least``: what this kernel needs.
 
-    ``failure`` is what `criu check` said (None: nothing is wrong). It needs privileges, or a CRIU that has them by its
-    file (``is_privileged``): without them nothing is known.
+    ``failure`` is the output of a failed `criu check` (None: no failure). The check needs privileges, or a CRIU with
+    file capabilities (``is_privileged``): otherwise the result is unknown.
     """
 
     install: CriuInstall | None
@@ -72,7 +72,7 @@ def check(facts: CriuFacts) -> list[Finding]:
     if install is None:
         return [
             Finding(
-                "blocking" if facts.is_privileged else "warning",  # root looks for it in places of its own
+                "blocking" if facts.is_privileged else "warning",  # root searches other places
                 "there is no CRIU that can be used",
                 facts.missing,
                 "dump and restore are refused; suspend and resume work",

@@ -1,4 +1,4 @@
-"""A job: everything that preflight would say before a suspend or a dump of it, asked while nothing is to happen."""
+"""A job: everything that preflight would report before a suspend or a dump, without doing either."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from gpucr.snapshot.device import PIECE_BYTES, buffers_bytes
 
 
 def examine(target: int | str | JobSelector, folder: Path, *, was_named: bool) -> list[Finding]:
-    """Look at a job and judge it. Changes nothing; needs access to its processes.
+    """Check a job. Changes nothing; needs access to its processes.
 
-    ``folder``: where a snapshot would go; ``was_named``: the user has said so. Raises ProcessNotFound, InvalidRequest
-    or NotPermitted as `selection.find_job` does, and DriverUnavailable.
+    ``folder``: where a snapshot would go; ``was_named``: the user named it. Raises ProcessNotFound, InvalidRequest or
+    NotPermitted as `selection.find_job` does, and DriverUnavailable.
     """
     try:
         found = selection.find_job(target)
@@ -112,7 +112,7 @@ def _largest_deleted(job: Job) -> Mapping[int, int]:
 
 
 def check_deleted_files(largest_bytes: Mapping[int, int]) -> list[preflight.Finding]:
-    """Deleted files that are too large for CRIU to keep in its images."""
+    """Deleted files that are too large for CRIU's images."""
     return [
         facts.DELETED_TOO_LARGE.seen(
             "/proc/PID/fd and map_files", pid, process=f"process {pid}", size=format_bytes(size_bytes)
@@ -123,7 +123,7 @@ def check_deleted_files(largest_bytes: Mapping[int, int]) -> list[preflight.Find
 
 
 def _handed_over(found: selection.FoundJob) -> list[int]:
-    """Whose memory the driver would hand over, as far as can be told without trying."""
+    """Processes whose memory the driver would hand over, if that is known without trying."""
     driver = found.driver
     running = [member.pid for member in found.job.gang if member.found is not CudaState.CHECKPOINTED]
     return [pid for pid in running if driver is not None and first_choice(pid, driver) == CUSTOM]
@@ -160,7 +160,7 @@ def _room(job: Job, uses: Sequence[GpuUse], folder: Path, handed_over: Collectio
 
 
 def _way_back(away: Sequence[GangMember]) -> list[Finding]:
-    """Whether those that are suspended would find room on the GPUs that they had."""
+    """Whether suspended processes would find room on the GPUs that they had."""
     needed: dict[str, int] = {}
     for member in away:
         record = suspended.recall(member.id)
@@ -190,7 +190,7 @@ def _surroundings(folder: Path, *, was_named: bool) -> list[Finding]:
 
 
 def nearest_folder(folder: str | os.PathLike[str] | None) -> Path:
-    """The folder that would be written to: the one that is named, or the nearest above it that is there.
+    """The folder that would be written to: the named one, or its nearest existing parent.
 
     Raises InvalidRequest for a URL.
     """
@@ -200,5 +200,5 @@ def nearest_folder(folder: str | os.PathLike[str] | None) -> Path:
             hint="leave --to out: what is written to a bucket needs no room here",
         )
     path = Path(folder if folder is not None else ".").resolve()
-    # Path.is_dir raises where the caller may not look.
+    # Path.is_dir raises if the caller may not look.
     return next(each for each in [path, *path.parents] if os.path.isdir(each))

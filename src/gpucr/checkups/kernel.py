@@ -1,4 +1,4 @@
-"""The kernel: what CRIU, sandboxes and clocks need of it."""
+"""The kernel: what CRIU, sandboxes and clocks need from it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LIMITS = Path("/proc/sys/user")
 
 
 class KernelFacts(Struct, frozen=True):
-    """``kinds`` of namespaces are those that it has, ``forbidden`` those of which the machine's limit allows none.
+    """``kinds`` of namespaces are those that it has, ``forbidden`` those for which the machine's limit is 0.
 
     ``can_choose_pids``: it was built with CONFIG_CHECKPOINT_RESTORE. ``lists_sockets``: by sock_diag.
     """

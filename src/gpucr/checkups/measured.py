@@ -1,4 +1,4 @@
-"""What the canaries showed of this machine when they last ran."""
+"""Results of the last canary run on this machine."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ _NOT_BACK: dict[CanaryOutcome, tuple[Severity, str, str, str]] = {
         "gpucr doctor --probe --canary-timeout 300",
     ),
 }
-"""``NOT_POSSIBLE`` is not among them: the machine has no such thing that could be lost."""
+"""Without ``NOT_POSSIBLE``: the machine lacks the feature, so nothing can be lost."""
 
 
 def check(report: ProbeReport | None) -> list[Finding]:
-    """``report``: None where there is no driver to measure."""
+    """``report``: None if there is no driver to measure."""
     if report is None:
         return []
     if not report.results:

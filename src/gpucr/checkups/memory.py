@@ -1,4 +1,4 @@
-"""Host memory: huge pages for staging, and room for device memory, under the limits of cgroups as well."""
+"""Host memory: huge pages for staging, and room for device memory, including cgroup limits."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class MemoryFacts(Struct, frozen=True):
     """Sizes in bytes. ``why_small``: why a staging file made now has no huge pages (None: it has them).
 
     ``shared_policy`` and ``private_policy`` are the chosen words of the two files (None: this kernel has none).
-    ``reserved_bytes`` is what lies free in the pools of hugetlb pages. ``device_total_bytes`` and ``device_used_bytes``
-    are those of all GPUs together. ``limits`` are those of the caller's cgroups.
+    ``reserved_bytes`` is free in the pools of hugetlb pages. ``device_total_bytes`` and ``device_used_bytes`` are sums
+    over all GPUs. ``limits`` are those of the caller's cgroups.
     """
 
     is_privileged: bool
@@ -48,7 +48,7 @@ class MemoryFacts(Struct, frozen=True):
 
 
 def look(gpus: Sequence[Gpu]) -> MemoryFacts:
-    """Read /proc and /sys, and make an empty staging file, which is gone at once."""
+    """Read /proc and /sys, and make an empty staging file, closed at once."""
     sizes = _meminfo()
     return MemoryFacts(
         is_privileged=processes.can_checkpoint_processes(),
@@ -71,7 +71,7 @@ def check(facts: MemoryFacts) -> list[Finding]:
 
 
 def chosen(policy: Path) -> str | None:
-    """The word in brackets of such a file; None where there is no such file."""
+    """The word in brackets of such a file; None if there is no such file."""
     try:
         found = _CHOSEN.search(policy.read_text())
     except OSError:

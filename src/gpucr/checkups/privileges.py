@@ -23,7 +23,7 @@ _UID_MAP = Path("/proc/self/uid_map")
 _WHOLE_UID_MAP = ["0", "0", "4294967295"]
 
 _FOR_CRIU = ("SYS_ADMIN", "SYS_PTRACE")
-# What is missed without it, and whether gpucr refuses then. Root in a container often lacks some of these.
+# What does not work without it, and whether gpucr then refuses. Root in a container often lacks some of these.
 _FURTHER = {
     "SYS_TIME": ("blocking", "restore is refused: CRIU gives up where it may not set a job's clocks"),
     "SYS_RESOURCE": (
@@ -38,8 +38,8 @@ _FURTHER = {
 class PrivilegeFacts(Struct, frozen=True):
     """``ptrace_scope``: Yama's (None: this kernel has none). ``seccomp``: the mode in /proc/self/status (None: none).
 
-    ``in_user_namespace``: other than the machine's first one. ``helper``: where the privileged helper listens for this
-    user (None: nowhere).
+    ``in_user_namespace``: not in the initial one. ``helper``: the socket on which the privileged helper listens for
+    this user (None: none).
     """
 
     own: Capabilities

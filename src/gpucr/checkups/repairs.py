@@ -1,4 +1,4 @@
-"""What `gpucr doctor --fix` does: only what can be undone with one command and takes no protection away."""
+"""What `gpucr doctor --fix` does: only what one command can undo and what weakens no protection."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Repair(Struct, frozen=True):
 def repair(
     checkups: Iterable[Finding], on_event: OnEvent | None = None, cancel: Cancellation | None = None
 ) -> tuple[Repair, ...]:
-    """Fix what can be fixed, each thing once. ``on_event`` gets lines of talk.
+    """Fix what can be fixed, each thing once. ``on_event`` gets progress lines.
 
     Raises Interrupted (a signal, ``cancel``), which says what was fixed before that.
     """
@@ -54,7 +54,7 @@ def repair(
 
 
 def _fetch_criu(name: RepairName, on_event: OnEvent | None) -> Repair:
-    from gpucr.criu.provide import provide_criu  # rarely needed, and it is not light
+    from gpucr.criu.provide import provide_criu  # rarely needed, and slow to import
 
     try:
         install = provide_criu(on_event)

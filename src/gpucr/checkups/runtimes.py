@@ -1,4 +1,4 @@
-"""Container runtimes: which are here, and whether their CRIU calls gpucr."""
+"""Container runtimes: which are installed, and whether their CRIU calls gpucr."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _RUNTIMES = ("runc", "crun", "podman", "docker", "containerd", "crio", "kubelet"
 class RuntimeFacts(Struct, frozen=True):
     """``found`` are the runtimes on PATH. ``is_hybrid``: cgroups of both versions are mounted.
 
-    ``hook`` is None where a configuration file cannot be read, and ``problem`` says why.
+    ``hook`` is None if a configuration file cannot be read, and ``problem`` says why.
     """
 
     found: tuple[str, ...]

@@ -20,8 +20,8 @@ _ABOUT = "disk"
 class StorageFacts(Struct, frozen=True):
     """``problem``: why nothing can be written there (None: it can).
 
-    ``is_direct``: whether files can bypass the page cache (O_DIRECT). ``was_named``: by the user,
-    and not just where the doctor was called.
+    ``is_direct``: whether files can bypass the page cache (O_DIRECT). ``was_named``: by the user; otherwise it is the
+    current folder.
     """
 
     folder: Path
@@ -34,7 +34,7 @@ class StorageFacts(Struct, frozen=True):
 
 
 def look(folder: Path, gpus: Sequence[Gpu], *, was_named: bool) -> StorageFacts:
-    """Ask the file system of a folder, and open a file without a name there, which is gone at once."""
+    """Query a folder's file system, and open an unnamed file there, closed at once."""
     problem, is_direct = _try(folder)
     return StorageFacts(
         folder=folder,
@@ -48,7 +48,7 @@ def look(folder: Path, gpus: Sequence[Gpu], *, was_named: bool) -> StorageFacts:
 
 
 def check(facts: StorageFacts) -> list[Finding]:
-    """Whether a snapshot can be written there, whether it fits, and how fast a way there is."""
+    """Whether a snapshot can be written there, whether it fits, and how fast."""
     if facts.problem is not None:
         return [
             Finding(
@@ -105,7 +105,7 @@ def _way(facts: StorageFacts) -> list[Finding]:
 
 
 def _try(folder: Path) -> tuple[str | None, bool]:
-    """Why nothing can be written there, and whether it could be with O_DIRECT."""
+    """Why nothing can be written there, and whether O_DIRECT works."""
     try:
         os.close(os.open(folder, os.O_TMPFILE | os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC, 0o600))
     except OSError:

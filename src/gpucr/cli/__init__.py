@@ -1,1 +1,1 @@
-"""The `gpucr` command: one file a sub-command, each exporting ``command``."""
+"""The `gpucr` command: one file per sub-command, each exporting ``command``."""

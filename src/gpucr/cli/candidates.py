@@ -1,6 +1,6 @@
-"""What a shell may complete where a command takes a job or a GPU. Loaded only when a shell asks.
+"""Shell completions for jobs and GPUs. Loaded only when a shell asks.
 
-Nothing here may fail or ask much: a completion that cannot be made is an empty list.
+Nothing here may fail or be slow: a failed completion is an empty list.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LONGEST_HELP = 60
 
 
 def jobs(incomplete: str) -> list[CompletionItem]:
-    """The names of this user's jobs; where a digit was typed, the pids of the processes that use CUDA."""
+    """The names of this user's jobs; if a digit was typed, the pids of the processes that use CUDA."""
     found = _processes() if incomplete[:1].isdigit() else _names()
     return [item for item in found if str(item.value).startswith(incomplete)]
 
@@ -37,20 +37,20 @@ def gpus(incomplete: str) -> list[CompletionItem]:
 
 
 def files(incomplete: str) -> list[CompletionItem]:
-    """What tells the shell to complete a file itself."""
+    """Tells the shell to complete a file itself."""
     return [CompletionItem(incomplete, type="file")]
 
 
 def folders(incomplete: str) -> list[CompletionItem]:
-    """What tells the shell to complete a folder itself."""
+    """Tells the shell to complete a folder itself."""
     return [CompletionItem(incomplete, type="dir")]
 
 
 def places(incomplete: str) -> list[CompletionItem]:
-    """Folders of snapshots and stores; behind ``STORE#`` the names of its snapshots.
+    """Folders of snapshots and stores; after ``STORE#`` the names of its snapshots.
 
-    Only of stores that are folders: an object store may be far away. An encrypted one is looked into where the
-    environment names its key; nothing is asked.
+    Only for stores in folders: an object store may be far away. An encrypted one is read if the environment names its
+    key; there is no prompt.
     """
     store, separator, _ = incomplete.partition("#")
     if "://" in store:

@@ -1,6 +1,6 @@
-"""Tables of text that fit a terminal: a row is one line, and the least important columns give way.
+"""Text tables that fit a terminal: a row is one line, and the least important columns are dropped.
 
-Without a terminal (a pipe, a file) nothing is shortened: what is printed there is read by programs, or later.
+Without a terminal (a pipe, a file) nothing is shortened: programs read it, or people later.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _ELLIPSIS = "…"
 class Column(Struct, frozen=True):
     """One column of a table.
 
-    ``rank`` 0 is always shown; of the others the highest goes first. ``least`` is the width to which the column is
-    shortened before another one goes (None: not at all). A shortened cell keeps its end as well as its beginning
+    ``rank`` 0 is always shown; of the others the highest is dropped first. ``least`` is the width to which the column
+    is shortened before another one is dropped (None: not at all). A shortened cell keeps both its end and its beginning
     (``/var/…/step-9``), with ``keeps_end=False`` only its beginning.
     """
 
@@ -32,7 +32,7 @@ class Column(Struct, frozen=True):
 
 
 def terminal_width() -> int | None:
-    """How wide the terminal on stdout is; None where there is none, or one that has not been told its size (0)."""
+    """The width of the terminal on stdout; None if there is none, or its size is unset (0)."""
     return (os.get_terminal_size(sys.stdout.fileno()).columns or None) if sys.stdout.isatty() else None
 
 
@@ -52,10 +52,10 @@ def _sizes(columns: Sequence[Column], natural: Sequence[int], width: int) -> lis
     for n in reversed(by_rank):
         if columns[n].rank and _total(sizes) > width:
             sizes[n] = 0
-    for n in by_rank:  # what is left over, to the most important first
+    for n in by_rank:  # spare width goes to the most important first
         if sizes[n]:
             sizes[n] += min(natural[n] - sizes[n], max(width - _total(sizes), 0))
-    while _total(sizes) > width and max(sizes) > 1:  # narrower than anybody has it: all have a little
+    while _total(sizes) > width and max(sizes) > 1:  # unrealistically narrow: give each a little
         sizes[sizes.index(max(sizes))] -= 1
     return sizes
 
@@ -75,16 +75,16 @@ def _line(columns: Sequence[Column], line: Sequence[str], shown: Sequence[int], 
 
 
 def cells(text: str) -> int:
-    """How many places the text takes on a terminal: some characters take two, some none."""
+    """The text's width on a terminal: some characters take two cells, some none."""
     if text.isascii():
         return len(text)
-    from rich.cells import cell_len  # only for names that need it
+    from rich.cells import cell_len  # imported late: rarely needed
 
     return cell_len(text)
 
 
 def shortened(text: str, size: int | None, *, keeps_end: bool = False) -> str:
-    """The text in at most ``size`` places (None: all of it); ``…`` stands for what is left out."""
+    """The text in at most ``size`` cells (None: all of it); ``…`` marks omissions."""
     if size is None or cells(text) <= size:
         return text
     if size <= 1:
@@ -94,7 +94,7 @@ def shortened(text: str, size: int | None, *, keeps_end: bool = False) -> str:
 
 
 _SHORTEST_WITH_END = 9
-"""In less there is no room for a beginning and an end that say anything."""
+"""With less, beginning and end would not be meaningful."""
 
 
 def _first(text: str, size: int) -> str:

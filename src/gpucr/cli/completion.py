@@ -1,4 +1,4 @@
-"""`gpucr completion`: what makes a shell complete the commands, options and names of gpucr."""
+"""`gpucr completion`: shell completion for gpucr's commands, options and names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `gpucr dump --container` and the restore of a container share."""
+"""Shared by `gpucr dump --container` and the restore of a container."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ALWAYS = ("as_json", "quiet", "verbose")
 
 
 def refuse_other_options(what: str, allowed: Collection[str]) -> None:
-    """Raise click's usage error for an option of the running command that means nothing to a container."""
+    """Raise click's usage error for an option that does not apply to containers."""
     context = click.get_current_context()
     for parameter in context.command.params:
         name = parameter.name or ""

@@ -87,7 +87,7 @@ def _find(*, fetch: bool) -> CriuInstall:
     except CriuUnavailable:
         if not fetch:
             raise
-    from gpucr.criu.provide import provide_criu  # rarely needed, and it is not light
+    from gpucr.criu.provide import provide_criu  # rarely needed, and slow to import
 
     return provide_criu(on_event=say)
 

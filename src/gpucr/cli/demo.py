@@ -34,7 +34,7 @@ _READY_LINE = re.compile(r"^ready .*\bport=(\d+).*\n", re.MULTILINE)
 
 
 class Check(Struct, frozen=True):
-    """One thing that the demo saw, and whether it is what it should be."""
+    """One check of the demo, and whether it holds."""
 
     name: str
     ok: bool
@@ -86,7 +86,7 @@ class Counter:
         self.pid = self._child.pid
 
     def wait_until_ready(self) -> None:
-        """Wait for its line ``ready ... port=N ...``. Raises GpucrError where it ends or takes too long."""
+        """Wait for its line ``ready ... port=N ...``. Raises GpucrError if it ends or takes too long."""
         deadline = time.monotonic() + ANSWER_TIMEOUT_S
         while not (ready := _READY_LINE.search(self._log.read_text(errors="replace"))):
             if self._child.poll() is not None:
@@ -98,7 +98,7 @@ class Counter:
         self._port = int(ready[1])
 
     def ask(self, question: str = "next") -> str:
-        """Send one packet and return the answer; what went wrong, in words, where there is none."""
+        """Send one packet and return the answer, or the error in words."""
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as client:
             client.settimeout(ANSWER_TIMEOUT_S)
             client.connect(("127.0.0.1", self._port))
@@ -109,7 +109,7 @@ class Counter:
                 return f"no answer ({e})"
 
     def is_gone(self) -> bool:
-        """Whether no process has its pid any more. Reaps it first: it is this process's child until it is dumped."""
+        """Whether its pid is free. Reaps it first: it is this process's child until it is dumped."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._child.wait(ANSWER_TIMEOUT_S)
         return read_stat(self.pid) is None
@@ -125,9 +125,9 @@ class Counter:
 
 
 class GpuMemory(Struct, frozen=True):
-    """Device memory in use, as NVML tells: by one process, and by all. ``own_bytes`` is None where NVML cannot say.
+    """Device memory in use, according to NVML: by one process, and by all. ``own_bytes`` is None if NVML cannot say.
 
-    In a container NVML often does not know the container's pids: there only the sum over all processes is left.
+    In a container NVML often does not know the container's pids: then only the sum over all processes is available.
     """
 
     own_bytes: int | None
@@ -226,7 +226,7 @@ def simulator_is_in_place() -> bool:
 def run_again_on_simulator() -> NoReturn:
     """Replace this process by the same command under the simulated driver.
 
-    A process's own LD_LIBRARY_PATH is read when it starts, so the simulated driver cannot be slipped in later.
+    LD_LIBRARY_PATH is read when a process starts, so the simulated driver cannot be added later.
     """
     from gpucr.sim.build import environment
 

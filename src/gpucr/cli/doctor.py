@@ -1,4 +1,4 @@
-"""`gpucr doctor`: what stands in the way on this machine, or of a job, and what was measured of the machine."""
+"""`gpucr doctor`: problems of this machine or of a job, and the machine's measurements."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def command(
     """Show what stands in the way of gpucr on this machine, or of a suspend or dump of a job, and what fixes it.
 
     Nothing is changed without --fix, and no privileges are needed: what cannot be seen without them is "unknown". The
-    last line counts the severities. Exit code 0 where nothing is blocking, else 3.
+    last line counts the severities. Exit code 0 if nothing is blocking, else 3.
 
     With --probe, canaries are run first: small CUDA programs that are checkpointed and restored, in a process group of
     their own. Each takes some tens of MiB of GPU memory; no other program is touched. Results are kept for this driver,
@@ -107,7 +107,7 @@ def command(
 
 
 def _measure(only: tuple[str, ...], canary_timeout_s: float, *, quiet: bool) -> str | None:
-    """Why the results could not be kept, if they could not."""
+    """Why the results could not be stored, if so."""
     problem = probe(only, canary_timeout_s=canary_timeout_s, on_result=None if quiet else _say_result).problem
     not_over_yet()
     return problem
@@ -200,7 +200,7 @@ def _probe_lines(report: ProbeReport, width: int | None) -> Iterator[str]:
 
 
 def _summary(report: DoctorReport) -> str:
-    """``12 ok, 2 warnings, 1 blocking, 1 unknown``: the line that says how things are."""
+    """``12 ok, 2 warnings, 1 blocking, 1 unknown``: the summary line."""
     count = Counter(each.severity for each in report.checkups)
     parts = [f"{count['ok']} ok", counted(count["warning"], "warning")]
     return ", ".join([*parts, f"{count['blocking']} blocking", f"{count['unknown']} unknown"])

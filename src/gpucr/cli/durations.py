@@ -19,7 +19,7 @@ class Duration(click.ParamType):  # type: ignore[type-arg]  # click 8.1 knows no
         self._words = words
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float | str:
-        """Raises click's usage error where it is none."""
+        """Raises click's usage error if it is invalid."""
         if isinstance(value, float) or value in self._words:
             return value  # type: ignore[no-any-return]
         found = re.fullmatch(r"(\d+(?:\.\d+)?)(ms|[smhdw])", str(value))

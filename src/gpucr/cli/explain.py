@@ -22,7 +22,7 @@ _LINK = re.compile(r"\[([^\]]+)\]\([^)\s]+\)")
 
 
 def pages() -> dict[str, str]:
-    """Every code and what is written about it, in the order of the file; links are left as their words."""
+    """Every code and its text, in the order of the file; links are reduced to their text."""
     text = (files("gpucr") / "error_codes.md").read_text(encoding="utf-8")
     return {code: _LINK.sub(r"\1", body).strip() for code, body in _SECTION.findall(text)}
 

@@ -25,14 +25,14 @@ _IN_FIELDS_OF_THEIR_OWN = frozenset({"message", "hint", "code"})
 
 
 def show(error: GpucrError, wanted: JsonWanted) -> None:
-    """Show an error of gpucr. Where the command's object is on stdout already, no second one follows."""
+    """Show gpucr's error. If the command's JSON object is already on stdout, no second one follows."""
     say_error(error)
     if wanted.is_wanted and not wanted.is_printed:
         print_json("error", fields_of(error))
 
 
 def say_error(error: GpucrError, *, of_job: str = "") -> None:
-    """Tell what went wrong: with one of several jobs, ``of_job``."""
+    """Print the error; ``of_job``: which of several jobs failed."""
     say(f"error: {of_job}{': ' if of_job else ''}{error.message}")
     if error.why:
         say(f"why:   {error.why}")
@@ -44,7 +44,7 @@ def say_error(error: GpucrError, *, of_job: str = "") -> None:
 
 
 def show_usage(error: click.ClickException, wanted: JsonWanted) -> None:
-    """Show a command line that click could not take: the same, after click's own words."""
+    """Show click's usage error: likewise, after click's own text."""
     error.show()
     say(f"code:  {InvalidRequest.code}")
     if wanted.is_wanted and not wanted.is_printed:
@@ -52,10 +52,10 @@ def show_usage(error: click.ClickException, wanted: JsonWanted) -> None:
 
 
 def unexpected(error: Exception, *, has_succeeded: bool = False) -> GpucrError:
-    """What no part of gpucr has turned into an error of its own: a limit that was reached, or a mistake in gpucr.
+    """An error that gpucr did not expect: a limit that was reached, or a bug in gpucr.
 
-    Of a mistake, the traceback goes to ``internal.log`` in the log folder. The cause is kept. ``has_succeeded``: it was
-    the report that failed.
+    A bug's traceback goes to ``internal.log`` in the log folder. The cause is kept. ``has_succeeded``: only the report
+    failed.
     """
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         made = GpucrError("gpucr has too little memory", hint=_MORE_MEMORY, code="GPUCR-NO-MEMORY")
@@ -79,21 +79,21 @@ def unexpected(error: Exception, *, has_succeeded: bool = False) -> GpucrError:
 
 
 def in_a_thread(arguments: threading.ExceptHookArgs) -> None:
-    """As `unexpected`, for a thread that nobody waits for: a line instead of a traceback."""
+    """Like `unexpected`, for a thread that nobody waits for: a line instead of a traceback."""
     error = arguments.exc_value
     if isinstance(error, Exception):
         say(f"warning: {unexpected(error).message}")
 
 
 def ignored(arguments: sys.UnraisableHookArgs) -> None:
-    """What Python itself ignores, as in a finaliser: nobody can do anything about it. It is written down."""
+    """Log what Python itself ignores, as in a finaliser."""
     error = arguments.exc_value
     if isinstance(error, Exception) and not isinstance(error, MemoryError):
         _write_down(error)
 
 
 def _write_down(error: Exception) -> None:
-    with contextlib.suppress(Exception):  # what went wrong may go wrong here as well
+    with contextlib.suppress(Exception):  # the same error may occur here
         from gpucr.undo.logs import append_to_log  # late: hardly ever needed
 
         append_to_log("internal", "".join(traceback.format_exception(error)))
@@ -108,7 +108,7 @@ def _hint(error: GpucrError) -> str | None:
 
 
 def _has_current_folder() -> bool:
-    """Relative paths mean nothing where it has been removed, and whatever looks at one fails."""
+    """If it has been removed, relative paths are meaningless, and every use of one fails."""
     try:
         os.getcwd()
     except FileNotFoundError:

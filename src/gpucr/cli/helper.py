@@ -125,7 +125,7 @@ def status(*, as_json: bool) -> None:
     help="Where images are copied to while a restore reads them.",
 )
 def listen(*, path: Path, group: str | None, keys: Path, work: Path) -> None:
-    """Serve requests until SIGTERM, without systemd. Makes root's key where there is none. Needs root.
+    """Serve requests until SIGTERM, without systemd. Makes root's key if there is none. Needs root.
 
     \b
     Example:

@@ -16,7 +16,7 @@ from gpucr.containers.criu_config import DEFAULT_FOLDER, RUNTIMES, Change, Runti
 
 _config_dir_option = click.option(
     "--config-dir",
-    type=click.Path(path_type=Path, readable=False),  # what cannot be read is told by who wants to read it
+    type=click.Path(path_type=Path, readable=False),  # whoever needs it reports what cannot be read
     default=DEFAULT_FOLDER,
     show_default=True,
     metavar="DIR",
@@ -80,7 +80,7 @@ def uninstall(*, config_dir: Path, as_json: bool) -> None:
 @_config_dir_option
 @json_option
 def status(*, config_dir: Path, as_json: bool) -> None:
-    """Show which configuration files name the hook. Exit code 1 if it is not in force.
+    """Show which configuration files name the hook. Exit code 1 if it is not in effect.
 
     \b
     Example:

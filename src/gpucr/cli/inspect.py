@@ -94,7 +94,7 @@ def _parts(manifest: Manifest) -> str:
 
 
 def _device_memory(record: ProcessRecord) -> Iterator[dict[str, Any]]:
-    """Where the parts of a CUDA process's device memory are. None: what CRIU wrote is not known in such detail."""
+    """Where the parts of a CUDA process's device memory are. None: unknown for CRIU's images."""
     if record.device_data is None:
         yield {
             "pid": record.pid,

@@ -1,4 +1,4 @@
-"""What has become of a job, for people and as JSON."""
+"""A job's state, for people and as JSON."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gpucr.jobs.record import JobState
 
 
 def state_text(state: JobState, detail: str | None = None) -> str:
-    """``ended (exit code 1)``, ``ended (SIGTERM)``, ``lost``; ``detail`` is what else is known of it."""
+    """``ended (exit code 1)``, ``ended (SIGTERM)``, ``lost``; ``detail``: further information."""
     if state.exit_code is not None:
         detail = f"exit code {state.exit_code}"
     elif state.signal is not None:

@@ -37,7 +37,7 @@ _COMMAND = Column("COMMAND", rank=3, least=_SHORTEST_COMMAND, keeps_end=False)
 
 
 def process_lines(jobs: Sequence[GpuJob], gpus: Sequence[Gpu], width: int | None, *, checked: bool) -> list[str]:
-    """A table with a line a process, those of a job together; below it why jobs cannot be checkpointed, if asked."""
+    """A table with a line per process, grouped by job; below it, on request, why jobs cannot be checkpointed."""
     columns = (Column("PID", is_number=True), Column("JOB", least=_SHORTEST_NAME), *_SHARED_COLUMNS, _WAY)
     rows = [
         (
@@ -62,7 +62,7 @@ class Kept(Struct, frozen=True):
     restarts: int
 
     def cells(self) -> tuple[str, str]:
-        """Of the two columns."""
+        """The two columns' cells."""
         age = "-" if self.snapshot_age_s is None else format_seconds(max(self.snapshot_age_s, 0.0))
         return age, str(self.restarts)
 
@@ -70,7 +70,7 @@ class Kept(Struct, frozen=True):
 def job_lines(
     jobs: Sequence[GpuJob], gpus: Sequence[Gpu], width: int | None, kept: Mapping[str, Kept] = MappingProxyType({})
 ) -> list[str]:
-    """A table with a line a job; ``kept``, by name, is shown where one of them is supervised."""
+    """A table with a line per job; ``kept``, by name, is shown if one of them is supervised."""
     columns = (Column("PID", is_number=True), Column("NAME", least=_SHORTEST_NAME), Column("N", rank=7, is_number=True))
     is_kept = any(job.name in kept for job in jobs)
     rows = [
@@ -117,7 +117,7 @@ def chosen(
     state: str | None = None,
     user: str | None = None,
 ) -> list[GpuJob]:
-    """The jobs with only those processes that fit everything that is given; jobs without one are left out.
+    """The jobs with only the processes that match all given filters; jobs without one are left out.
 
     ``job`` is a name, or the pid of any process of it; ``user`` a name or a number.
     """
@@ -147,7 +147,7 @@ def gpu_numbers(device_bytes: Mapping[str, int], gpus: Sequence[Gpu]) -> str:
 
 
 def user_name(uid: int) -> str:
-    """The user's name, or the number where there is none."""
+    """The user's name, or the number if there is none."""
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:
@@ -194,4 +194,4 @@ def _cells(
 
 
 STATE_WORDS = (*(state.word for state in CudaState), *HALTS)
-"""What can be filtered by."""
+"""The possible filter values."""

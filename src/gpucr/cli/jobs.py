@@ -37,7 +37,7 @@ _OPTIONAL = (
     Column("RESTARTS", rank=7, is_number=True),
     Column("SUPERVISOR", rank=9, is_number=True),
 )
-"""Shown where a job has something to show there."""
+"""Shown if a job has something to show there."""
 _COLUMNS = (
     Column("NAME", least=32),
     Column("PID", rank=1, is_number=True),
@@ -100,7 +100,7 @@ def command(*, show_all: bool, all_users: bool, forgotten: tuple[str, ...], forc
 
 
 def _kept(job: ListedJob, *, force: bool) -> str:
-    """What is left of a job that was forgotten."""
+    """What remains of a forgotten job."""
     if job.record is None:
         return "; its logs are kept, for it may still run"
     if job.state.word == "dumped" and not force:
@@ -110,7 +110,7 @@ def _kept(job: ListedJob, *, force: bool) -> str:
 
 @dataclass(frozen=True)
 class _More:
-    """What is known of a job beside its record. ``state`` and ``supervisor`` are None where it is not supervised."""
+    """Information about a job besides its record. ``state`` and ``supervisor`` are None if it is not supervised."""
 
     device_bytes: int | None = None
     state: SupervisedState | None = None
@@ -119,7 +119,7 @@ class _More:
     waits_for: tuple[str, ...] = ()
 
     def cells(self, record: JobRecord | None) -> tuple[str, ...]:
-        """Of the optional columns."""
+        """The optional columns' cells."""
         is_usual = record is None or record.priority == DEFAULT_PRIORITY
         lent_to = (", ".join(self.waits_for) or "nobody") if self.is_lent else "-"
         return ("-" if is_usual or record is None else str(record.priority), lent_to, *self._other_cells())
@@ -140,14 +140,14 @@ class _More:
 
     @property
     def word(self) -> str:
-        """What the supervision has come to; ``missing``: there should be a supervisor."""
+        """The state of the supervision; ``missing``: there should be a supervisor."""
         if self.state is None:
             return "-"
         return "missing" if self.state.phase in UNFINISHED else self.state.phase
 
 
 def _more(found: Sequence[ListedJob]) -> dict[str, _More]:
-    """What there is beside the records, by name."""
+    """Information besides the records, by name."""
     held: dict[int, int] = {}
     with contextlib.suppress(GpucrError):
         held = device_bytes_of_jobs([job.record.pid for job in found if job.record and job.state.word == "running"])
@@ -159,12 +159,12 @@ def _more(found: Sequence[ListedJob]) -> dict[str, _More]:
         with contextlib.suppress(GpucrError):
             lent = {each.name: each.waits_for for each in list_borrowed().lent}
     for job in found:
-        if others.SEPARATOR in job.name:  # supervised or not, that is their business
+        if others.SEPARATOR in job.name:  # other users' supervision is not shown
             more[job.name] = _More(held.get(job.record.pid) if job.record is not None else None)
             continue
         device_bytes = held.get(job.record.pid) if job.record is not None and job.state.word == "running" else None
         folder, state, supervisor = SupervisedFolder(job.name), None, None
-        with contextlib.suppress(GpucrError):  # what is damaged is told by whoever needs it
+        with contextlib.suppress(GpucrError):  # whoever needs it reports damage
             if folder.exists():
                 state, supervisor = folder.state(), folder.supervisor()
         more[job.name] = _More(device_bytes, state, supervisor, job.name in lent, lent.get(job.name, ()))
@@ -202,7 +202,7 @@ def _row(job: ListedJob, more: _More) -> tuple[str, ...]:
 
 
 def _state_text(job: ListedJob) -> str:
-    """The state with what is known of it: ``ended (exit code 1)``, ``dumped (/var/snap/a)``."""
+    """The state with details: ``ended (exit code 1)``, ``dumped (/var/snap/a)``."""
     state = job.state
     detail: str | None = None
     if state.word == "dumped" and job.record is not None and job.record.snapshot is not None:

@@ -1,4 +1,4 @@
-"""What opens an encrypted store: a key file, or a passphrase from the environment or the terminal."""
+"""The key of an encrypted store: a key file, or a passphrase from the environment or the terminal."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ key_file_option = click.option(
 
 
 def with_key(key_file: Path | None, call: Callable[[Secret | None], T], *, place: str | None = None) -> T:
-    """Call it with the key that was given. A passphrase is asked for where a store turns out to need one.
+    """Call it with the given key. Prompts for a passphrase if a store turns out to need one.
 
-    On a terminal only. ``place`` is what the key is for, where that may be a plain folder: for one of these the
-    environment names no key. Raises InvalidRequest for a key file that cannot be used, and what the call raises.
+    Only on a terminal. ``place``: the location that the key is for, if that may be a plain folder, for which the
+    environment's key is ignored. Raises InvalidRequest for an unusable key file, and the call's errors.
     """
     is_for_a_store = key_file is not None or place is None or is_store(place)
     key = given_key(key_file) if is_for_a_store else None
@@ -48,7 +48,7 @@ def with_key(key_file: Path | None, call: Callable[[Secret | None], T], *, place
 def given_key(key_file: Path | None) -> Secret | None:
     """The key that the option or the environment names; None: none was given. Raises InvalidRequest.
 
-    A variable that is empty counts as one that is not set.
+    An empty variable counts as unset.
     """
     named = key_file or os.environ.get("GPUCR_KEY_FILE")
     if named:
@@ -62,7 +62,7 @@ def given_key(key_file: Path | None) -> Secret | None:
 
 
 def new_key(key_file: Path | None) -> Secret:
-    """A key to make a store with, or to add to one; a passphrase is asked for twice. Raises InvalidRequest."""
+    """A key for a new store, or to add to one; prompts for a passphrase twice. Raises InvalidRequest."""
     key = given_key(key_file)
     if key is None and not sys.stdin.isatty():
         raise InvalidRequest(

@@ -18,7 +18,7 @@ class SignalName(click.ParamType):  # type: ignore[type-arg]  # click 8.1 knows 
     name = "signal"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> signal.Signals:
-        """Raises click's usage error where there is no such signal."""
+        """Raises click's usage error if there is no such signal."""
         if isinstance(value, signal.Signals):
             return value
         text = str(value).upper()

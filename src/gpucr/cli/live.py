@@ -1,4 +1,4 @@
-"""Progress on a terminal: the phase that runs has a live line, those before it stay with what they took."""
+"""Progress on a terminal: the running phase has a live line, earlier ones stay with their times."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from gpucr.undo.events import Progress
 
 BAR_WIDTH = 20
 WIDTH_FOR_BAR = 80
-"""A narrower terminal has room for the figures only."""
+"""Below this width only the figures fit."""
 REFRESHES_PER_S = 10.0
 
 
 class LiveProgress:
-    """Shows each phase as it runs: a spinner and its time, and where it moves bytes a bar, rate and time left."""
+    """Shows each running phase: a spinner and its time and, if it moves bytes, a bar, rate and time left."""
 
     def __init__(self) -> None:
         self._console = Console(file=sys.stderr, force_terminal=True, highlight=False, markup=False, emoji=False)
@@ -65,7 +65,7 @@ class LiveProgress:
         self._live.start(refresh=True)
 
     def _leave(self, outcome: str, style: str) -> None:
-        """The live line of the phase that ran, if any, becomes one that stays."""
+        """Turn the live line, if any, into a permanent one."""
         live, self._live = self._live, None
         if live is not None:
             live.stop()

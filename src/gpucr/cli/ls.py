@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from gpucr.store.stored_snapshot import StoredSnapshot
 
 _OPTIONAL = (Column("NODE"), Column("GPU", rank=5), Column("COMMAND", rank=6, least=12, keeps_end=False))
-"""Shown where a snapshot has something to show there: all but damaged ones have a command."""
+"""Shown if a snapshot has a value for it: all but damaged ones have a command."""
 _COLUMNS = (
     Column("NAME", least=24),
     Column("ID"),
@@ -67,7 +67,7 @@ def command(*, store: str, key_file: Path | None, as_json: bool) -> None:
 
 
 def snapshot_fields(snapshot: StoredSnapshot, *, is_whole: bool = True) -> dict[str, Any]:
-    """A snapshot of a store as JSON takes it. ``is_whole``: it is no part of a set that is not complete."""
+    """A snapshot of a store as JSON takes it. ``is_whole``: not part of an incomplete set."""
     return {
         "id": snapshot.id,
         "name": snapshot.name,
@@ -82,7 +82,7 @@ def snapshot_fields(snapshot: StoredSnapshot, *, is_whole: bool = True) -> dict[
 
 
 def _manifest_fields(snapshot: StoredSnapshot) -> dict[str, Any]:
-    """What its manifest says of the job; nothing where it is not that of a job."""
+    """The manifest's job data; empty if it is not a job's."""
     from gpucr.records import RecordError
     from gpucr.snapshot.manifest import decode
 

@@ -80,7 +80,7 @@ Exit codes:
 
 
 class _LazyGroup(SuggestingGroup):
-    """Loads only the sub-command that is run: `gpucr state` must not pay for what `gpucr dump` imports."""
+    """Loads only the sub-command that is run: `gpucr state` must not pay for the imports of `gpucr dump`."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted(_COMMANDS)
@@ -89,7 +89,7 @@ class _LazyGroup(SuggestingGroup):
         if cmd_name not in _COMMANDS:
             return None
         found = importlib.import_module(f"gpucr.cli.{cmd_name}").command
-        if not gc.isenabled():  # disabled where gpucr begins
+        if not gc.isenabled():  # disabled if gpucr begins
             gc.freeze()
             gc.enable()
         if not isinstance(found, click.Command):
@@ -125,10 +125,10 @@ def command() -> None:
 
 
 def main() -> NoReturn:
-    """Run the command line and exit with the code that the outcome has."""
+    """Run the command line and exit with the outcome's code."""
     prepare_streams()
     threading.excepthook, sys.unraisablehook = failures.in_a_thread, failures.ignored
-    # For the rest of the process's life: once the outcome is decided, no signal changes what the exit code says.
+    # Until the process ends: once the outcome is decided, no signal changes the exit code.
     interrupts = Interrupts(_say_too_late).__enter__()
     wanted = JsonWanted()
     try:
@@ -136,7 +136,7 @@ def main() -> NoReturn:
     except KeyboardInterrupt:
         code = _failed(lambda: Interrupted("interrupted"), wanted, Interrupted.exit_code)
     lost = _flushed_stdout()
-    if code == 0 and lost is not None and not isinstance(lost, BrokenPipeError):  # else a reader has what it wanted
+    if code == 0 and lost is not None and not isinstance(lost, BrokenPipeError):  # otherwise the reader had enough
         code = _failed(lambda: _output_lost(lost), wanted, OutputLost.exit_code)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # while Python ends
@@ -157,12 +157,12 @@ def _run(wanted: JsonWanted, interrupts: Interrupts) -> int:
         return _failed(lambda: failed, wanted, error.exit_code)
     except click.ClickException as error:
         interrupts.commit()
-        wanted.is_wanted |= "--json" in sys.argv  # an option that does not exist is noticed before any is looked at
+        wanted.is_wanted |= "--json" in sys.argv  # an unknown option is detected before options are processed
         failures.show_usage(error, wanted)
         return InvalidRequest.exit_code
     except click.Abort as abort:  # click's word for Ctrl-C
         raise KeyboardInterrupt from abort
-    except Exception as error:  # noqa: BLE001 - no traceback, whatever happens
+    except Exception as error:  # noqa: BLE001 - never a traceback
         interrupts.commit()
         cause, is_done = error, interrupts.has_succeeded
         code = OutputLost.exit_code if is_done else GpucrError.exit_code
@@ -171,7 +171,7 @@ def _run(wanted: JsonWanted, interrupts: Interrupts) -> int:
 
 
 def _say_too_late(reason: str) -> None:
-    with contextlib.suppress(OSError):  # not through Python's buffers: a signal may come while they are written to
+    with contextlib.suppress(OSError):  # not through Python's buffers: a signal may interrupt a write to them
         os.write(2, f"{reason}\n".encode())
 
 
@@ -183,7 +183,7 @@ def _output_lost(reason: OSError) -> OutputLost:
 
 
 def _flushed_stdout() -> OSError | None:
-    """Why stdout has not taken all that was printed; None: it has."""
+    """Why not all output could be written to stdout; None: it was."""
     try:
         sys.stdout.flush()
     except MemoryError as e:
@@ -192,9 +192,9 @@ def _flushed_stdout() -> OSError | None:
 
 
 def _failed(make: Callable[[], GpucrError], wanted: JsonWanted, exit_code: int) -> int:
-    """Show the error, and return its exit code: ``exit_code`` where there is not even the memory to make it.
+    """Show the error, and return its exit code, or ``exit_code`` if there is not enough memory to create it.
 
-    The exit code tells what became of the job, and must not change.
+    The exit code reports the job's fate, and must not change.
     """
     try:
         error = make()

@@ -1,6 +1,6 @@
-"""Manual pages, made of what `--help` is made of: ``python -m gpucr.cli.manual DIR`` writes them into DIR.
+"""Manual pages, generated from the same source as `--help`: ``python -m gpucr.cli.manual DIR`` writes them into DIR.
 
-One page a command, ``gpucr-dump.1``, as of section 1 of the system's manual. The format is that of man(7).
+One page per command, ``gpucr-dump.1``, in section 1. The format is man(7).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gpucr.version import __version__
 _VERBATIM = "\b"  # click's mark for a paragraph that keeps its lines
 _EXAMPLE = re.compile(r"^Examples?\b.*:$")
 _ENVIRONMENT = {
-    "GPUCR_CRIU": "the CRIU to use, 4.1 or newer; never passed over for another one",
+    "GPUCR_CRIU": "the CRIU to use, 4.1 or newer; never skipped for another one",
     "GPUCR_HELPER": "the socket of the privileged helper; off: it is not used",
     "GPUCR_INTERPOSE": "0: gpucr run does not load the interposer; 1: also where it finds no driver",
     "XDG_DATA_HOME": "a CRIU that was fetched and the interposer are below it (default ~/.local/share)",
@@ -31,7 +31,7 @@ _ENVIRONMENT = {
 
 
 def write_pages(folder: Path) -> list[Path]:
-    """Write the page of every command into ``folder``, which is made where it is missing; returns the files."""
+    """Write the page of every command into ``folder``, which is made if it is missing; returns the files."""
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for context in contexts():

@@ -26,7 +26,7 @@ class JobTarget(click.ParamType):  # type: ignore[type-arg]  # click 8.1 knows n
     name = "pid or name"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
-        """Raises click's usage error where it can be neither."""
+        """Raises click's usage error if it is neither."""
         if isinstance(value, int):
             return value
         text = str(value)
@@ -52,12 +52,12 @@ def complete_gpu(ctx: click.Context, param: click.Parameter, incomplete: str) ->
 
 
 def complete_named_gpu(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """GPUs of this machine, where gpucr does not choose."""
+    """Explicit GPUs of this machine."""
     return [item for item in complete_gpu(ctx, param, incomplete) if item.value != "auto"]
 
 
 def complete_place(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Folders and stores; behind a ``#`` the snapshots of a store."""
+    """Folders and stores; after a ``#`` the snapshots of a store."""
     from gpucr.cli import candidates
 
     return candidates.places(incomplete)
@@ -82,7 +82,7 @@ def job_argument(
 ) -> Callable[[F], F]:
     """The ways to name a job: PID|NAME, several of them with --as-one, --cgroup, --container. The command gets ``job``.
 
-    It is a pid, a name, a `JobSelector`, or None where none was named and none ``is_required``. With ``can_be_several``
+    It is a pid, a name, a `JobSelector`, or None if no job was named and none ``is_required``. With ``can_be_several``
     the command gets ``jobs`` instead, a tuple of these: several PIDs without --as-one are several jobs.
     """
 
@@ -159,7 +159,7 @@ runtime_root_option = click.option(
 
 
 def _note_json(ctx: click.Context, _param: click.Parameter, value: bool) -> bool:
-    """Remember it for errors, which are shown where the command's own options are gone."""
+    """Remember it for errors, which are shown after the command's options are gone."""
     wanted = ctx.find_object(JsonWanted)
     if wanted is not None:
         wanted.is_wanted = value
@@ -170,7 +170,7 @@ json_option = click.option(
     "--json",
     "as_json",
     is_flag=True,
-    is_eager=True,  # known before another option is refused
+    is_eager=True,  # set before another option is refused
     callback=_note_json,
     help="Print the result as JSON on stdout.",
 )

@@ -18,7 +18,7 @@ SCHEMA_VERSION = 1
 
 
 class JsonWanted(Struct):
-    """Whether the command was given --json, and whether its one object is out. The object of click's contexts."""
+    """Whether --json was given, and whether its object has been printed. The object of click's contexts."""
 
     is_wanted: bool = False
     is_printed: bool = False
@@ -27,7 +27,7 @@ class JsonWanted(Struct):
 def print_json(kind: str, data: Mapping[str, Any]) -> None:
     """Print one JSON object on stdout. ``kind`` names the command; every object says its schema and version.
 
-    What is in ``data`` may be records and paths.
+    ``data`` may contain records and paths.
     """
     from gpucr.records import to_json
 
@@ -39,15 +39,15 @@ def print_json(kind: str, data: Mapping[str, Any]) -> None:
 
 
 class _Stdout(io.FileIO):
-    """Stdout. Once it takes no more, what is printed goes nowhere: the command ends with the exit code that it has.
+    """Stdout. After a failed write, output is dropped; the command keeps its exit code.
 
-    ``lost``: why it takes no more.
+    ``lost``: why the write failed.
     """
 
     lost: OSError | None = None
 
     def write(self, data: Any) -> int:
-        """Write some of it. Raises nothing."""
+        """Write some of it. Never raises."""
         while self.lost is None:
             try:
                 written = super().write(data)
@@ -63,8 +63,8 @@ class _Stdout(io.FileIO):
 class _Stderr(io.FileIO):
     """Stderr, where writing never fails.
 
-    A terminal that is gone (EIO) or a reader that has ended (EPIPE) is no reason to end an operation that is under way,
-    still less to break its undo or to change the exit code. What is said then goes nowhere.
+    A closed terminal (EIO) or an ended reader (EPIPE) must not end a running operation, let alone break its undo or
+    change the exit code. Output is then dropped.
     """
 
     def write(self, data: Any) -> int:
@@ -78,17 +78,17 @@ _stdout: _Stdout | None = None
 
 
 def prepare_streams() -> None:
-    """Let commands print whatever they have to, wherever stdin, stdout and stderr lead, or if they are closed.
+    """Let commands print regardless of where stdin, stdout and stderr lead, even if they are closed.
 
-    What cannot be printed in the caller's encoding (file names need not be text) is shown escaped. No write fails, and
-    no flush when Python ends, which would change the exit code to 120.
+    Text that does not fit the caller's encoding (file names need not be text) is escaped. No write fails, nor the flush
+    at Python's exit, which would change the exit code to 120.
     """
     global _stdout  # noqa: PLW0603 - there is one
     for fd in range(3):
         try:
             os.fstat(fd)
         except OSError:
-            # The lowest free number is this one. Left free, the next file would have it, and take what children print.
+            # The lowest free number is this one. Left free, the next file would get it, and children's output.
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     sys.stdin = sys.stdin or open(0, closefd=False)  # noqa: SIM115 - for the life of the process, as the others
     _stdout = _Stdout(1, "w", closefd=False)
@@ -106,12 +106,12 @@ def _text(raw: io.FileIO, before: TextIO | None, *, line_buffering: bool) -> io.
 
 
 def lost_stdout() -> OSError | None:
-    """Why stdout has not taken what was printed; None: it has. A reader that has ended is BrokenPipeError."""
+    """Why output could not be written to stdout; None: it was. BrokenPipeError for an ended reader."""
     return _stdout.lost if _stdout is not None else None
 
 
 def say(message: str) -> None:
-    """Print one line of talk on stderr, where it does not mix with data."""
+    """Print one line on stderr, unless it would mix with data."""
     click.echo(message, err=True)
 
 

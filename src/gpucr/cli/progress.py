@@ -1,4 +1,4 @@
-"""What a command shows on stderr while it works: live lines on a terminal, plain ones elsewhere."""
+"""Progress on stderr: live lines on a terminal, plain ones elsewhere."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from gpucr.quantities import format_bytes, format_seconds
 from gpucr.undo.events import OnProgress, Progress
 
 LINE_INTERVAL_S = 5.0
-"""How far apart the plain lines of a phase are that moves bytes."""
+"""Interval of plain lines in a phase that moves bytes."""
 
 
 def progress_printer(*, quiet: bool, verbose: bool = False) -> OnProgress | None:
-    """What shows the progress of an operation on stderr. ``verbose`` shows its notes too; ``quiet`` shows nothing."""
+    """The progress display of an operation. ``verbose`` shows its notes too; ``quiet`` shows nothing."""
     if quiet:
         return None
     show: OnProgress
     if _is_terminal():
-        from gpucr.cli.live import LiveProgress  # rich takes 50 ms to load: only where it is seen
+        from gpucr.cli.live import LiveProgress  # rich takes 50 ms to load: only if visible
 
         show = LiveProgress()
     else:
@@ -33,7 +33,7 @@ def progress_printer(*, quiet: bool, verbose: bool = False) -> OnProgress | None
 
 
 def talk_line(progress: Progress) -> str | None:
-    """The line for an event that is not about how far a phase is: a note, an undo, a signal. None for the others."""
+    """The line for a note, an undo or a signal. None for progress events."""
     if progress.event == "note":
         return printable(f"{progress.phase}: {progress.description}")
     if progress.event == "undo":
@@ -44,7 +44,7 @@ def talk_line(progress: Progress) -> str | None:
 
 
 def how_far(progress: Progress) -> str:
-    """Bytes, rate and time left, as far as they are known: ``12.0 of 24.0 GiB, 1.8 GiB/s, 7 s left``."""
+    """Bytes, rate and time left, if known: ``12.0 of 24.0 GiB, 1.8 GiB/s, 7 s left``."""
     parts = [format_bytes(progress.size_bytes)]
     if progress.total_bytes:
         total = format_bytes(progress.total_bytes)

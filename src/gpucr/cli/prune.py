@@ -1,4 +1,4 @@
-"""`gpucr prune`: old snapshots out of a store, and what nothing needs any more."""
+"""`gpucr prune`: remove old snapshots and unneeded data from a store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How reports of operations are shown: a line that says what happened, and a table of phases."""
+"""Display of operations' reports: a line that says what happened, and a table of phases."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gpucr.cli.output import print_json, say
 from gpucr.quantities import format_bytes
 from gpucr.undo.steps import Phase
 
-if TYPE_CHECKING:  # each command loads its own operation only
+if TYPE_CHECKING:  # each command loads only its own operation
     from gpucr.model import GangLock
     from gpucr.operations.dump import DumpReport
     from gpucr.operations.restore import RestoreReport
@@ -20,13 +20,13 @@ if TYPE_CHECKING:  # each command loads its own operation only
 
 
 def say_warnings(report: DumpReport | RestoreReport | ChangeReport) -> None:
-    """Tell what preflight found and did not refuse."""
+    """Print preflight's non-blocking findings."""
     for warning in report.warnings:
         say(f"warning: {warning}")
 
 
 def print_phases(headline: str, phases: Sequence[Phase], last: tuple[str, float]) -> None:
-    """Print the headline, one line a phase (name, seconds, bytes), and a last one: its name and seconds."""
+    """Print the headline, one line per phase (name, seconds, bytes), and a last line: its name and seconds."""
     click.echo(headline)
     click.echo(f"{'phase':<12}{'seconds':>9}{'bytes':>12}")
     for phase in phases:
@@ -37,7 +37,7 @@ def print_phases(headline: str, phases: Sequence[Phase], last: tuple[str, float]
 
 
 def report_fields(report: DumpReport | RestoreReport) -> dict[str, Any]:
-    """What the JSON of a dump and of a restore have in common."""
+    """Common members of a dump's and a restore's JSON."""
     return {
         "pid": report.pid,
         "root_pids": report.root_pids,
@@ -49,27 +49,27 @@ def report_fields(report: DumpReport | RestoreReport) -> dict[str, Any]:
 
 
 def snapshot_text(snapshot: JobSnapshot) -> str:
-    """How a command names a snapshot: the path that was given, or ``STORE#ID``."""
+    """A snapshot's name in commands: the given path, or ``STORE#ID``."""
     from gpucr.snapshot.folder import Snapshot
 
     return str(snapshot.path) if isinstance(snapshot, Snapshot) else snapshot.where
 
 
 def lock_fields(lock: GangLock | None) -> dict[str, Any] | None:
-    """How the CUDA processes were locked; None where none were."""
+    """How the CUDA processes were locked; None if none were."""
     if lock is None:
         return None
     return {"process_count": lock.processes, "attempts": lock.attempts, "seconds": lock.seconds}
 
 
 def gpu_fields(report: ChangeReport | RestoreReport) -> dict[str, Any]:
-    """Which GPUs the job went to, old to new UUIDs (None: it stayed where it was), and what gpucr chose and why."""
+    """Which GPUs the job went to, old to new UUIDs (None: it stayed where it was), and gpucr's choices."""
     gpu_map = dict(report.gpu_map.pairs) if report.gpu_map is not None else None
     return {"gpu_map": gpu_map, "gpu_reasons": list(report.gpu_reasons)}
 
 
 def say_gpu_reasons(report: ChangeReport | RestoreReport) -> None:
-    """Tell what gpucr chose."""
+    """Print gpucr's choices."""
     for reason in report.gpu_reasons:
         say(reason)
 

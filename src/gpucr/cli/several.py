@@ -1,4 +1,4 @@
-"""What `gpucr suspend` and `gpucr resume` print of several jobs, and of what they would do."""
+"""Output of `gpucr suspend` and `gpucr resume` for several jobs, and for --dry-run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def require_one_way(jobs: Sequence[object], *, on_gpus: bool, every_job: bool, o
 
 
 def print_outcomes(command: str, outcomes: Sequence[JobOutcome], *, as_json: bool, quiet: bool) -> None:
-    """What became of each. Ends the command where one has failed."""
+    """Print each outcome. Exits with an error if one has failed."""
     for outcome in outcomes:
         if outcome.error is not None:
             say_error(outcome.error, of_job=outcome.job)
@@ -50,7 +50,7 @@ def print_outcomes(command: str, outcomes: Sequence[JobOutcome], *, as_json: boo
 
 
 def print_outlooks(command: str, outlooks: Sequence[JobOutlook], *, as_json: bool, quiet: bool, force: bool) -> None:
-    """What would be done with each. Ends the command where one would be refused."""
+    """Print each plan. Exits with an error if one would be refused."""
     for each in outlooks:
         if each.error is not None:
             say_error(each.error, of_job=each.job)

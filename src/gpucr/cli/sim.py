@@ -131,7 +131,7 @@ def ask(*, port: int, text: str, timeout_s: float) -> None:
 
 
 def _answer(port: int, text: str, timeout_s: float) -> str:
-    """Raises ConnectionRefusedError where nobody is bound to the port, TimeoutError where nobody answers."""
+    """Raises ConnectionRefusedError if nothing is bound to the port, TimeoutError without an answer."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as talk:
         talk.settimeout(max(timeout_s, _RETRY_S))
         talk.connect(("127.0.0.1", port))
@@ -155,7 +155,7 @@ def _answer(port: int, text: str, timeout_s: float) -> str:
 @click.option("--gpu-ms", type=click.FloatRange(min=0), default=0, show_default=True, help="GPU time of a step.")
 @click.option("--queue", type=click.IntRange(1, 16), default=4, show_default=True, help="Collectives under way.")
 def ranks(*, count: int, status_dir: Path, mib: int, step_ms: float, skew: int, gpu_ms: float, queue: int) -> None:
-    """Run N ranks that all-reduce for ever, as a job with NCCL does. Simulated driver only.
+    """Run N ranks that all-reduce forever, as a job with NCCL does. Simulated driver only.
 
     A rank works for its own time, submits a collective, and may have --queue of them under way before it waits for
     the others; with 1 it waits for every one. It prints one line that begins with "ready" when all have done a step.
@@ -185,7 +185,7 @@ def _become(program: str, arguments: list[str]) -> NoReturn:
 
 
 def _counter_arguments(options: Mapping[str, int | str | bool | None]) -> Iterator[str]:
-    """What was typed: the program has the same defaults."""
+    """Only the options given: the program has the same defaults."""
     context = click.get_current_context()
     for name, value in options.items():
         option = f"--{name.replace('_', '-')}"

@@ -20,7 +20,7 @@ _SOCKETS = ("tcp", "udp", "internet", "unix", "packet", "netlink")
 
 
 class Branch(Struct):
-    """A line of the tree and what hangs on it."""
+    """A line of the tree and its children."""
 
     text: str
     branches: list[Branch] = field(default_factory=list)
@@ -37,7 +37,7 @@ class Branch(Struct):
 
 
 def tree_of(contents: SnapshotContents, *, every_file: bool) -> Branch:
-    """The job, its processes below their parents with what each has, and the memory that they share.
+    """The job, its processes below their parents with their memory and files, and shared memory.
 
     ``every_file`` lists the descriptors one by one.
     """

@@ -1,4 +1,4 @@
-"""Groups of commands that say what may have been meant by a name that is none of them."""
+"""Command groups that suggest similar names for an unknown command."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _MEANT = {
     "delete": ("rm",),
     "remove": ("rm",),
 }
-"""Words of neighbouring tools."""
+"""Words used by similar tools."""
 
 
 class SuggestingGroup(click.Group):
-    """A group whose error for a mistyped command names those that are near."""
+    """A group whose error for a mistyped command suggests similar ones."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """As click does it. Raises its usage error with what may have been meant."""
+        """Like click's, but the usage error has suggestions."""
         name = args[0]
         if self.get_command(ctx, name) is None and not name.startswith("-"):
             known = self.list_commands(ctx)

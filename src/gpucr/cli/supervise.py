@@ -84,7 +84,7 @@ def _take_up_all(*, as_json: bool) -> None:
     from gpucr.borrow.recovery import recover
     from gpucr.supervise.start import take_up_jobs
 
-    recover(say)  # a job that a killed borrower has left away is not taken up before it is back
+    recover(say)  # a job that a killed borrower has not brought back yet must be brought back first
     found = take_up_jobs()
     if as_json:
         jobs = [{"name": each.name, "supervisor_pid": each.pid, "problem": each.problem} for each in found]

@@ -83,9 +83,9 @@ _NAMES = (
 
 
 def supervision_options(command: F) -> F:
-    """Add the options. The command gets ``supervision``: a Supervision, or None where none of them was given.
+    """Add the options. The command gets ``supervision``: a Supervision, or None if none of them was given.
 
-    The store is opened, and made where it is not there.
+    The store is opened, and made if missing.
     """
 
     @functools.wraps(command)

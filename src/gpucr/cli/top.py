@@ -1,4 +1,4 @@
-"""`gpucr top`: the jobs that use GPUs, as they are at this moment, and keys to suspend and resume them."""
+"""`gpucr top`: the current jobs that use GPUs, and keys to suspend and resume them."""
 
 from __future__ import annotations
 
@@ -62,10 +62,10 @@ def command(*, targets: tuple[int | str, ...], interval_s: float, once: bool) ->
 
 
 def _kept(jobs: Iterable[GpuJob]) -> dict[str, Kept]:
-    """What supervisors have done for those that have, or had, one."""
+    """The work of supervisors, for jobs that have or had one."""
     found = {}
     for name in {job.name for job in jobs if job.name is not None}:
-        with contextlib.suppress(GpucrError):  # it never had one, or what is kept of it is damaged
+        with contextlib.suppress(GpucrError):  # it never had one, or its files are damaged
             folder = SupervisedFolder(name)
             if folder.exists():
                 state = folder.state()
@@ -92,7 +92,7 @@ def _run(look: Callable[[], Seen], interval_s: float) -> None:
         term = os.environ.get("TERM", "")
         raise InvalidRequest(f"the terminal {term!r} cannot be used: {e}", hint=hint) from e
     finally:
-        for outcome in top.outcomes:  # the screen is gone, and with it what was said there
+        for outcome in top.outcomes:  # the screen and its messages are gone
             for line in outcome.notice.lines:
                 say(printable(line))
     for error in (outcome.error for outcome in top.outcomes):

@@ -1,4 +1,4 @@
-"""The screen of `gpucr top` as lines of text, each with what it is."""
+"""The screen of `gpucr top` as typed lines of text."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _KEYS = (
     "↑↓ select  s suspend  r resume  c check  q quit",
     "s suspend  r resume  c check  q quit",
 )
-"""The longest that fits is shown."""
+"""The longest that fits is used."""
 _KEYS_WHILE_RUNNING = ("x cancel and undo",)
 
 
@@ -38,13 +38,13 @@ class Line(Struct, frozen=True):
 
 
 def screen(state: TopState, width: int, height: int) -> list[Line]:
-    """At most ``height`` lines of at most ``width`` places. The selected job is always among them."""
+    """At most ``height`` lines of at most ``width`` cells. The selected job is always included."""
     processes = sum(len(job.processes) for job in state.jobs)
     head = [Line(f"gpucr top: {counted(len(state.jobs), 'job')}, {counted(processes, 'process')} with CUDA", "title")]
     head += [Line(_gpu_line(gpu, state.activity.get(gpu.uuid))) for gpu in state.gpus[:_MOST_GPU_LINES]]
     pane = [Line(text, line.style) for line in _pane(state) for text in _wrapped(line.text, width)]
     rows = height - len(head) - len(pane) - 2
-    if rows < _FEWEST_ROWS:  # a small terminal: what is asked comes before what is told
+    if rows < _FEWEST_ROWS:  # a small terminal: questions come before messages
         head = head[:1]
         rows = max(height - len(head) - len(pane) - 2, 1)
     lines = [*head, *_table(state, width, rows)]
@@ -54,7 +54,7 @@ def screen(state: TopState, width: int, height: int) -> list[Line]:
 
 
 def _wrapped(text: str, width: int) -> Iterator[str]:
-    """Sentences are never cut: what is said or asked goes on in the next line, indented."""
+    """Sentences are never cut: they wrap to the next line, indented."""
     indent = len(text) - len(text.lstrip())
     return wrapped(text.lstrip(), width, first=" " * indent, indent=indent + 2)
 
@@ -83,7 +83,7 @@ def _gpu_line(gpu: Gpu, activity: GpuActivity | None) -> str:
 
 
 def _pane(state: TopState) -> list[Line]:
-    """What is under the table: the operation, the question, what happened last, or more on the selected job."""
+    """The text below the table: the operation, the question, the last event, or details of the selected job."""
     if state.running is not None:
         return _running_lines(state)
     if state.question is not None:

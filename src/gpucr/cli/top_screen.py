@@ -1,7 +1,7 @@
 """`gpucr top` on a terminal: curses draws and reads keys. Only the thread that runs this touches the terminal.
 
-curses gives the terminal back however the block ends: by a key, an exception, or a signal, which is noted and ends the
-loop. An operation that is under way is cancelled then, and waited for, unless another Ctrl-C leaves it to its guard.
+curses restores the terminal however the block ends: by a key, an exception, or a signal, which is noted and ends the
+loop. A running operation is then cancelled and waited for, unless another Ctrl-C leaves it to its guard.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _KEYS = {
 
 
 class TopScreen:
-    """The loop: keys and news in, lines out. ``outcomes`` are the operations that have ended, in their order."""
+    """The loop: keys and news in, lines out. ``outcomes``: the ended operations, in order."""
 
     def __init__(self, look: Callable[[], Seen], interval_s: float) -> None:
-        """``look`` finds the jobs. Raises what it raises."""
+        """``look`` finds the jobs; its errors are raised."""
         seen = looked_aside(look)
         self._state = TopState(seen.jobs, seen.gpus, activity=seen.activity, kept=seen.kept)
         self._news: NewsQueue = queue.SimpleQueue()
@@ -52,9 +52,9 @@ class TopScreen:
         self.outcomes: list[Ended] = []
 
     def run(self) -> None:
-        """Run until the user leaves. Raises Interrupted where a signal or the terminal's end ended it.
+        """Run until the user leaves. Raises Interrupted if a signal or the terminal's end ended it.
 
-        Raises curses.error for a terminal of which nothing is known.
+        Raises curses.error for an unknown terminal.
         """
         curses.setupterm()  # initscr would end the program
         locale.setlocale(locale.LC_CTYPE, "")
@@ -100,7 +100,7 @@ class TopScreen:
             _draw(window, self._state, attributes)
             code = window.getch()
             if code == curses.KEY_RESIZE:
-                window.clear()  # what terminals do with their content then differs: it is drawn anew
+                window.clear()  # terminals treat their content differently then: redraw it
             key = _key(code)
             if key is None:
                 self._must_end = self._must_end or _has_hung_up()
@@ -140,7 +140,7 @@ class TopScreen:
             self._watch.look_now()
 
     def _finish(self) -> None:
-        """After the screen: what is under way is undone, and waited for."""
+        """After the screen: undo running work, and wait for that."""
         if self._work is not None:
             self._is_cut_short = False
             say("ending: what is under way is being undone; press Ctrl-C again to leave that to its guard")
@@ -148,7 +148,7 @@ class TopScreen:
             while not self._work.is_over(_KEY_WAIT_MS / 1000):
                 if self._is_cut_short:
                     say("ended; the guard of what was under way brings the job back")
-                    os._exit(Interrupted.exit_code)  # not waiting for the thread that asks the driver, as Python does
+                    os._exit(Interrupted.exit_code)  # skip Python's wait for the polling thread
         self._take_news()
 
 
@@ -166,12 +166,12 @@ def _attributes() -> dict[Style, int]:
 
 
 def _follow_size(window: curses.window) -> None:
-    """Take the terminal's size, which the kernel knows, where the window has another one.
+    """Adopt the terminal's size from the kernel if the window's differs.
 
-    curses looks at it after a SIGWINCH only, and that one may not come: a program that blocks it hands this on.
+    curses checks it only after a SIGWINCH, which may not come: a blocked signal mask is inherited.
     """
     columns, lines = os.get_terminal_size(sys.stdout.fileno())
-    if columns and lines and window.getmaxyx() != (lines, columns):  # 0: a serial line, say, that was told none
+    if columns and lines and window.getmaxyx() != (lines, columns):  # 0: unset, as on a serial line
         curses.resizeterm(lines, columns)
         window.clear()
 
@@ -180,13 +180,13 @@ def _draw(window: curses.window, state: TopState, attributes: dict[Style, int]) 
     height, width = window.getmaxyx()
     window.erase()
     for row, line in enumerate(screen(state, width, height)):
-        with contextlib.suppress(curses.error):  # the terminal has become smaller meanwhile
+        with contextlib.suppress(curses.error):  # the terminal has shrunk meanwhile
             window.insnstr(row, 0, line.text, width, attributes[line.style])  # unlike addnstr, it never wraps
     window.refresh()
 
 
 def _key(code: int) -> str | None:
-    """The name of a key; None where none was pressed. An empty name: one that means nothing here."""
+    """The name of a key; None if none was pressed. An empty name: one that means nothing here."""
     if code == -1:
         return None
     return _KEYS.get(code) or (chr(code) if 32 < code < 127 else "")

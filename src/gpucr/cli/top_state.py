@@ -1,4 +1,4 @@
-"""What `gpucr top` shows and is about to do. No terminal, no threads: keys and news go in, commands come out."""
+"""The state of `gpucr top`. No terminal, no threads: keys and news go in, commands come out."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class Operate(Struct, frozen=True):
 
 
 class Look(Struct, frozen=True):
-    """Ask preflight about this job."""
+    """Run preflight on this job."""
 
     pid: int
 
 
 class Cancel(Struct, frozen=True):
-    """End the operation that is under way, and undo it."""
+    """Cancel and undo the running operation."""
 
 
 class Quit(Struct, frozen=True):
@@ -45,7 +45,7 @@ Command = Operate | Look | Cancel | Quit
 
 
 class Question(Struct, frozen=True):
-    """Whether to act on a job. ``siblings`` are other jobs with the same parent, which can be taken instead."""
+    """A question before acting on a job. ``siblings``: other jobs with the same parent, which can be included."""
 
     action: Action
     job: GpuJob
@@ -61,7 +61,7 @@ class Notice(Struct, frozen=True):
 
 
 class TopState:
-    """The jobs, which one is selected, the question that is open, and the operation that is under way."""
+    """The jobs, the selection, the open question, and the running operation."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class TopState:
 
     @property
     def job(self) -> GpuJob | None:
-        """The selected job; None where there is none."""
+        """The selected job; None if there is none."""
         return self.jobs[self.selected] if self.jobs else None
 
     def take_jobs(
@@ -93,7 +93,7 @@ class TopState:
         activity: Mapping[str, GpuActivity] = MappingProxyType({}),
         kept: Mapping[str, Kept] = MappingProxyType({}),
     ) -> None:
-        """The jobs as they are now. The selection stays on its job; where that has ended, on its neighbour."""
+        """Update the jobs. The selection stays on its job or, if that has ended, on its neighbour."""
         before = self.job
         self.jobs, self.gpus, self.activity, self.kept = tuple(jobs), tuple(gpus), activity, kept
         roots = [job.root.id for job in self.jobs]
@@ -105,12 +105,12 @@ class TopState:
             self.question = None
 
     def take_findings(self, pid: int, findings: tuple[Finding, ...]) -> None:
-        """What preflight says; dropped where another job is looked at by now."""
+        """Preflight's findings; dropped if another job is selected by now."""
         if self.findings is not None and self.findings[0] == pid:
             self.findings = pid, findings
 
     def take_progress(self, progress: Progress) -> None:
-        """How far the operation is. Notes are for those who asked to know why."""
+        """The operation's progress. Notes are not shown."""
         if progress.event != "note":
             self.progress = progress
 
@@ -120,7 +120,7 @@ class TopState:
         self.notice = notice
 
     def press(self, key: str) -> Command | None:
-        """What a key leads to."""
+        """Handle a key."""
         if self.running is not None:
             return self._press_while_running(key)
         if self.question is not None:

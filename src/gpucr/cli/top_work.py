@@ -1,6 +1,6 @@
-"""What `gpucr top` does beside its screen: look at the machine again and again, and one operation at a time.
+"""Background work of `gpucr top`: polling the machine, and one operation at a time.
 
-Each has a thread; what they find out comes to the screen's thread through a queue.
+Each has a thread; results reach the screen's thread through a queue.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from gpucr.undo.events import Progress
 
 
 class Seen(Struct, frozen=True):
-    """The jobs and GPUs of this moment: what each GPU does, by UUID, and what supervisors keep, by the job's name."""
+    """The current jobs and GPUs: each GPU's activity, by UUID, and supervisors' data, by job name."""
 
     jobs: Sequence[GpuJob]
     gpus: Sequence[Gpu]
@@ -35,20 +35,20 @@ class Seen(Struct, frozen=True):
 
 
 class Blind(Struct, frozen=True):
-    """The machine could not be looked at, and why."""
+    """Polling the machine failed, and why."""
 
     problem: str
 
 
 class Judged(Struct, frozen=True):
-    """What preflight says of a job."""
+    """Preflight's findings about a job."""
 
     pid: int
     findings: tuple[Finding, ...]
 
 
 class Ended(Struct, frozen=True):
-    """The operation is over. ``error`` is why it failed; None: it did what was asked."""
+    """The operation is over. ``error``: why it failed; None: it succeeded."""
 
     operate: Operate
     notice: Notice
@@ -60,7 +60,7 @@ NewsQueue = queue.SimpleQueue[News]
 
 
 def looked_aside(look: Callable[[], Seen]) -> Seen:
-    """Look in a thread of its own, so that Ctrl-C need not wait for a driver that takes its time to answer.
+    """Poll in a separate thread, so that Ctrl-C need not wait for a slow driver.
 
     Raises what it raises.
     """
@@ -69,7 +69,7 @@ def looked_aside(look: Callable[[], Seen]) -> Seen:
     def work() -> None:
         try:
             found.put(look())
-        except BaseException as e:  # noqa: BLE001 - raised where it is waited for
+        except BaseException as e:  # noqa: BLE001 - raised if it is waited for
             found.put(e)
 
     threading.Thread(target=work, name="gpucr top: first look", daemon=True).start()
@@ -80,10 +80,10 @@ def looked_aside(look: Callable[[], Seen]) -> Seen:
 
 
 class Watch:
-    """Looks at the machine every ``interval_s`` seconds, and whenever it is told to."""
+    """Polls the machine every ``interval_s`` seconds, and on request."""
 
     def __init__(self, news: NewsQueue, look: Callable[[], Seen], interval_s: float) -> None:
-        """``look`` may raise GpucrError: that is news as well."""
+        """``look`` may raise GpucrError: that is news too."""
         self._news, self._look, self._interval_s = news, look, interval_s
         self._now = threading.Event()
         self._is_over = False
@@ -94,11 +94,11 @@ class Watch:
         self._thread.start()
 
     def look_now(self) -> None:
-        """Do not wait for the next time."""
+        """Poll now."""
         self._now.set()
 
     def stop(self) -> None:
-        """End, without waiting for a look that is under way."""
+        """End, without waiting for a running poll."""
         self._is_over = True
         self._now.set()
 
@@ -114,14 +114,14 @@ class Watch:
 
 
 def judge(news: NewsQueue, pid: int) -> None:
-    """Ask preflight about a job, in a thread of its own."""
+    """Run preflight on a job in a separate thread."""
     threading.Thread(
         target=lambda: news.put(Judged(pid, findings_of(pid))), name="gpucr top: preflight", daemon=True
     ).start()
 
 
 class Work:
-    """One operation. The program does not end before it has, however the screen ends."""
+    """One operation. The program does not end before the operation, however the screen ends."""
 
     def __init__(self, news: NewsQueue, operate: Operate) -> None:
         self._news, self._operate = news, operate
@@ -130,11 +130,11 @@ class Work:
         self._thread.start()
 
     def cancel(self) -> None:
-        """Have it undone as soon as it can be left."""
+        """Cancel it; it is undone as soon as it can be interrupted."""
         self._cancellation.cancel()
 
     def is_over(self, timeout_s: float) -> bool:
-        """Whether it has ended, or does within this time."""
+        """Whether it has ended or ends within this time."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 

@@ -1,1 +1,1 @@
-"""Commands that take the place of other vendors' commands. Imports nothing: start-up time counts here."""
+"""Drop-in replacements for other vendors' commands. Imports nothing: start-up time counts here."""

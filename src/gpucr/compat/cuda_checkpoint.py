@@ -1,8 +1,8 @@
 """``cuda-checkpoint``: a drop-in for NVIDIA's command of that name, over the driver's public checkpoint functions.
 
-Options, output, messages and exit codes are those of NVIDIA's command (docs/reference/cuda-checkpoint.md lists them
-and the few differences), so that CRIU's CUDA plugin and other callers work unchanged: success says nothing, a failure
-is one line on stderr and exit code 1.
+Options, output, messages and exit codes are those of NVIDIA's command (docs/reference/cuda-checkpoint.md lists them and
+the few differences), so CRIU's CUDA plugin and other callers work unchanged: success is silent, a failure is one line
+on stderr and exit code 1.
 
 Import budget: the standard library's ctypes and our raw binding, both only when a process is touched. CRIU's plugin
 starts this command three to five times for every process of a dump.
@@ -87,7 +87,7 @@ def main() -> int:
         try:
             os.write(2, os.fsencode(str(failure) + "\n"))
         except OSError:
-            return 1  # nobody is told why, but that it failed
+            return 1  # only the exit code reports the failure
         return 1
     except OSError:  # nobody reads the output, or its disk is full
         return 1
@@ -97,7 +97,7 @@ def main() -> int:
 
 
 def _fill_standard_files() -> None:
-    """Where one of them was closed: the driver's next file must not get its number, and what is printed here."""
+    """Reopen closed standard descriptors: otherwise the driver's next file gets the number, and our output."""
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(fd)
@@ -129,7 +129,7 @@ def _run(arguments: Sequence[str]) -> str:
 
 
 def _parse(arguments: Sequence[str]) -> _Request | None:
-    """Read the options as getopt_long does (``--pid 7``, ``--pid=7``, ``-p 7``, ``-p7``); None where help is wanted."""
+    """Read the options as getopt_long does (``--pid 7``, ``--pid=7``, ``-p 7``, ``-p7``); None if help is wanted."""
     request = _Request()
     rest = list(arguments)
     while rest:
@@ -166,7 +166,7 @@ def _set_value(request: _Request, option: str, value: str) -> None:
             raise _Failure("Unknown action " + value + ", it must be one of: " + ", ".join(ACTIONS))
         request.set_operation(value)
     elif option == "--pid":
-        # 0 and negative numbers go to the driver, which has its own message for them.
+        # 0 and negative numbers are left to the driver, which has its own message for them.
         request.pid = _number(option, value, -_MAX_INT, _MAX_INT)
     elif option == "--timeout":
         request.timeout_ms = _number(option, value, 0, _MAX_UNSIGNED)
@@ -176,7 +176,7 @@ def _set_value(request: _Request, option: str, value: str) -> None:
 
 def _number(option: str, text: str, lowest: int, highest: int) -> int:
     digits = text[1:] if text.startswith("-") else text
-    # Ten digits hold every number that is allowed; isdigit() alone would also take other scripts' digits.
+    # Ten digits hold every valid number; isdigit() alone would also accept other scripts' digits.
     if digits.isascii() and digits.isdigit() and len(digits) <= 10 and lowest <= int(text) <= highest:
         return int(text)
     raise _Failure("Invalid value for " + option + ": " + text)
@@ -248,7 +248,7 @@ def _toggle(cuda: Libcuda, pid: int, request: _Request) -> int:
 
 
 def _suspend(cuda: Libcuda, pid: int, request: _Request) -> int:
-    """Lock and checkpoint; a process that cannot be checkpointed is unlocked again, so that it goes on."""
+    """Lock and checkpoint; a process that cannot be checkpointed is unlocked again, so that it keeps running."""
     try:
         result = cuda.lock(pid, request.timeout_ms or 0)
         if result:

@@ -1,4 +1,4 @@
-"""CRIU's action script: what gpucr does at each hook of a container's dump and restore.
+"""CRIU's action script: gpucr's work at each hook of a container's dump and restore.
 
 CRIU starts the script at every hook, waits for it, and passes three variables: CRTOOLS_SCRIPT_ACTION (which hook),
 CRTOOLS_IMAGE_DIR (a path below CRIU's own /proc folder) and, once there are processes, CRTOOLS_INIT_PID (the first
@@ -23,13 +23,13 @@ from gpucr.model import ProcessId
 from gpucr.records import Record, Text
 
 HOOKS = ("pre-dump", "post-dump", "pre-restore", "post-resume")
-"""Those at which there is something to do; at all others the script does nothing."""
+"""Hooks with work to do; at all others the script does nothing."""
 
 _IMAGE_DIR = re.compile(r"/proc/(\d+)/fd/\d+")
 
 
 class HookCall(Struct, frozen=True):
-    """One call by CRIU. ``root_pid`` is 0 where CRIU does not tell it."""
+    """One call by CRIU. ``root_pid`` is 0 if CRIU does not pass it."""
 
     hook: str
     criu: ProcessId
@@ -37,12 +37,12 @@ class HookCall(Struct, frozen=True):
     root_pid: int
 
     def images(self) -> Path:
-        """The folder of images. Not known at post-resume: CRIU has closed it by then (seen with 4.2.1)."""
+        """The folder of images. Unknown at post-resume: CRIU has closed it by then (seen with 4.2.1)."""
         return self.image_dir.readlink()
 
 
 def read_call(environment: Mapping[str, str]) -> HookCall:
-    """What CRIU says in the script's environment. Raises InvalidRequest where it was not CRIU that started it."""
+    """Parse CRIU's variables in the script's environment. Raises InvalidRequest if CRIU did not start it."""
     hook = environment.get("CRTOOLS_SCRIPT_ACTION", "")
     image_dir = environment.get("CRTOOLS_IMAGE_DIR", "")
     root_pid = environment.get("CRTOOLS_INIT_PID", "0")
@@ -57,10 +57,10 @@ def read_call(environment: Mapping[str, str]) -> HookCall:
 
 
 def run_hook(environment: Mapping[str, str]) -> list[str]:
-    """Do what this call of CRIU's asks for. Returns lines for CRIU's log. Needs root.
+    """Handle this call by CRIU. Returns lines for CRIU's log. Needs root.
 
-    Nothing is done to a container without CUDA processes. Raises the reason for which the runtime's command must fail;
-    the container is then as it was found, or, where it was being restored, ended.
+    Does nothing for a container without CUDA processes. Raises if the runtime's command must fail; the container is
+    then as it was found or, if it was being restored, ended.
     """
     _fill_standard_files()
     call = read_call(environment)
@@ -69,7 +69,7 @@ def run_hook(environment: Mapping[str, str]) -> list[str]:
 
 
 def _fill_standard_files() -> None:
-    """CRIU starts its scripts with stdin closed (seen with 4.2.1): what is opened next would take its number."""
+    """CRIU starts its scripts with stdin closed (seen with 4.2.1): the next open would take its number."""
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(fd)
@@ -151,8 +151,8 @@ def _post_resume(call: HookCall) -> list[str]:
     try:
         restore.restore_for_runtime(call.root_pid, images)
     except BaseException as error:
-        # CRIU ignores a failure of this hook (seen with 4.2.1), and the runtime would report success. The reason comes
-        # first: the runtime's command ends with CRIU, and then it has to be in CRIU's log.
+        # CRIU ignores a failure of this hook (seen with 4.2.1), and the runtime would report success. Report the reason
+        # first: the runtime's command ends with CRIU, and then it must be in CRIU's log.
         if isinstance(error, GpucrError | OSError):
             lines, status = _told(error)
             _say(lines)
@@ -169,7 +169,7 @@ def _end_criu(criu: ProcessId) -> None:
 
 
 def _unmount_cgroup_yard(work_folder: Path) -> None:
-    """CRIU restores cgroups through mounts in its working folder, which a CRIU that is killed leaves there."""
+    """CRIU restores cgroups through mounts in its working folder, which a killed CRIU leaves there."""
     for mount_point in mounts.mount_points():
         if mount_point.parent == work_folder and mount_point.name.startswith(".criu.cgyard."):
             mounts.detach(mount_point)
@@ -195,7 +195,7 @@ _WORK: Mapping[str, Callable[[HookCall], list[str]]] = {
 
 
 def main() -> None:
-    """The program that CRIU's action script starts. Ends with the exit code of what happened."""
+    """The program that CRIU's action script starts. Exits with the matching exit code."""
     try:
         lines, status = run_hook(os.environ), 0
     except (GpucrError, OSError) as error:
@@ -205,7 +205,7 @@ def main() -> None:
 
 
 def _told(error: GpucrError | OSError) -> tuple[list[str], int]:
-    """The lines that tell of a failure, and the exit code."""
+    """The message lines of a failure, and the exit code."""
     if isinstance(error, GpucrError):
         return [f"error: {error.message}", *([f"hint:  {error.hint}"] if error.hint else [])], error.exit_code
     where = f" ({error.filename})" if error.filename is not None else ""
@@ -215,7 +215,7 @@ def _told(error: GpucrError | OSError) -> tuple[list[str], int]:
 def _say(lines: Sequence[str]) -> None:
     """CRIU's log shows it between its own lines.
 
-    Its disk may be full, and there may be no log: neither decides over the container.
+    Its disk may be full, and there may be no log: neither must affect the container.
     """
     with contextlib.suppress(OSError):
         os.write(2, "".join(f"gpucr: {line}\n" for line in lines).encode(errors="backslashreplace"))

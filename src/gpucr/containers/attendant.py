@@ -1,8 +1,8 @@
-"""The process that does the GPU's part of a container's dump, from CRIU's pre-dump hook until CRIU has ended.
+"""The process that does the GPU part of a container's dump, from CRIU's pre-dump hook until CRIU has ended.
 
-A hook is over when CRIU goes on, but what it has begun is not: device memory lies in files that somebody must hold
-open, claims keep other gpucr's away, and when CRIU fails nobody calls a hook. The attendant is that somebody. It has a
-guard of its own, like every operation that changes a job.
+A hook is over when CRIU continues, but its work is not: some process must hold the files with device memory open and
+keep the claims, and if CRIU fails, no hook is called. The attendant is that process. It has its own guard, like every
+operation that changes a job.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from gpucr.model import ProcessId
 from gpucr.undo.logs import append_to_log
 
 FIRST_CALL_LIMIT_S = 60.0
-"""How long the hook that has started the attendant may take to call it."""
+"""How long the hook that started the attendant may take to call it."""
 
 
 def start(criu: ProcessId, root_pid: int, images: Path, claim: int) -> None:
     """Start the attendant of this dump; `meeting.call` reaches it at once. Raises BrokenInstall.
 
-    ``claim`` is a descriptor of `gpu_part.claimed`, of which it gets a copy.
+    ``claim`` is a descriptor of `gpu_part.claimed`, passed on as a copy.
     """
     try:
         with meeting.listen(criu) as listening:
@@ -53,7 +53,7 @@ def start(criu: ProcessId, root_pid: int, images: Path, claim: int) -> None:
 
 
 def main(*arguments: str) -> None:
-    """Attend to one dump.
+    """Handle one dump.
 
     Arguments: the listening socket, CRIU's pid and start time, the container's pid, the claim, the images.
     """
@@ -62,16 +62,16 @@ def main(*arguments: str) -> None:
     with socket.socket(fileno=socket_fd) as listening, _meeting_ended(criu):
         hooks = CriuHooks(criu, listening)
         if not hooks.wait_for_call(FIRST_CALL_LIMIT_S):
-            return  # it was killed: nothing has happened yet
+            return  # the hook was killed: nothing has happened yet
         try:
             dump_for_runtime(root_pid, Path(arguments[5]), hooks, claim=claim)
-        except BaseException as error:  # noqa: BLE001 - there is no caller; the log and CRIU's hook get to know it
+        except BaseException as error:  # noqa: BLE001 - there is no caller; the log and CRIU's hook report it
             if not hooks.answer(error):
                 append_to_log("hook", f"the dump of the container with pid {root_pid}: {type(error).__name__}: {error}")
 
 
 class CriuHooks:
-    """The hooks of one dump, as they come over the socket."""
+    """The hooks of one dump, arriving over the socket."""
 
     def __init__(self, criu: ProcessId, listening: socket.socket) -> None:
         self.criu = criu
@@ -80,11 +80,11 @@ class CriuHooks:
         self._lines: list[str] = []
 
     def wait_for_call(self, timeout_s: float) -> bool:
-        """Take in the next hook that calls. False: none has, in this time."""
+        """Accept the next hook. False: none called in this time."""
         if not select.select([self._listening], [], [], timeout_s)[0]:
             return False
         connection, _ = self._listening.accept()
-        if not connection.recv(meeting.MESSAGE_LIMIT_BYTES):  # it died between its two calls
+        if not connection.recv(meeting.MESSAGE_LIMIT_BYTES):  # it died in the middle
             connection.close()
             return False
         self._waiting = connection
@@ -95,7 +95,7 @@ class CriuHooks:
         self._lines.append(line)
 
     def answer(self, error: BaseException | None) -> bool:
-        """End the hook that waits. False: none does, or it has died."""
+        """Answer the waiting hook. False: there is none, or it has died."""
         if self._waiting is None:
             return False
         connection, self._waiting = self._waiting, None

@@ -1,7 +1,7 @@
-"""A container to a folder and back, by its own runtime, without touching CRIU's configuration.
+"""Dump a container to a folder and restore it with its own runtime, without touching CRIU's configuration.
 
-The runtime is started so that its CRIU calls gpucr (`runtime_call`). So the hooks do here what they do everywhere, and
-only what is around them is here: finding the container, its folder, and waiting until it runs again.
+The runtime is started so that its CRIU calls gpucr (`runtime_call`). The hooks do their usual work; this module finds
+the container, handles its folder, and waits until it runs again.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from gpucr.undo.roll import Roll
 _THAW_LIMIT_S = 600.0
 _KILLED_LIMIT_S = 10.0
 _ERROR_LIMIT_S = 30.0
-"""How long an error may last that keeps gpucr from seeing the container's state."""
+"""How long to tolerate an error that hides the container's state."""
 
 _LOOK_EVERY_S = 0.05
 
@@ -59,13 +59,13 @@ def dump_container(
 ) -> ContainerReport:
     """Have its runtime write a container to the folder ``to`` and end it, or with ``leave_running`` keep it running.
 
-    ``runtime`` is found where it is not given; ``runtime_root`` is what runc and crun know as ``--root``. With
-    ``leave_running`` this returns when its GPU state is back. The folder must not exist, or be empty. Needs root.
+    ``runtime`` is detected if not given; ``runtime_root`` is runc's and crun's ``--root``. With ``leave_running`` this
+    returns when its GPU state is back. The folder must be missing or empty. Needs root.
 
-    Raises InvalidRequest, SnapshotExists, SnapshotError (another user could put a folder of his own in the place of
-    ``to``), CriuUnavailable (nothing was changed); CriuError (the container is as it was,
-    ``to`` is gone); Interrupted (likewise: Ctrl-C, SIGTERM, ``cancel``); SnapshotError (``to`` cannot be made or
-    written); JobDamaged (its GPU state is not back, or it has ended and ``to`` is not complete).
+    Raises InvalidRequest, SnapshotExists, SnapshotError (another user could replace ``to``), CriuUnavailable (nothing
+    was changed); CriuError (the container is as it was, ``to`` is gone); Interrupted (likewise: Ctrl-C, SIGTERM,
+    ``cancel``); SnapshotError (``to`` cannot be made or written); JobDamaged (its GPU state is not back, or it has
+    ended and ``to`` is not complete).
     """
     begin = time.monotonic()
     check_target(to)
@@ -93,7 +93,7 @@ def dump_container(
             if leave_running:
                 roll.require_gang(f"{to} is complete, and the container was to keep running")
         except JobDamaged:
-            raise  # what is in the folder is complete, and perhaps all that is left
+            raise  # the folder is complete, and perhaps all that is left
         except BaseException as error:
             _check_not_ended(job.root.id, container, to, error)
             _wait_until_back(job)
@@ -122,14 +122,14 @@ def restore_container(folder: Path, *, cancel: Cancellation | None = None) -> Co
             found = podman.find(record.container)
         else:
             found = oci.find(record.runtime, record.runtime_root, record.container)
-        if found is None or found.pid <= 0:  # it was told to end when the runtime had just succeeded
+        if found is None or found.pid <= 0:  # told to end when the runtime had just succeeded
             interrupts.check()
         interrupts.commit()
     return _report(folder, record, 0 if found is None else found.pid, begin, left_running=False)
 
 
 def _require_ours(folder: Path) -> None:
-    """The runtime and its CRIU are given the path: nobody else may be able to put another folder there."""
+    """The runtime and its CRIU get the path: nobody else may be able to replace the folder."""
     try:
         trusted_paths.require_ours(folder)
     except PermissionError as e:
@@ -208,7 +208,7 @@ def _make_folder(to: Path) -> Path:
 
 
 def _check_not_ended(root: ProcessId, container: str, to: Path, error: BaseException) -> None:
-    """Raise JobDamaged where the container has ended: then what is in the folder is all that is left of it."""
+    """Raise JobDamaged if the container has ended: then only the folder is left of it."""
     processes.wait_for_the_killed([root], _KILLED_LIMIT_S)
     if processes.goes_on(root):
         return
@@ -221,7 +221,7 @@ def _check_not_ended(root: ProcessId, container: str, to: Path, error: BaseExcep
 
 
 def _check_no_loss(roll: Roll, container: str, to: Path, error: BaseException) -> None:
-    """Raise JobDamaged where processes of the container have ended, though its first one runs."""
+    """Raise JobDamaged if processes of the container have ended although its first one runs."""
     lost = [each.sentence() for each in roll.call_after_undo() if each.is_loss]
     if lost:
         why = str(error) or "it was interrupted"
@@ -233,15 +233,15 @@ def _check_no_loss(roll: Roll, container: str, to: Path, error: BaseException) -
 
 
 def _running(job: Job) -> set[int]:
-    """The processes that compute on a GPU now."""
+    """The processes that use a GPU now."""
     return {member.pid for member in job.gang if member.found is CudaState.RUNNING}
 
 
 def _wait_until_back(job: Job) -> None:
-    """Until the attendant is done with the container, which it is after the runtime's command has ended.
+    """Wait until the attendant is done with the container, after the runtime's command has ended.
 
-    Returns where the container has ended. An error of any other kind does not mean that: it may pass, and if it stays,
-    nobody knows that the GPU state is back.
+    Also returns if the container has ended. Other errors may be transient; if they persist, it is unknown whether the
+    GPU state is back.
     """
     before = _running(job)
     end, why = time.monotonic() + _THAW_LIMIT_S, ""

@@ -9,7 +9,7 @@ from gpucr.errors import InvalidRequest
 
 
 class FoundContainer(Struct, frozen=True):
-    """``container`` is what the runtime is to be asked for. ``is_podmans``: podman has made it, whoever found it."""
+    """``container``: its name for the runtime. ``is_podmans``: made by podman, even if another runtime found it."""
 
     runtime: Runtime
     container: str
@@ -19,7 +19,7 @@ class FoundContainer(Struct, frozen=True):
     is_podmans: bool
 
     def running_pid(self) -> int:
-        """Its first process. Raises InvalidRequest where there is none."""
+        """Its first process. Raises InvalidRequest if there is none."""
         if self.pid <= 0:
             raise InvalidRequest(
                 f"the container {self.container} is {self.status}",

@@ -1,4 +1,4 @@
-"""Sets gpucr up as CRIU's action script, in CRIU's configuration files, beside what is configured there already.
+"""Set gpucr up as CRIU's action script in CRIU's configuration files, keeping existing settings.
 
 A runtime that calls CRIU reads a file of its own, in CRIU's syntax: runc ``runc.conf``; crun ``crun.conf``, and where
 that is missing ``runc.conf`` (seen with 1.28); podman and CRI-O run one of the two, containerd runc. Every CRIU reads
@@ -35,12 +35,12 @@ _SCRIPT_MODE = 0o755
 _SOURCE = Path(__file__).parents[2]
 _FILES = ("runc.conf", "crun.conf", "default.conf")
 _OUR_LINE = re.compile(rb"\s*action-script(?:\s+|=)[\"']?[^\s\"'#]*/" + SCRIPT_NAME.encode() + rb"[\"']?\s*(?:#.*)?")
-"""However it was edited: CRIU takes quotes, an equals sign, and a comment behind (seen with 4.2.1)."""
+"""However it was edited: CRIU accepts quotes, an equals sign, and a trailing comment (seen with 4.2.1)."""
 _NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 class Change(Struct, frozen=True):
-    """What became of one file: ``made``, ``changed``, ``removed`` or ``unchanged``."""
+    """The result for one file: ``made``, ``changed``, ``removed`` or ``unchanged``."""
 
     path: Path
     what: Literal["made", "changed", "removed", "unchanged"]
@@ -62,11 +62,10 @@ class HookStatus(Struct, frozen=True):
 def install(
     runtime: Runtime | None = None, folder: Path = DEFAULT_FOLDER, *, force: bool = False
 ) -> tuple[Change, ...]:
-    """Have the CRIU of a runtime (None: of runc, crun and all that use them) call gpucr. Again: brings it up to date.
+    """Make a runtime's CRIU call gpucr (None: that of runc, crun and all that use them). Repeating it updates it.
 
-    Needs write access to ``folder``. What else is in the files stays as it is. With ``force`` also where others than
-    root can change what CRIU is to run. Raises InvalidRequest, NotPermitted, BrokenInstall; then no file names a script
-    that is not there.
+    Needs write access to ``folder``. Other content of the files stays. With ``force`` also if others than root can
+    change what CRIU will run. Raises InvalidRequest, NotPermitted, BrokenInstall; then no file names a missing script.
     """
     _check_name(folder)
     if not force:
@@ -76,7 +75,7 @@ def install(
         folder.mkdir(mode=0o755, parents=True, exist_ok=True)
         changes = [_write(script, script_text().encode(), _SCRIPT_MODE)]
         default = folder / "default.conf"
-        if runtime == "criu":  # from now on it is in force for all: a second line would run it twice
+        if runtime == "criu":  # now in effect for all: a second line would run it twice
             changes += [_without_line(path) for path in _runtime_files(folder)]
             changes.append(_with_line(default, script))
         elif _has_line(default):
@@ -89,10 +88,9 @@ def install(
 
 
 def uninstall(folder: Path = DEFAULT_FOLDER) -> tuple[Change, ...]:
-    """Take everything out again that `install` has put in; files that hold nothing else are removed.
+    """Remove everything that `install` has added, and files that are then empty.
 
-    Checkpoints that were made with the hook can then no longer be restored by the runtimes. Raises NotPermitted,
-    BrokenInstall.
+    Afterwards the runtimes can no longer restore checkpoints made with the hook. Raises NotPermitted, BrokenInstall.
     """
     script = folder / SCRIPT_NAME
     try:
@@ -105,7 +103,7 @@ def uninstall(folder: Path = DEFAULT_FOLDER) -> tuple[Change, ...]:
 
 
 def status(folder: Path = DEFAULT_FOLDER) -> HookStatus:
-    """What is configured. Changes nothing. Raises NotPermitted, BrokenInstall where a file cannot be read."""
+    """What is configured. Changes nothing. Raises NotPermitted, BrokenInstall if a file cannot be read."""
     script = folder / SCRIPT_NAME
     current = False
     with contextlib.suppress(OSError):
@@ -118,7 +116,7 @@ def status(folder: Path = DEFAULT_FOLDER) -> HookStatus:
 
 
 def script_text() -> str:
-    """The action script: it starts this gpucr with this Python, at those hooks at which there is something to do."""
+    """The action script: starts this gpucr with this Python, at hooks with work to do."""
     python = shlex.quote(sys.executable)
     start = f"import sys; sys.path.insert(0, {str(_SOURCE)!r}); from {action.__name__} import main; main()"
     return (
@@ -141,7 +139,7 @@ def _runtime_files(folder: Path) -> list[Path]:
 
 
 def _files_of(runtime: Runtime | None, folder: Path) -> list[Path]:
-    """crun's own file hides runc's from it: where there is none, none is made."""
+    """crun's own file hides runc's from it: if there is none, do not make one."""
     runc, crun = _runtime_files(folder)
     own = [crun] if crun.exists() else [runc]
     if runtime == "runc":
@@ -180,7 +178,7 @@ def _without_line(path: Path) -> Change:
     kept = [line for line in lines if not _is_ours(line)]
     if kept == lines:
         return Change(path, "unchanged")
-    if kept or path.is_symlink():  # removing a link would leave the lines in the file that it leads to
+    if kept or path.is_symlink():  # removing a link would leave the lines in its target
         return _write(path, b"".join(kept), 0o644)
     path.unlink()
     return Change(path, "removed")
@@ -212,7 +210,7 @@ def _check_name(folder: Path) -> None:
 def _check_owners(folder: Path) -> None:
     python = Path(sys.executable)
     started = (folder, python, python.resolve(), _SOURCE / "gpucr")
-    # Who may write to a folder above can put another one in the place of what is checked.
+    # Whoever can write to a parent folder can replace what is checked.
     for path in dict.fromkeys(each for part in started for each in (part, *part.parents)):
         with contextlib.suppress(FileNotFoundError):
             found = path.stat()

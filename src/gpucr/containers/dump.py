@@ -1,8 +1,8 @@
-"""The GPU's part of a dump that a container runtime has begun: CRIU is the runtime's, and calls gpucr at its hooks.
+"""The GPU part of a dump by a container runtime: the runtime's CRIU calls gpucr at its hooks.
 
-The steps are those of `gpucr dump`; only the one in the middle waits for a CRIU that others have started. CRIU tells
-its action scripts neither whether the container will be left running nor whether the dump has succeeded in the end. So
-device memory is on disk before CRIU may go on, and what has become of the container is looked at when CRIU has ended.
+The steps are those of `gpucr dump`; only the middle one waits for a CRIU started by others. CRIU tells its action
+scripts neither whether the container will be left running nor whether the dump has finally succeeded. So device memory
+is on disk before CRIU may continue, and the container's fate is checked when CRIU has ended.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from gpucr.undo.protection import Protection
 from gpucr.undo.steps import AroundStep, Meter, Step
 
 UNKNOWN = "unknown"
-"""The version of a CRIU that the runtime has started."""
+"""The version of a CRIU started by the runtime."""
 
 _LOOK_EVERY_S = 0.1
 _KILLED_LIMIT_S = 10.0
@@ -62,11 +62,11 @@ class RuntimeHooks(Protocol):
         ...
 
     def answer(self, error: BaseException | None) -> bool:
-        """Let the hook that waits succeed, or fail for this reason. False: none waits."""
+        """Let the waiting hook succeed, or fail for this reason. False: none waits."""
         ...
 
     def say(self, line: str) -> None:
-        """Something for CRIU's log, where the hook that waits writes it when it is answered."""
+        """A line for CRIU's log, written by the waiting hook when it is answered."""
         ...
 
     def wait_for_call(self, timeout_s: float) -> bool:
@@ -76,10 +76,10 @@ class RuntimeHooks(Protocol):
 
 @contextlib.contextmanager
 def thawed(root_pid: int) -> Iterator[None]:
-    """The tree of ``root_pid`` can be asked, and brought to stand still, while the block lasts. FROZEN → FROZEN.
+    """Make the tree of ``root_pid`` queryable and stoppable during the block. FROZEN → FROZEN.
 
-    containerd pauses a container before it has it dumped, and lets it go on afterwards. Does nothing where no process
-    has libcuda loaded. Raises Unsupported where a freezer holds it all the same.
+    containerd pauses a container before a dump, and resumes it afterwards. Does nothing if no process has libcuda
+    loaded. Raises Unsupported if a freezer holds it anyway.
     """
     cgroup = cgroups.frozen_by(root_pid)
     if cgroup is None or not any(uses_libcuda(process.pid) for process in processes.tree(root_pid)):
@@ -100,10 +100,10 @@ def uses_cuda(root_pid: int) -> bool:
 
 
 def clear_target(images: Path, *, may_replace: bool) -> None:
-    """Remove what a dump that was cut off has left of a GPU part in this folder of images.
+    """Remove the partial GPU part of an interrupted dump from this folder of images.
 
-    ``may_replace``: the runtime always writes there, and its new checkpoint replaces the old one.
-    Else SnapshotExists is raised where there is a complete one: beside new images it would pass for theirs.
+    ``may_replace``: the runtime always writes there, and its new checkpoint replaces the old one. Otherwise raises
+    SnapshotExists if there is a complete one: beside new images it would be mistaken for theirs.
     """
     part = GpuPart(images)
     part.recover()
@@ -121,13 +121,13 @@ def clear_target(images: Path, *, may_replace: bool) -> None:
 def dump_for_runtime(root_pid: int, images: Path, hooks: RuntimeHooks, *, claim: int | None = None) -> bool:
     """Take the GPU state of the tree of ``root_pid`` through a runtime's dump into the folder ``images``.
 
-    Called in CRIU's pre-dump hook: RUNNING → CHECKPOINTED, stopped, device memory taken out; then ``hooks`` is
-    answered and CRIU dumps. At its post-dump hook the GPU part is committed. When CRIU has ended, the processes are
-    gone, or come back to the state in which they were found; returns whether they do. ``claim`` is a descriptor of
+    Called in CRIU's pre-dump hook: RUNNING → CHECKPOINTED, stopped, device memory taken out; then the hook is answered
+    and CRIU dumps. At the post-dump hook the GPU part is committed. When CRIU has ended, the processes are gone, or
+    return to the state in which they were found; returns whether they do. ``claim`` is a descriptor of
     `gpu_part.claimed`, which is closed when the part is complete. Needs root.
 
-    Whatever fails leads back to the state in which the processes were found; a hook that waits is answered after that
-    (in post-dump: before, since CRIU holds the processes until then). Raises as `gpucr.dump`.
+    Any failure leads back to the state in which the processes were found; a waiting hook is answered after that (in
+    post-dump: before, since CRIU holds the processes until then). Raises as `gpucr.dump`.
     """
     part = GpuPart(images, claim)
     with operation("dump", root_pid) as running, contextlib.ExitStack() as opened:
@@ -174,7 +174,7 @@ def _prepare(
         *_check_freezer(job.root.pid),
         *target.findings(job, expected_bytes),
     ]
-    # Left running, for all that is known: then nothing that the container may still need is given up early.
+    # Assume that it is left running: then nothing that the container may still need is discarded early.
     return (
         JobDump(job=job, target=target, writer=writer, cuda=cuda, leave_running=True, protection=protection),
         cuda,
@@ -206,7 +206,7 @@ def _steps(context: JobDump, cuda: CudaWork, run: RuntimeDump) -> list[Step]:
 
 
 class RuntimeDump:
-    """The runtime's CRIU writes the process tree; the GPU part is committed before CRIU lets go of it."""
+    """The runtime's CRIU writes the process tree; the GPU part is committed before CRIU releases it."""
 
     name = "dump"
 
@@ -229,13 +229,13 @@ class RuntimeDump:
             self._wait_for_post_dump(interrupts)
             size_bytes = self._commit(interrupts, meter)
         except BaseException as error:
-            # A hook that fails makes CRIU undo and end. Where none waits, it is told by other means.
+            # A failing hook makes CRIU undo and end. If none waits, tell it by other means.
             if not (self._hooks.answer(error) and abandoned.wait(self._hooks.criu)):
                 abandoned.end_dump(self._hooks.criu)
             self._wait_until_thawed()
             raise
         self._hooks.answer(None)
-        while not abandoned.wait(self._hooks.criu, _LOOK_EVERY_S):  # it ends the tree, or lets it go
+        while not abandoned.wait(self._hooks.criu, _LOOK_EVERY_S):  # it ends or releases the tree
             if self._hooks.wait_for_call(0):
                 self._hooks.answer(None)  # the script is configured twice
         self.left_running = self._is_left()
@@ -245,7 +245,7 @@ class RuntimeDump:
         return size_bytes
 
     def undo(self) -> None:
-        """Nothing: CRIU has ended, and lets the tree go on when its dump fails; PrepareTarget removes the folder."""
+        """Nothing: CRIU has ended, and released the tree if its dump failed; PrepareTarget removes the folder."""
 
     def _wait_for_post_dump(self, interrupts: Interrupts) -> None:
         while not self._hooks.wait_for_call(_LOOK_EVERY_S):
@@ -265,7 +265,7 @@ class RuntimeDump:
         return snapshot.manifest.size_bytes
 
     def _wait_until_thawed(self) -> None:
-        """CRIU leaves a container that was paused so. Whoever has paused it lets it go on, however late."""
+        """CRIU leaves a paused container paused. Whoever paused it will resume it, however late."""
         root = self._context.job.root.id
         while processes.is_alive(root) and cgroups.frozen_by(root.pid) is not None:
             time.sleep(_LOOK_EVERY_S)
@@ -284,7 +284,7 @@ class RuntimeDump:
         )
 
     def _is_left(self) -> bool:
-        """Whether CRIU has let the tree go on, rather than killed it."""
+        """Whether CRIU has released the tree rather than killed it."""
         known = [process.id for process in self._context.job.processes]
         if processes.goes_on(self._context.job.root.id):
             return True
@@ -300,17 +300,17 @@ class _IfLeftRunning(AroundStep):
         self._dumped = dumped
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
-        """The step's own, where there are processes."""
+        """The step's own, if there are processes."""
         return super().run(interrupts, meter) if self._dumped.left_running else 0
 
     def undo(self) -> None:
-        """The step's own, where there are processes."""
+        """The step's own, if there are processes."""
         if self._dumped.left_running:
             super().undo()
 
 
 def _asks_to_leave_running(criu: ProcessId) -> bool:
-    """What the command lines of CRIU and of the runtime that has started it say: CRIU itself does not tell."""
+    """Read from the command lines of CRIU and of its runtime: CRIU itself does not say."""
     stat = processes.read_stat(criu.pid)
     pids = [criu.pid] if stat is None else [criu.pid, stat.parent_pid]
     for pid in pids:

@@ -1,7 +1,7 @@
-"""How the hooks of one dump reach the attendant that does their work: a socket that CRIU's identity names.
+"""How the hooks of one dump reach the attendant: a socket named after CRIU's identity.
 
-Every hook is a process of its own, which CRIU starts and waits for. It connects, sends the name of its hook in one
-message, and gets one back: what to write into CRIU's log, and the error that it has to fail with, if there is one.
+Every hook is a separate process, which CRIU starts and waits for. It connects, sends its hook's name in one message,
+and gets one back: lines for CRIU's log, and an error if it has to fail.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class _Answer(Record, frozen=True):
 
 
 def listen(criu: ProcessId) -> socket.socket:
-    """The attendant's end, under a name that only root can reach. Raises OSError."""
+    """The attendant's listening socket, under a name that only root can reach. Raises OSError."""
     path = socket_path(criu)
     trusted_paths.make_private(path.parent)
     _remove_ended(path.parent)
@@ -51,13 +51,13 @@ def is_held(criu: ProcessId) -> bool:
 
 
 def forget(criu: ProcessId) -> None:
-    """Remove the name: nobody meets there any more."""
+    """Remove the name."""
     with contextlib.suppress(OSError):
         socket_path(criu).unlink()
 
 
 def call(criu: ProcessId, hook: str) -> list[str]:
-    """Have the attendant do the work of a hook. Returns lines for CRIU's log. Raises the hook's error."""
+    """Let the attendant do a hook's work. Returns lines for CRIU's log. Raises the hook's error."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         try:
             connection.connect(str(socket_path(criu)))
@@ -85,12 +85,12 @@ def encode_answer(lines: Sequence[str], error: BaseException | None) -> bytes:
 
 
 def socket_path(criu: ProcessId) -> Path:
-    """Where the attendant of this CRIU listens."""
+    """The path of this CRIU's attendant."""
     return MEETINGS.folder() / f"{criu.pid}-{criu.start_time_ticks}.sock"
 
 
 def _remove_ended(folder: Path) -> None:
-    """What attendants that were killed have left."""
+    """Remove leftovers of killed attendants."""
     for path in folder.glob("*.sock"):
         pid, _, start_time_ticks = path.stem.partition("-")
         if pid.isdecimal() and start_time_ticks.isdecimal():

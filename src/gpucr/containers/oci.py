@@ -1,4 +1,4 @@
-"""The commands of an OCI runtime, runc or crun: a container of theirs to a folder of images and back."""
+"""The commands of an OCI runtime, runc or crun: dump a container to a folder of images, and restore it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PODMAN = "libpod"
 
 
 def find(runtime: Runtime, runtime_root: str | None, container: str) -> FoundContainer | None:
-    """What the runtime knows of a container; None where it does not know it, or there is no such runtime."""
+    """The runtime's data about a container; None if it does not know it, or there is no such runtime."""
     command = [runtime, *_root(runtime_root), "state", container]
     try:
         done = subprocess.run(
@@ -47,7 +47,7 @@ def find(runtime: Runtime, runtime_root: str | None, container: str) -> FoundCon
 
 
 def checkpoint(record: ContainerRecord, images: Path, interrupts: Interrupts, *, leave_running: bool) -> None:
-    """Have it written to ``images``.
+    """Dump it to ``images``.
 
     Raises CriuUnavailable, InvalidRequest; CriuError, KeyboardInterrupt (it is as it was).
     """
@@ -57,7 +57,7 @@ def checkpoint(record: ContainerRecord, images: Path, interrupts: Interrupts, *,
 
 
 def restore(record: ContainerRecord, images: Path, interrupts: Interrupts) -> None:
-    """Have it restored.
+    """Restore it.
 
     Raises CriuUnavailable, InvalidRequest; CriuError, KeyboardInterrupt (what had been restored has been ended).
     """
@@ -70,7 +70,7 @@ def _run(record: ContainerRecord, action: str, options: Sequence[str], phase: st
         said = log_path.with_name("runtime.log")
         command = [record.runtime, *_root(record.runtime_root), "--log", str(said), action, *options]
         command += ["--work-path", str(log_path.parent), record.container]
-        # One that does not know the command does not get as far as its log. A restored container would keep the file.
+        # A runtime without the command fails before it opens its log. A restored container would keep the file.
         log, end = (said, end_dump) if phase == "dump" else (None, end_restore)
         if call(command, found, interrupts, log, end=end) != 0:
             raise failure(record, phase, log_path, said)

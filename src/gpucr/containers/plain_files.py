@@ -1,9 +1,8 @@
-"""A GPU part that lies among CRIU's images as plain files, for containerd.
+"""Store a GPU part among CRIU's images as plain files, for containerd.
 
-containerd has a container dumped into a folder of its own, takes what is there, and removes it. Where the kubelet has
-asked it takes plain files only: with a folder among them the kubelet's checkpoint fails (seen with containerd 2.1.9).
-So there ``gpucr/device/13.0`` becomes ``gpucr.device.13.0``, and a folder again before the restore. Files are renamed,
-not copied.
+containerd dumps a container into its own folder, takes the content, and removes it. For the kubelet it takes plain
+files only: with a subfolder the kubelet's checkpoint fails (seen with containerd 2.1.9). So ``gpucr/device/13.0``
+becomes ``gpucr.device.13.0``, and a folder again before the restore. Files are renamed, not copied.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from gpucr.snapshot.folder import (
 )
 
 _CONTAINERDS_FOLDERS = ("ctrd-checkpoint", "ctd-checkpoint")
-"""How the names begin of the folders that containerd makes (seen with 2.1.9 and 1.7.24; with 1.6.20)."""
+"""Name prefixes of containerd's folders (seen with 2.1.9 and 1.7.24; with 1.6.20)."""
 
 
 def are_wanted(images: Path) -> bool:
-    """Whether who has begun the dump into this folder takes plain files only."""
+    """Whether the dumping program accepts only plain files in this folder."""
     return images.name.startswith(_CONTAINERDS_FOLDERS)
 
 
@@ -40,13 +39,13 @@ def scatter(images: Path) -> None:
         for file in sorted((part / DEVICE_NAME).iterdir()):
             file.rename(images / f"{SCATTERED_DEVICE_PREFIX}{file.name}")
         (part / DEVICE_NAME).rmdir()
-        (part / MANIFEST_NAME).rename(images / SCATTERED_MANIFEST_NAME)  # last: it says that there is all the rest
+        (part / MANIFEST_NAME).rename(images / SCATTERED_MANIFEST_NAME)  # last: it implies that the rest is there
         part.rmdir()
         durable.sync(images)
 
 
 def gather(images: Path) -> None:
-    """Undo `scatter`, if there is anything to undo; one that was cut off is gone on with. Raises SnapshotError."""
+    """Undo `scatter`, if necessary; continues an interrupted one. Raises SnapshotError."""
     if not (images / SCATTERED_MANIFEST_NAME).exists():
         return
     part = images / GPU_PART_NAME

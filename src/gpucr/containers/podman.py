@@ -1,4 +1,4 @@
-"""podman's own commands: a container of podman's to a folder of images and back, and podman knows of it.
+"""podman's own commands: dump a podman container to a folder of images, and restore it, with podman's knowledge.
 
 podman writes a container's images to ``checkpoint``, and two files beside it, in the folder that it keeps of the
 container. While gpucr calls it, ``checkpoint`` is a link to the folder that the user has named, so that device memory
@@ -34,7 +34,7 @@ _STATISTICS = ("stats-dump", "stats-restore")
 
 
 def find(container: str) -> FoundContainer | None:
-    """What podman knows of a container, by its name or id; None where it does not know it, or there is no podman."""
+    """podman's data about a container, by name or id; None if it does not know it, or there is no podman."""
     try:
         done = _ask("container", "inspect", container)
         listed: Any = parse(done.stdout) if done.returncode == 0 else [None]
@@ -45,7 +45,7 @@ def find(container: str) -> FoundContainer | None:
         return FoundContainer(
             runtime="podman",
             container=str(found["Id"]),
-            pid=int(found["State"]["Pid"]) if status in _WITH_PROCESSES else 0,  # it still tells that of one that ended
+            pid=int(found["State"]["Pid"]) if status in _WITH_PROCESSES else 0,  # also set for an ended one
             status=status,
             bundle=str(found["StaticDir"]),
             is_podmans=True,
@@ -55,7 +55,7 @@ def find(container: str) -> FoundContainer | None:
 
 
 def checkpoint(record: ContainerRecord, images: Path, interrupts: Interrupts, *, leave_running: bool) -> None:
-    """Have it written to ``images``, and what is beside them to ``podman`` beside it.
+    """Dump it to ``images``, and podman's other files to ``podman`` beside it.
 
     Raises CriuUnavailable, InvalidRequest; CriuError, KeyboardInterrupt (it is as it was); JobDamaged (its images are
     somewhere else).
@@ -83,7 +83,7 @@ def checkpoint(record: ContainerRecord, images: Path, interrupts: Interrupts, *,
 
 
 def restore(record: ContainerRecord, images: Path, interrupts: Interrupts) -> None:
-    """Have it restored in place: podman must have the container still, and it must not run.
+    """Restore it in place: podman must still have the container, and it must not run.
 
     Raises CriuUnavailable, InvalidRequest (nothing was started); CriuError, KeyboardInterrupt (what had been restored
     has been ended).
@@ -113,15 +113,15 @@ def restore(record: ContainerRecord, images: Path, interrupts: Interrupts) -> No
 
 
 def beside(images: Path) -> Path:
-    """Where what podman has put beside the images is kept."""
+    """Where podman's other files are kept."""
     return images.with_name("podman")
 
 
 @contextlib.contextmanager
 def _linked(folder: Path, images: Path, container: str) -> Iterator[None]:
-    """podman's folder of this container's images is ``images`` while the block lasts."""
+    """Make ``images`` podman's folder for this container's images during the block."""
     link = folder / _LINK_NAME
-    if link.is_symlink():  # of a gpucr that was killed
+    if link.is_symlink():  # left by a killed gpucr
         link.unlink()
     elif link.exists():
         raise InvalidRequest(

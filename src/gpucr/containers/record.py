@@ -1,4 +1,4 @@
-"""What a dump of a container keeps for its restore: which runtime has to be asked for what.
+"""What a container's dump records for its restore: the runtime and its arguments.
 
 ::
 
@@ -30,9 +30,9 @@ _MAX_RECORD_BYTES = 1 << 20
 
 
 class ContainerRecord(Record, frozen=True):
-    """What a restore has to ask of which runtime. ``runtime_root``: None where the runtime has its state as ever.
+    """The runtime and its arguments for a restore. ``runtime_root``: None for the runtime's default.
 
-    ``container``: its name for runc and crun, its id for podman. ``bundle``: for podman the folder that it keeps of it.
+    ``container``: its name for runc and crun, its id for podman. ``bundle``: for podman, its folder of the container.
     """
 
     runtime: Runtime
@@ -45,7 +45,7 @@ class ContainerRecord(Record, frozen=True):
 
 
 def is_container(folder: Path) -> bool:
-    """Whether this folder was made by `gpucr dump --container`. False where the caller may not look."""
+    """Whether this folder was made by `gpucr dump --container`. False if the caller may not look."""
     return os.path.isfile(folder / CONTAINER_RECORD_NAME)
 
 

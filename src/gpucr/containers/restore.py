@@ -1,8 +1,8 @@
-"""The GPU's part of a restore that a container runtime has begun.
+"""The GPU part of a restore by a container runtime.
 
-CRIU makes the processes and lets them go on; those with CUDA are still stopped then, as they were dumped. So device
-memory comes back in CRIU's last hook, post-resume. What can be refused is refused in its first one, pre-restore, while
-there is nothing to undo.
+CRIU makes the processes and resumes them; those with CUDA are still stopped then, as they were dumped. So device memory
+comes back in CRIU's last hook, post-resume. Everything that can be refused is refused in the first one, pre-restore,
+while there is nothing to undo.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from gpucr.undo.steps import Meter, Result, Step, WithoutUndo
 
 
 def has_gpu_part(images: Path) -> bool:
-    """Whether these images are of a container that used CUDA."""
+    """Whether these images are from a container that used CUDA."""
     return (images / GPU_PART_NAME).exists()
 
 
 def check_gpu_part(images: Path) -> list[preflight.Finding]:
-    """Whether the GPU part of these images can come back on this machine. Changes nothing.
+    """Check whether this machine can restore the GPU part of these images. Changes nothing.
 
-    Returns what did not stop it. Raises SnapshotUnfinished, SnapshotDamaged, SnapshotError, Unsupported,
+    Returns non-blocking findings. Raises SnapshotUnfinished, SnapshotDamaged, SnapshotError, Unsupported,
     DriverUnavailable.
     """
     _, _, _, findings = _examine(images)
@@ -58,10 +58,10 @@ def check_gpu_part(images: Path) -> list[preflight.Finding]:
 
 
 def restore_for_runtime(root_pid: int, images: Path) -> None:
-    """Bring back the GPU state of the tree of ``root_pid``, which a runtime's CRIU has just restored and lets run.
+    """Bring back the GPU state of the tree of ``root_pid``, which a runtime's CRIU has just restored and resumed.
 
-    The CUDA processes are CHECKPOINTED and stopped; they end in the state in which the dump had found them, and run.
-    Whatever fails ends every process of the tree. Needs root. Raises as `gpucr.restore` does.
+    The CUDA processes are CHECKPOINTED and stopped; they end up in the state in which the dump found them, and run. Any
+    failure ends every process of the tree. Needs root. Raises as `gpucr.restore` does.
     """
     try:
         with operation("restore", root_pid) as running, Protection() as protection:
@@ -92,7 +92,7 @@ def _examine(images: Path) -> tuple[Snapshot, Driver, Placement, list[preflight.
     driver = load_driver()
     here = list_gpus()
     placement = place_snapshot(manifest, GpuRequest.of(None, None), here, ())
-    # The private memory of the processes is there already: CRIU has made them.
+    # CRIU has already made the processes' private memory.
     findings = findings_of_room(
         manifest, placement.choice, here, private_bytes=0, buffers_bytes=FolderSource(snapshot).buffers_bytes
     )

@@ -1,9 +1,9 @@
-"""A container runtime is started so that the CRIU that it starts is gpucr's, and calls gpucr at its hooks.
+"""Start a container runtime so that its CRIU is gpucr's, and calls gpucr at its hooks.
 
 Its PATH begins with a folder in which `criu` is a small script: it starts gpucr's CRIU, with a configuration of this
 one call that names gpucr as the action script, and with the variables that gpucr itself was started with. podman passes
-on nothing but PATH, and by its settings another one to the process from which its runtime restores: that one is
-replaced likewise.
+on only PATH, and a different one, from its settings, to the process from which its runtime restores: that one is
+replaced too.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from gpucr.undo.interrupts import Interrupts
 _LOOK_EVERY_S = 0.05
 _OCI_RUNTIMES = ("runc", "crun")
 _START_TIME = 19
-"""Which field it is of /proc/PID/stat behind the program's name (proc(5): the 22nd of all)."""
+"""Field number in /proc/PID/stat after the program's name (proc(5): the 22nd overall)."""
 _OUR_LINES = re.compile(r"^gpucr: error: (.*)$", re.MULTILINE)
 _PLAIN_PATH = re.compile(r"[\w/.,@~+=-]+")
 _CRIU_ERROR = re.compile(r"\bError\s+\([^)]*\): ?\S")
@@ -44,13 +44,13 @@ _OUR_VARIABLES = re.compile(r"HOME|LD_LIBRARY_PATH|GPUCR_\w+|XDG_\w+")
 
 
 class Programs(Struct, frozen=True):
-    """Small programs of one call, and the environment in which they are found first."""
+    """Small wrapper programs of one call, and the environment in which they are found first."""
 
     folder: Path
     environment: Mapping[str, str]
 
     def add_wrapper(self, name: str, program: str) -> Path:
-        """One more: it starts ``program`` in that environment."""
+        """Add one that starts ``program`` in that environment."""
         return _write_script(self.folder / name, f'PATH="{self.folder}:$PATH" exec {shlex.quote(program)} "$@"')
 
     @property
@@ -60,11 +60,11 @@ class Programs(Struct, frozen=True):
 
     @property
     def started(self) -> Path:
-        """What the kernel said of each CRIU of this call as it began: CRIU itself changes its title and environment."""
+        """The kernel's data about each CRIU of this call at its start: CRIU changes its title and environment."""
         return self.folder / "started"
 
     def crius(self) -> list[ProcessId]:
-        """Those of this call that are at work, whatever has become of the runtime that has started them."""
+        """Running CRIUs of this call, even if their runtime has ended."""
         found = []
         for line in _read_text(self.started).splitlines():
             pid, _, rest = line.partition(" ")
@@ -74,9 +74,9 @@ class Programs(Struct, frozen=True):
 
 @contextlib.contextmanager
 def programs(options: DumpOptions) -> Iterator[Programs]:
-    """Programs that are there while the block lasts. Raises CriuUnavailable, BrokenInstall."""
+    """Programs that exist during the block. Raises CriuUnavailable, BrokenInstall."""
     criu = find_criu()
-    # podman's monitor keeps the PATH for the container's life: nobody else may ever put something into this folder.
+    # podman's monitor keeps the PATH for the container's lifetime: nobody else may ever write into this folder.
     parent = provided_folder().parent
     if not _PLAIN_PATH.fullmatch(str(parent)):  # PATH and CRIU's configuration cannot hold others
         raise BrokenInstall(
@@ -112,7 +112,7 @@ def programs(options: DumpOptions) -> Iterator[Programs]:
         variables = {**_own_variables(), "CRIU_CONFIG_FILE": str(made.config)}
         exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in variables.items())
         note_start = f'read -r stat </proc/$$/stat && echo "$stat" >>{shlex.quote(str(made.started))} || exit\n'
-        keep = "trap '' XFSZ\n"  # a write that is refused (`abandoned.end_dump`) must not kill CRIU: it has to undo
+        keep = "trap '' XFSZ\n"  # a refused write (`abandoned.end_dump`) must not kill CRIU, which has to undo
         _write_script(folder / "criu", f'{exports}{note_start}{keep}exec {shlex.join(criu.command)} "$@"')
         yield made
 
@@ -135,13 +135,13 @@ def call(
     *,
     end: Callable[[ProcessId], None] = abandoned.end_dump,
 ) -> int:
-    """Run a runtime's command; what it prints goes to the file ``said``. Returns its exit status.
+    """Run a runtime's command, with its output in the file ``said``. Returns its exit status.
 
-    A file, not a pipe: a container that is detached keeps what it was given open. Signals reach neither it nor its
-    CRIU, which would leave what they have begun: ``interrupts`` have ``end`` called, which has a CRIU undo and end, by
-    default that of a dump. When this returns, no CRIU is at work on the container.
+    A file, not a pipe: a detached container keeps it open. Signals reach neither it nor its CRIU, which would leave
+    their work half-done: ``interrupts`` call ``end``, which makes CRIU undo and end (by default a dump's). When this
+    returns, no CRIU works on the container.
 
-    Raises InvalidRequest, and KeyboardInterrupt where it was ended so.
+    Raises InvalidRequest, and KeyboardInterrupt if it was ended so.
     """
     try:
         with open(said or os.devnull, "ab") as output:
@@ -161,15 +161,15 @@ def call(
     except KeyboardInterrupt:
         if _stop(runtime, found, end) != 0:
             raise
-        return 0  # it was complete before CRIU could be stopped
+        return 0  # complete before CRIU could be stopped
     status = runtime.wait()
     if status != 0:
-        _end_all(found, end)  # of a runtime that was killed
+        _end_all(found, end)  # left by a killed runtime
     return status
 
 
 def _wait(runtime: subprocess.Popen[bytes], interrupts: Interrupts) -> None:
-    """Until it has ended. (After a signal Popen.wait would first give it a quarter of a second more.)"""
+    """Wait until it has ended. (After a signal Popen.wait would first wait another quarter of a second.)"""
     fd = os.pidfd_open(runtime.pid)
     try:
         while not select.select([fd], [], [], _LOOK_EVERY_S)[0]:
@@ -192,9 +192,9 @@ def _end_all(found: Programs, end: Callable[[ProcessId], None]) -> None:
 
 
 def end_restore(criu: ProcessId) -> None:
-    """Have a runtime's CRIU fail, and end what it has restored: so it takes the death of one of the tasks.
+    """Make a runtime's CRIU fail and end what it has restored, by killing one of the tasks.
 
-    It is the sibling of those (rst_sibling), below a runtime that has no other children.
+    CRIU is their sibling (rst_sibling), below a runtime without other children.
     """
     limit = time.monotonic() + abandoned.UNDO_LIMIT_S
     while not abandoned.wait(criu, _LOOK_EVERY_S) and time.monotonic() < limit:
@@ -207,9 +207,9 @@ def end_restore(criu: ProcessId) -> None:
 
 
 def failure(record: ContainerRecord, phase: str, log_path: Path, said: Path) -> CriuError:
-    """Why the runtime's command failed: gpucr's own reason from CRIU's log, CRIU's, or else the runtime's last line.
+    """Why the runtime's command failed: gpucr's own reason from CRIU's log, CRIU's, or the runtime's last line.
 
-    runc ends CRIU's log with it, and quotes its lines in a log of its own, where the other may be gone.
+    runc ends CRIU's log with it, and quotes its lines in its own log, since the other may be gone.
     """
     log = _read_text(log_path)
     told = [_unquoted(line) for line in _read_text(said).splitlines() if line.strip()]

@@ -1,7 +1,7 @@
-"""A CRIU whose gpucr has died while it was at work.
+"""A running CRIU whose gpucr has died.
 
-It finds its socket closed when it calls its next hook, and undoes. That can be minutes away, in which the job stands
-still, and nobody else can trace its threads meanwhile. So it is told to end, by the same means as in engine.py.
+It undoes when it finds its socket closed at its next hook. That can take minutes, during which the job is stopped and
+nobody else can trace its threads. So it is told to end, by the same means as in engine.py.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _RETELL_S = 0.05
 
 
 def wait(criu: ProcessId, timeout_s: float = UNDO_LIMIT_S) -> bool:
-    """Wait until it has ended (a zombie has). False where it is still at work when the time is over."""
+    """Wait until it has ended (zombies count). False if it still runs when the time is up."""
     try:
         fd = os.pidfd_open(criu.pid)
     except ProcessLookupError:
@@ -40,9 +40,9 @@ def wait(criu: ProcessId, timeout_s: float = UNDO_LIMIT_S) -> bool:
 
 
 def end_dump(criu: ProcessId) -> None:
-    """The dump fails, CRIU lets the tree go on and ends: its writes fail from now on (CriuService.refuse_writes)."""
+    """Make a dump fail: its writes fail from now on (CriuService.refuse_writes), so CRIU releases the tree and ends."""
     if processes.is_alive(criu):
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # the privileged helper has seen it hang up
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # the privileged helper has noticed the hang-up
             _, hard = resource.prlimit(criu.pid, resource.RLIMIT_FSIZE)
             resource.prlimit(criu.pid, resource.RLIMIT_FSIZE, (0, hard))
     if not wait(criu):
@@ -51,9 +51,9 @@ def end_dump(criu: ProcessId) -> None:
 
 
 def end_restore(criu: ProcessId, pids: Collection[int]) -> None:
-    """Nothing of the tree with these pids, which it restores, is left, and CRIU ends.
+    """Make a restore fail: kill all tasks of the tree with these pids, and CRIU ends.
 
-    The death of a task makes a restore fail.
+    CRIU's restore fails when a task dies.
     """
     end = time.monotonic() + UNDO_LIMIT_S
     while not wait(criu, _RETELL_S) and time.monotonic() < end:

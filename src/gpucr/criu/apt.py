@@ -1,7 +1,7 @@
 """A private apt: the machine's own mirrors and apt's own checks, without touching the machine's package state.
 
-apt reads everything that it changes (lists, cache, locks, the status of installed packages) from a folder given to it.
-Signatures and digests are checked by apt itself, with the distribution's keyring.
+All of apt's state (lists, cache, locks, the status of installed packages) is in a folder of ours. apt itself checks
+signatures and digests with the distribution's keyring.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ ARCHITECTURE = "amd64"
 
 _BY_HAND = "or install CRIU 4.1 or newer by hand and name it with GPUCR_CRIU=/path/to/criu"
 
-# What of the machine's own apt settings goes into the private one: how to reach mirrors (proxies, certificates,
-# time-outs). Not hooks and folders, which would act on the system's state.
+# The machine's apt settings that the private one copies: how to reach mirrors (proxies, certificates, time-outs). Not
+# hooks and folders, which would act on the system's state.
 _CARRIED_SETTING = re.compile(r"^Acquire::(?!Languages|IndexTargets|gpgv)")
 
 
@@ -83,7 +83,7 @@ def _parse_deb822(text: str) -> Iterator[AptSource]:
 
 
 class NotInRelease(CriuUnavailable):
-    """This release of the distribution does not have what is asked for; another may."""
+    """This release of the distribution lacks the package; another may have it."""
 
 
 class PrivateApt:
@@ -142,11 +142,11 @@ class PrivateApt:
 
     def update(self) -> None:
         """Fetch the package lists and have their signature checked. Raises CriuUnavailable."""
-        # Any error counts: without this, apt takes a repository that it cannot reach or verify for a mere warning.
+        # Any error counts: by default, apt only warns about a repository that it cannot reach or verify.
         self._run(["apt-get", "update", "--error-on=any"])
 
     def version_of(self, package: str) -> tuple[int, ...]:
-        """The upstream version that the repository has of ``package``, as numbers. Raises CriuUnavailable."""
+        """The repository's upstream version of ``package``, as numbers. Raises CriuUnavailable."""
         output = self._run(["apt-cache", "show", "--no-all-versions", package])
         match = re.search(r"^Version: (?:\d+:)?(\d+(?:\.\d+)*)", output, re.MULTILINE)
         return tuple(map(int, match[1].split("."))) if match else ()
@@ -182,7 +182,7 @@ class PrivateApt:
         return result.stdout
 
 
-# In this order: a mirror that cannot be reached also gives "couldn't be verified", and the like.
+# The order matters: an unreachable mirror also gives "couldn't be verified" and the like.
 _COMPLAINTS: tuple[tuple[type[CriuUnavailable], re.Pattern[str], str, str], ...] = (
     (
         CriuUnavailable,
@@ -237,7 +237,7 @@ def _carried_settings() -> list[str]:
 
 
 def _explain(command: str, output: str) -> CriuUnavailable:
-    """What apt's complaint means. apt writes the cause on lines that begin with ``E:``, ``W:`` or ``Err:``."""
+    """What apt's error means. apt writes the cause on lines that begin with ``E:``, ``W:`` or ``Err:``."""
     said = [line.strip() for line in output.splitlines() if re.match(r"\s*(?:E:|W:|Err|dpkg-deb: error)", line)]
     reason = said[-1] if said else (output.strip().splitlines() or ["no reason given"])[-1]
     for kind, pattern, meaning, hint in _COMPLAINTS:

@@ -1,6 +1,6 @@
-"""What CRIU's images hold, as far as it is of use to a person: processes, their memory, their files, shared memory.
+"""What CRIU's images contain, for display: processes, their memory, their files, shared memory.
 
-An image that is missing or damaged takes with it only what it alone tells: the rest is read, and the problem is told.
+A missing or damaged image loses only its own part: the rest is read, and the problem is reported.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ T = TypeVar("T")
 class SharedMemory(Struct, frozen=True):
     """Memory that processes share, stored once. ``pids`` are those that have it mapped, as in the images.
 
-    ``name`` is that of its file in memory (None: it has none).
+    ``name``: of its memory file; None if it has none.
     """
 
     id: int
@@ -51,7 +51,7 @@ class SharedMemory(Struct, frozen=True):
 
 
 class ImagedProcess(Struct, frozen=True):
-    """One process. Its pids are those of the pid namespace that CRIU worked in: the job's innermost."""
+    """One process. Pids are those of CRIU's pid namespace: the job's innermost."""
 
     pid: int
     parent_pid: int
@@ -62,7 +62,7 @@ class ImagedProcess(Struct, frozen=True):
 
 
 class ImageContents(Struct, frozen=True):
-    """Everything that could be read, and why something could not: one line an image, with its name."""
+    """Everything that could be read, and one line for each image that could not, with its name."""
 
     processes: tuple[ImagedProcess, ...]
     shared: tuple[SharedMemory, ...]
@@ -70,7 +70,7 @@ class ImageContents(Struct, frozen=True):
 
 
 def read_contents(open_image: OpenImage, device: Mapping[int, Sequence[Extent]] | None = None) -> ImageContents:
-    """Read them. ``device``: by pid, where the driver left device memory that is in the images. Raises nothing."""
+    """Read them. ``device``: by pid, where the driver left device memory in the images. Raises nothing."""
     return _Reading(open_image, device or {}).run()
 
 
@@ -137,7 +137,7 @@ class _Reading:
         return memory_uses(mappings, pages, by_source, self._device.get(pid, ()))
 
     def _shared_with(self, pid: int, mapping: MappedRange) -> PageRuns | None:
-        """The pages of shared memory that this process has mapped. None: the mapping is of something else."""
+        """The pages of shared memory that this process has mapped. None if the mapping is something else."""
         file: FileInMemory | None = None
         number = mapping.source
         if mapping.is_memory_file:

@@ -1,4 +1,4 @@
-"""What CRIU's images say of a job's capabilities (capabilities(7)): a restore has to give them back."""
+"""A job's capabilities (capabilities(7)) in CRIU's images: a restore needs at least these."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _WORD_BITS, _WHOLE_WORD = 32, 0xFFFFFFFF
 
 
 def capabilities_in(names: Iterable[str], open_image: OpenImage) -> int:
-    """The capabilities that the job's threads had, permitted or inheritable, as a bit mask: all of them together.
+    """The union of the capabilities, permitted or inheritable, of the job's threads, as a bit mask.
 
-    ``names`` are those of all its images. CRIU cannot give a thread a capability that it has not got itself. Raises
-    OSError, and ImageError where an image is damaged.
+    ``names``: of all its images. CRIU cannot give a thread a capability that CRIU lacks. Raises OSError, and ImageError
+    if an image is damaged.
     """
     wanted = 0
     for _, core in _cores(names, open_image):
@@ -35,11 +35,11 @@ def uids_in(names: Iterable[str], open_image: OpenImage) -> set[int]:
 
 
 def with_full_bounding_sets(names: Iterable[str], open_image: OpenImage) -> dict[str, bytes]:
-    """The images of its threads, by name, as if no bounding set had ever been reduced.
+    """The images of its threads, by name, changed as if no bounding set had ever been reduced.
 
-    CRIU takes from a thread what its bounding set did not have, which needs CAP_SETPCAP, even where CRIU's own does not
-    have it either (seen with 4.2.1: "Unable to drop capability 24"). With these images it takes nothing: a thread gets
-    the bounding set of whoever restores it, as everything else that he starts. Raises as `capabilities_in`.
+    CRIU drops what a thread's bounding set lacked, which needs CAP_SETPCAP, even if CRIU's own set lacks it too (seen
+    with 4.2.1: "Unable to drop capability 24"). With these images it drops nothing: a thread gets the bounding set of
+    the user who restores it, like everything else that he starts. Raises as `capabilities_in`.
     """
     changed = {}
     for name, core in _cores(names, open_image):

@@ -1,4 +1,4 @@
-"""Read in CRIU's log why it failed: its decisive line, what that means, and what to do about it."""
+"""Find the reason for a failure in CRIU's log: its decisive line, what that means, and what to do about it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from msgspec import Struct
 class Diagnosis(Struct, frozen=True):
     """``reason`` is CRIU's own line, ``meaning`` one sentence about it, ``hint`` what to do, ``code`` its error code.
 
-    The last two are None where the failure is not known.
+    The last two are None for an unknown failure.
     """
 
     reason: str
@@ -22,7 +22,7 @@ class Diagnosis(Struct, frozen=True):
 class FailurePattern(Struct, frozen=True):
     """A known failure: what CRIU writes (groups may be named in the texts), what it means, what to do.
 
-    ``pattern`` is a regular expression that is compiled where CRIU has failed, and not at every start.
+    ``pattern`` is a regular expression, compiled only when CRIU has failed, not at every start.
     """
 
     name: str
@@ -32,15 +32,16 @@ class FailurePattern(Struct, frozen=True):
 
     @property
     def code(self) -> str:
-        """As in `gpucr.errors`; findings that preflight makes of the same situation have the same."""
+        """As in `gpucr.errors`; preflight's findings about the same situation have the same code."""
         return f"GPUCR-{self.name.upper()}"
 
 
-# In the order of how specific they are: the first pattern that matches an error line of the log decides.
+# Most specific first: the first pattern that matches an error line of the log decides.
 KNOWN_FAILURES: tuple[FailurePattern, ...] = (
     FailurePattern(
         "io-uring",
-        # Kernels from 6.7 on refuse to pass a ring's descriptor to CRIU, and no other kind (seen with 4.2.1 on 6.18).
+        # Kernels from 6.7 on refuse to pass a ring's descriptor to CRIU, but pass every other kind (seen with 4.2.1 on
+        # 6.18).
         r"io_uring|send_fds failed \(-22\)",
         "a process has an io_uring ring, which CRIU cannot dump",
         "start the job without io_uring (torch: USE_LIBUV=0 keeps its TCPStore from making a ring)",
@@ -222,7 +223,7 @@ KNOWN_FAILURES: tuple[FailurePattern, ...] = (
 
 _LINE = re.compile(r"\b(?P<level>Error|Warn)\s+\([^)]*\): ?(?P<text>.*)")
 
-# Lines that are written also where all goes well, or that only say that something failed before.
+# Lines that also appear in successful runs, or only say that something failed earlier.
 _NEVER_THE_REASON = re.compile(
     r"Can't setup RLIMIT_NOFILE|(?:Dumping|Restoring|Pre-dumping) FAILED|RPC client reported script error"
 )
@@ -231,8 +232,8 @@ _NEVER_THE_REASON = re.compile(
 def diagnose(log: str, *, otherwise: str = "") -> Diagnosis:
     """The reason in CRIU's log. ``otherwise`` is what is known without it (CRIU's error message in its answer).
 
-    A line that matches a known failure is preferred to an earlier one that does not, and an error to a warning (CRIU
-    only warns of a task that it cannot seize). Else the first error decides, as those after it are its consequences.
+    A line that matches a known failure wins over an earlier one that does not, and an error over a warning (CRIU only
+    warns about a task that it cannot seize). Otherwise the first error decides: later ones are its consequences.
     """
     lines: dict[str, list[str]] = {"Error": [], "Warn": []}
     for match in _LINE.finditer(log):

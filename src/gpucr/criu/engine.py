@@ -1,9 +1,9 @@
-"""Dump and restore a process tree with CRIU: notifications, a deadline, and an end that leaves no task half-way.
+"""Dump and restore a process tree with CRIU: notifications, a deadline, and an end that leaves no task half-done.
 
 Dump hooks in order: pre-dump (tasks run), query-ext-files (frozen), post-dump (frozen, images complete), then CRIU
-kills the tasks or lets them go on. A tree with a network namespace of its own has network-lock after the freeze and
-network-unlock before it goes on, as well. Restore hooks: pre-restore, post-restore, pre-resume, post-resume; with
-namespaces of its own also setup-namespaces, post-setup-namespaces and network-unlock in between. (Seen with 4.1.1.)
+kills or releases the tasks. A tree with its own network namespace also has network-lock after the freeze and
+network-unlock before it continues. Restore hooks: pre-restore, post-restore, pre-resume, post-resume; with its own
+namespaces also setup-namespaces, post-setup-namespaces and network-unlock in between. (Seen with 4.1.1.)
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ OnNotify = Callable[[str, int], None]
 OnStart = Callable[[ProcessId], None]
 Check = Callable[[], None]
 
-# CRIU's "debug": what its developers ask for, and where the diagnosis finds the file or pid an error is about.
+# CRIU's "debug": its developers ask for it, and the diagnosis finds there the file or pid that an error is about.
 _LOG_LEVEL = 4
 
 _NETWORK_LOCKS: dict[NetworkLock, rpc_pb2.NetworkLock] = {
@@ -40,8 +40,8 @@ _NETWORK_LOCKS: dict[NetworkLock, rpc_pb2.NetworkLock] = {
     "skip": rpc_pb2.SKIP,
 }
 
-# How long CRIU may take to undo after it was told to end, before it is killed (ptrace and the parasite's own end then
-# set the tasks free, see docs/adr/0002-criu-by-rpc.md), and how often a restore is told again meanwhile.
+# How long CRIU may take to undo after it was told to end, before it is killed (then ptrace and the parasite's own exit
+# free the tasks, see docs/adr/0002-criu-by-rpc.md), and how often a restore is told again.
 _UNDO_LIMIT_S = 30.0
 _RETELL_S = 0.05
 
@@ -49,10 +49,9 @@ _CHECK_EVERY_S = 0.1
 
 
 class Criu:
-    """CRIU, driven by RPC. Every call starts a CRIU process of its own and has reaped it when it returns or raises.
+    """CRIU, driven by RPC. Every call starts its own CRIU process, which is reaped when the call returns or raises.
 
-    Root is needed (CAP_SYS_ADMIN at least), or for the caller's own processes a CRIU that root has granted. Several
-    calls may run at once in several threads.
+    Needs root (at least CAP_SYS_ADMIN), or for the caller's own processes a CRIU granted by root. Thread-safe.
 
     With ``sandbox`` CRIU runs in the pid, mount and network namespaces of that pid namespace's first process: the tree
     that it dumps lives there, or the one that it restores will. Pids are those of the caller here as well. ``entered``:
@@ -75,7 +74,7 @@ class Criu:
 
     @property
     def is_in_sandbox(self) -> bool:
-        """Whether it runs in a sandbox, and ends with that."""
+        """Whether it runs in a sandbox, and so ends with it."""
         return self._sandbox is not None
 
     def dump(
@@ -92,15 +91,14 @@ class Criu:
     ) -> None:
         """Write the images of the tree of ``pid`` into ``images_dir``. Running → killed, or running with leave_running.
 
-        ``on_start(criu)`` is called with CRIU's own process before that is asked for anything; what it raises ends it.
-        ``on_notify(hook, pid)`` is called at each hook while CRIU waits. What it raises ends the dump: CRIU undoes,
-        the tasks go on, the exception is raised. So do ``check``, which is called several times a second, ``deadline``
-        (time.monotonic) with DeadlineExceeded, and KeyboardInterrupt. When post-dump has been answered the dump is
-        complete and only finishes; a KeyboardInterrupt that comes later is raised with the images complete and the
-        tasks gone.
+        ``on_start(criu)`` is called with CRIU's process before any request; an exception ends CRIU. ``on_notify(hook,
+        pid)`` is called at each hook while CRIU waits. An exception ends the dump: CRIU undoes, the tasks keep running,
+        the exception is raised. So do ``check``, which is called several times a second, ``deadline`` (time.monotonic)
+        with DeadlineExceeded, and KeyboardInterrupt. Once post-dump is answered, the dump is complete and only
+        finishes; a later KeyboardInterrupt is raised with the images complete and the tasks gone.
 
-        The log, CRIU's statistics and its other working files go to the folder of ``log_path``. Images of a dump that
-        failed are left for the caller to remove. Raises CriuError, DeadlineExceeded, SnapshotError.
+        The log, CRIU's statistics and its other working files go to the folder of ``log_path``. The caller removes the
+        images of a failed dump. Raises CriuError, DeadlineExceeded, SnapshotError.
         """
         request_options = {
             "pid": self._inner_pid(pid),
@@ -136,13 +134,13 @@ class Criu:
         on the right side open instead, at its end. ``inherited``: what has such a path in the images is that
         descriptor, which CRIU must inherit under its number, from 10 on; the path is not opened.
 
-        ``on_start(criu)``, ``on_notify(hook, pid)``, ``check``: as in `dump`; ``pid`` is the root's where CRIU tells it
-        (post-restore and later), else 0. A restore that fails, is refused by ``on_notify``, or is ended by ``deadline``
-        or KeyboardInterrupt has killed everything of the tree; the pids are free once their parent (init, as a rule)
-        has reaped them. Unless it is left stopped, the tree runs after the answer to pre-resume: from then on neither
-        ends the restore, and the root may have ended when its pid is returned. With ``shell_job`` the tree joins the
-        caller's session, in the background of the terminal that is the caller's stdin.
-        Raises CriuError, DeadlineExceeded, SnapshotError.
+        ``on_start(criu)``, ``on_notify(hook, pid)``, ``check``: as in `dump`; ``pid`` is the root's once CRIU reports
+        it (post-restore and later), before that 0. A restore that fails, is refused by ``on_notify``, or is ended by
+        ``deadline`` or KeyboardInterrupt has killed the whole tree; the pids are free once their parent (init, as a
+        rule) has reaped them. Unless it is left stopped, the tree runs after the answer to pre-resume: from then on
+        neither ends the restore, and the root may have ended when its pid is returned. With ``shell_job`` the tree
+        joins the caller's session, in the background of the terminal that is the caller's stdin. Raises CriuError,
+        DeadlineExceeded, SnapshotError.
         """
         new = outputs or {}
         with self._service(
@@ -171,8 +169,8 @@ class Criu:
                 request_options: dict[str, object] = {
                     "leave_stopped": leave_stopped,
                     "inherit_fd": [*outputs_fds, *inherited_fds],
-                    # A restored job is in the cgroups of the gpucr that restores it, as a new one is. CRIU would make
-                    # those of the dump again, in which no batch system and no service manager knows of it.
+                    # Like a new job, a restored job gets the cgroups of the gpucr that restores it. CRIU would recreate
+                    # those of the dump, in which no batch system or service manager knows about it.
                     "manage_cgroups_mode": rpc_pb2.CGROUPS_IGNORE,
                     **self._common_options(options),
                 }
@@ -180,7 +178,7 @@ class Criu:
                     response = run.serve(rpc_pb2.RESTORE, request_options)
                 return run.outer(response.restore.pid) or run.told_pid
             except BaseException:
-                if service.end() < 0:  # CRIU cleans up after itself, unless it was killed
+                if service.end() < 0:  # CRIU cleans up, unless it was killed
                     kill_orphans(task_pids(images_dir), since_ticks=started_ticks, sandbox=self._sandbox)
                 raise
 
@@ -242,7 +240,7 @@ class Criu:
         return inner
 
     def check(self) -> None:
-        """Ask CRIU whether this kernel, with these privileges, has what it needs. Raises CriuError."""
+        """Have CRIU check whether this kernel, with these privileges, has what it needs. Raises CriuError."""
         result = run_check(self.install)
         if result.returncode != 0:
             diagnosis = diagnose(result.stdout)
@@ -280,7 +278,7 @@ def _open_folder(path: Path) -> Iterator[int]:
 
 
 class _Run:
-    """One request to one CRIU: its hooks are answered, and it is told to end where it must not go on."""
+    """One request to one CRIU: answers its hooks, and makes it end when it must not continue."""
 
     def __init__(
         self,
@@ -310,7 +308,7 @@ class _Run:
         self._undo_deadline = 0.0
 
     def serve(self, kind: rpc_pb2.RequestType, options: Mapping[str, object]) -> rpc_pb2.Response:
-        """Send the request, serve the hooks, and return CRIU's answer to a request that it has carried out."""
+        """Send the request, serve the hooks, and return CRIU's final answer."""
         request_options = rpc_pb2.Options(
             images_dir_fd=self._service.files.images,
             work_dir_fd=self._service.files.work,
@@ -325,7 +323,7 @@ class _Run:
         return self._conclude(response, self._wait())
 
     def _converse(self) -> rpc_pb2.Response | None:
-        """Answer hooks until CRIU's final answer; None where it ended without one."""
+        """Answer hooks until CRIU's final answer; None if it ended without one."""
         while True:
             try:
                 response = self._service.receive(self._next_wake_up())
@@ -364,20 +362,20 @@ class _Run:
             self._tell_to_end()
 
     def _look(self) -> None:
-        """Whether it is to go on."""
+        """Whether CRIU may continue."""
         if self._deadline is not None and time.monotonic() >= self._deadline:
             self._stop(self._out_of_time())
         elif self._check is not None:
             try:
                 self._check()
-            except BaseException as e:  # noqa: BLE001 - as what a hook raises
+            except BaseException as e:  # noqa: BLE001 - like a hook's exception
                 self._stop(e)
 
     def _answer(self, notification: rpc_pb2.Notification) -> bool:
         hook = notification.script
         self._last_hook = hook
         if notification.HasField("pid"):
-            self.told_pid = self.outer(notification.pid) or self.told_pid  # at the last hook it may have ended
+            self.told_pid = self.outer(notification.pid) or self.told_pid  # it may have ended at the last hook
         if self._stop_reason is not None:
             # Part of CRIU's undo; everything else is refused, so that a dump which must end does not complete.
             return hook == "network-unlock"
@@ -387,7 +385,7 @@ class _Run:
         try:
             if self._on_notify is not None:
                 self._on_notify(hook, self.told_pid)
-        except BaseException as e:  # noqa: BLE001 - whatever it is, CRIU must undo before it goes on to the caller
+        except BaseException as e:  # noqa: BLE001 - CRIU must undo before any error reaches the caller
             self._stop(e)
             return False
         self._committed = self._committed or hook == self._point_of_no_return
@@ -409,14 +407,14 @@ class _Run:
             self._tell_to_end()
 
     def _tell_to_end(self) -> None:
-        """Make CRIU fail and undo by its own means, wherever it is. A hook that waits for an answer gets a refusal."""
+        """Make CRIU fail and undo by itself, wherever it is. A waiting hook gets a refusal."""
         if self._phase == "restore":
-            # CRIU takes the death of a task that it restores as a failure, and ends the others.
+            # CRIU treats the death of a task that it restores as a failure, and ends the others.
             processes.kill_tree(self._service.pid, including_root=False, timeout_s=0)
             return
         if self._last_hook == "pre-dump":
-            # It may be waiting for a task that does not stop. SIGALRM is CRIU's own freeze timeout, which it takes as
-            # a reason to give up there, and which is harmless (deadly, with nothing held) just before.
+            # It may be waiting for a task that does not stop. SIGALRM is CRIU's own freeze timeout: it makes CRIU give
+            # up there. Just before, it kills CRIU, which is harmless since nothing is held yet.
             self._service.signal(signal.SIGALRM)
         self._service.refuse_writes()
 
@@ -433,7 +431,7 @@ class _Run:
         return done
 
     def outer(self, pid: int) -> int:
-        """CRIU's pid for a process → the caller's; 0 where it has ended."""
+        """CRIU's pid for a process → the caller's; 0 if it has ended."""
         return pid if self._sandbox is None else self._sandbox.outer_pid(pid) or 0
 
     def _failure(self, response: rpc_pb2.Response | None, status: int) -> CriuError:

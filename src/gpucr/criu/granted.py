@@ -1,9 +1,9 @@
-"""A CRIU for ordinary users: a copy that only root can change, and that has one capability by its file.
+"""A CRIU for ordinary users: a copy that only root can change, with one file capability.
 
-CAP_CHECKPOINT_RESTORE lets its holder choose pids and see what files his own processes have mapped. That is all that
-CRIU needs for the processes of whoever starts it (``--unprivileged``), and all that a user gains: CRIU loads plugins
-from a folder that its caller names, so whatever the copy may do, its users may do (docs/adr/0058-granted-criu.md).
-A second copy may have CAP_NET_ADMIN as well, for TCP connections: for one group only (the same page).
+CAP_CHECKPOINT_RESTORE lets its holder choose pids and see which files his own processes have mapped. That is all that
+CRIU needs for its user's processes (``--unprivileged``), and all that a user gains: CRIU loads plugins from a folder
+that its caller names, so its users may do all that the copy may do (docs/adr/0058-granted-criu.md). A second copy may
+have CAP_NET_ADMIN as well, for TCP connections, and then for one group only (same page).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _CHECK_LIMIT_S = 60
 
 @dataclass(frozen=True)
 class Grant:
-    """A copy that is in place. ``group``: who may start it (None: everybody). ``network``: also for TCP connections."""
+    """An installed copy. ``group``: who may start it (None: everybody). ``network``: also for TCP connections."""
 
     path: Path
     group: str | None
@@ -46,7 +46,7 @@ class Grant:
 
 
 def find_grants() -> tuple[Grant, ...]:
-    """What root has granted on this machine, to whomever: at most one of each kind. Needs no privileges."""
+    """All that root has granted on this machine: at most one of each kind. Needs no privileges."""
     found = []
     for folder in _folders():
         program = folder / GRANTED_NAME
@@ -59,7 +59,7 @@ def find_grants() -> tuple[Grant, ...]:
 
 
 def find_grant() -> Grant | None:
-    """The copy that the caller would use; where he may start none, any that is in place."""
+    """The copy that the caller would use; if he may start none, any installed one."""
     grants = find_grants()
     mine = [each for each in grants if os.access(each.path, os.X_OK)]
     best = mine or list(grants)
@@ -67,11 +67,10 @@ def find_grant() -> Grant | None:
 
 
 def grant(install: CriuInstall, *, group: str | None = None, network: bool = False) -> Grant:
-    """Make the copy, and try it as an ordinary user. One of its kind that was granted before is taken back. Root only.
+    """Make the copy, and test it as an ordinary user. It replaces an earlier grant of its kind. Root only.
 
-    ``group``: only its members may start it. ``network``: it has CAP_NET_ADMIN as well; a group must be named for that.
-    Raises InvalidRequest (not root, no such group, none for the network) and CriuUnavailable; then what was granted
-    before stays.
+    ``group``: only its members may start it. ``network``: it also has CAP_NET_ADMIN, which needs a group. Raises
+    InvalidRequest (not root, no such group, no group for the network) and CriuUnavailable; then earlier grants stay.
     """
     _require_root("grant CRIU to ordinary users")
     if network and group is None:
@@ -102,7 +101,7 @@ def grant(install: CriuInstall, *, group: str | None = None, network: bool = Fal
 
 
 def revoke() -> tuple[Path, ...]:
-    """Remove what was granted; a CRIU that runs finishes its work. Returns what was removed. Root only.
+    """Remove what was granted; a running CRIU finishes its work. Returns what was removed. Root only.
 
     Raises InvalidRequest (not root), CriuUnavailable (it cannot be removed).
     """
@@ -150,12 +149,12 @@ def _group_name(gid: int) -> str:
 
 
 def _new_folder(top: Path) -> Path:
-    """Root's alone until it is filled: nobody starts what is not whole."""
+    """Only root's until it is complete: nobody starts an unfinished copy."""
     trusted_paths.require_ours(top)
     for each in (top.parent, top):
         with contextlib.suppress(FileExistsError):
             each.mkdir()
-            each.chmod(0o755)  # whatever the umask
+            each.chmod(0o755)  # regardless of the umask
     trusted_paths.require_ours(top)
     return Path(tempfile.mkdtemp(prefix="criu-", dir=top))
 
@@ -163,7 +162,7 @@ def _new_folder(top: Path) -> Path:
 def place_copy(install: CriuInstall, top: Path) -> Path:
     """Make a copy below ``top`` that every user can start, with no capabilities; older ones are removed. Root only.
 
-    Raises CriuUnavailable where it cannot be made there.
+    Raises CriuUnavailable if it cannot be made there.
     """
     try:
         folder = _new_folder(top)
@@ -199,7 +198,7 @@ def _copy(folder: Path, install: CriuInstall) -> Path:
 def _fill(folder: Path, install: CriuInstall, gid: int | None, *, network: bool) -> None:
     program = _copy(folder, install)
     if gid is not None:
-        os.chown(program, 0, gid)  # takes capabilities away, so they come later
+        os.chown(program, 0, gid)  # removes capabilities, so set them later
     program.chmod(0o755 if gid is None else 0o750)
     capabilities.set_of_file(program, NEEDED_CAPABILITY, *((NETWORK_CAPABILITY,) if network else ()))
     folder.chmod(0o755)
@@ -216,7 +215,7 @@ def _copy_libraries(source: Path, target: Path) -> None:
 
 
 def _try(program: Path, gid: int | None) -> None:
-    """Start it as a user without any privilege. Raises CriuUnavailable where it does not work for one."""
+    """Start it as a user without privileges. Raises CriuUnavailable if that fails."""
     done = subprocess.run(
         [program, "--no-default-config", "--unprivileged", "check"],
         stdin=subprocess.DEVNULL,

@@ -1,7 +1,7 @@
-"""The form that CRIU's images have in common: two magic numbers, then entries, each a length and a protobuf message.
+"""The common format of CRIU's images: two magic numbers, then entries, each a length and a protobuf message.
 
-See https://criu.org/Images. A snapshot may be damaged, or made by someone else: no length is believed before it is
-compared with what is left of the file and with what such an entry can have.
+See https://criu.org/Images. A snapshot may be damaged or forged: every length is checked against the rest of the file
+and the entry's maximum.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ _HEAD = struct.Struct("<II")
 _LENGTH = struct.Struct("<I")
 
 OpenImage = Callable[[str], BinaryIO]
-"""Opens an image by its bare name, to be read and sought in. Raises FileNotFoundError and other OSErrors."""
+"""Opens an image by its bare name, readable and seekable. Raises FileNotFoundError and other OSErrors."""
 
 M = TypeVar("M", bound=Message)
 
 
 class ImageError(ValueError):
-    """The image is not what CRIU writes. The message says why; the caller knows the path."""
+    """The image is invalid. The message says why; the caller adds the path."""
 
 
 def head(magic: int) -> bytes:
-    """What an image of this kind begins with."""
+    """The magic numbers of this kind of image."""
     return _HEAD.pack(_COMMON_MAGIC, magic)
 
 
 def encoded(entry: Message) -> bytes:
-    """An entry as it stands in an image."""
+    """An entry as stored in an image."""
     body = entry.SerializeToString()
     return _LENGTH.pack(len(body)) + body
 
@@ -57,15 +57,15 @@ def images_in(folder: Path) -> OpenImage:
 
 
 class ImageReader:
-    """One image, read from its begin to its end. Holds one entry at a time.
+    """Reads one image from start to end. Holds one entry at a time.
 
-    ``kind`` is for messages, ``max_bytes`` and ``max_entry_bytes`` what the image and an entry can have at most.
+    ``kind`` is for messages, ``max_bytes`` and ``max_entry_bytes`` their maximum sizes.
     """
 
     def __init__(
         self, stream: BinaryIO, magic: int, kind: str, *, max_bytes: int, max_entry_bytes: int = 1 << 20
     ) -> None:
-        """Raises ImageError where it is no image of this kind, and OSError."""
+        """Raises ImageError if it is no image of this kind, and OSError."""
         self._stream = stream
         self._size_bytes = stream.seek(0, os.SEEK_END)
         self._max_entry_bytes = max_entry_bytes
@@ -78,17 +78,17 @@ class ImageReader:
 
     @classmethod
     def of_bytes(cls, data: bytes, magic: int, kind: str, *, max_bytes: int) -> ImageReader:
-        """An image that is in memory."""
+        """An image in memory."""
         return cls(io.BytesIO(data), magic, kind, max_bytes=max_bytes)
 
     def one(self, message: type[M]) -> M:
-        """The next entry. Raises ImageError where there is none, or one that is damaged."""
+        """The next entry. Raises ImageError if there is none, or one that is damaged."""
         for entry in self.entries(message):
             return entry
         raise ImageError("it ends too early")
 
     def entries(self, message: type[M]) -> Iterator[M]:
-        """All entries that are left. Raises ImageError where one is damaged."""
+        """All entries that are left. Raises ImageError if one is damaged."""
         while self._position < self._size_bytes:
             yield self._next(message)
 
@@ -110,6 +110,6 @@ class ImageReader:
 
     def _read(self, size_bytes: int) -> bytes:
         data = self._stream.read(size_bytes)
-        if len(data) != size_bytes:  # someone cuts it off while it is read
+        if len(data) != size_bytes:  # truncated while being read
             raise ImageError("it is cut off")
         return data

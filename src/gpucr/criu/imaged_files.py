@@ -40,7 +40,7 @@ _PROTOCOLS = {socket.IPPROTO_TCP: "tcp", socket.IPPROTO_UDP: "udp"}
 
 
 class OpenDescriptor(Struct, frozen=True):
-    """One descriptor of a process: its number, a word for what it is, and what it leads to (None: it has no name).
+    """One descriptor of a process: its number, its type in a word, and what it refers to (None: no name).
 
     ``name`` is a path in the job's mount namespace, an address, or both ends of a connection.
     """
@@ -51,7 +51,7 @@ class OpenDescriptor(Struct, frozen=True):
 
 
 class FileInMemory(Struct, frozen=True):
-    """A file of memfd_create(2); CRIU also dumps shared memory without a name as one. ``pages_id``: of its pages."""
+    """A file of memfd_create(2); CRIU also dumps anonymous shared memory as one. ``pages_id``: of its pages."""
 
     name: str
     size_bytes: int
@@ -59,7 +59,7 @@ class FileInMemory(Struct, frozen=True):
 
 
 class OpenFiles:
-    """What the descriptors of a job's processes lead to, by the id that they have in CRIU's images."""
+    """What the descriptors of a job's processes refer to, by their id in CRIU's images."""
 
     def __init__(self) -> None:
         self._files: dict[tuple[int, int], images_pb2.FileEntry] = {}
@@ -76,7 +76,7 @@ class OpenFiles:
             self._in_memory[entry.inode_id] = FileInMemory(os.fsdecode(entry.name), entry.size, entry.shmid)
 
     def file_in_memory(self, file_id: int) -> FileInMemory | None:
-        """What a mapping has mapped; None where it is none of them."""
+        """What a mapping maps; None for anything else."""
         entry = self._files.get((18, file_id))
         return self._in_memory.get(entry.memfd.inode_id) if entry is not None else None
 

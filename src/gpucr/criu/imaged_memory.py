@@ -17,7 +17,7 @@ MemoryKind = Literal["anonymous", "file", "shared", "huge", "device", "reserved"
 
 MM_MAGIC, PAGEMAP_MAGIC = 0x57492820, 0x56084025
 MAX_MM_BYTES = 8 << 20
-"""A mapping takes about 50 bytes, and a process has 65530 of them unless vm.max_map_count is raised."""
+"""A mapping takes about 50 bytes, and a process has at most 65530 unless vm.max_map_count is raised."""
 MAX_PAGEMAP_BYTES = 256 << 20
 """A run of pages takes about 20 bytes."""
 
@@ -34,9 +34,9 @@ _SOCKET, _MEMFD, _GUARD = 1 << 11, 1 << 14, 1 << 16
 
 
 class MemoryUse(Struct, frozen=True):
-    """The memory of one kind: how many mappings, their address space, and how much of it the snapshot stores.
+    """Memory of one kind: number of mappings, their address space, and how much of it the snapshot stores.
 
-    ``packed_bytes`` is what the stored part takes after compression; None: it is not compressed.
+    ``packed_bytes``: the compressed size of the stored part; None if it is not compressed.
     """
 
     kind: MemoryKind
@@ -50,7 +50,7 @@ class PageRuns:
     """Which pages an image holds: ranges of addresses or, of shared memory, of offsets."""
 
     def __init__(self, runs: Iterable[tuple[int, int]] = ()) -> None:
-        """``runs``: begin and end of each. Raises ImageError where two overlap."""
+        """``runs``: begin and end of each. Raises ImageError if two overlap."""
         self._begins, self._ends, self._before = array("Q"), array("Q"), array("Q")
         total = end_of_last = 0
         for begin, end in sorted(runs):
@@ -81,7 +81,7 @@ class PageRuns:
 
 
 def present_runs(image: ImageReader) -> Iterator[tuple[int, int]]:
-    """Begin and end of each run of pages that the image of pages holds, behind the head. Raises ImageError."""
+    """Begin and end of each run of pages in the pages image, after the head. Raises ImageError."""
     return (_run(each) for each in image.entries(images_pb2.PagemapEntry) if _is_present(each))
 
 
@@ -114,7 +114,7 @@ class MappedRange(Struct, frozen=True):
 def read_mappings(image: ImageReader) -> tuple[MappedRange, ...]:
     """From ``mm-PID.img``. Raises ImageError."""
     space = image.one(images_pb2.AddressSpace)
-    # A guard is no mapping, but a note on pages of another one.
+    # A guard is not a mapping but marks pages of another one.
     return tuple(_mapped(each) for each in space.vmas if not each.status & _GUARD)
 
 

@@ -1,8 +1,8 @@
-"""Read and change CRIU's image of open files, ``files.img``, so that a restore goes on with the world as it is now.
+"""Read and change CRIU's image of open files, ``files.img``, to match the world at restore time.
 
-CRIU refuses a file whose size is another one than at the dump, and knows one answer for all TCP connections. Both can
-be said better entry by entry. (What else a restore changes is in credentials.py.) A snapshot's images are never
-touched: a changed image goes to a folder of its own, in which the other images are the same files (`changed_images`).
+CRIU refuses a file whose size differs from the dump's, and has one setting for all TCP connections. Both are better
+decided entry by entry. (What else a restore changes is in credentials.py.) A snapshot's images are never touched: a
+changed image goes to a separate folder, in which the other images are the same files (`changed_images`).
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _SHUT_DOWN = 3  # for reading and for writing
 
 
 def have_clocks(names: Iterable[str]) -> bool:
-    """Whether CRIU has dumped what the job's clocks showed: it does wherever the kernel has time namespaces."""
+    """Whether CRIU has dumped the job's clocks: it does if the kernel has time namespaces."""
     return any(fnmatch.fnmatch(name, "timens-*.img") for name in names)
 
 
 class FilesImage:
-    """The entries of ``files.img``, in their order. Everything that gpucr does not know stays as it is."""
+    """The entries of ``files.img``, in order. Unknown content is preserved."""
 
     def __init__(self, entries: list[images_pb2.FileEntry]) -> None:
         self._entries = entries
@@ -44,7 +44,7 @@ class FilesImage:
 
     @classmethod
     def read(cls, images_dir: Path) -> FilesImage:
-        """Read it from a folder of images. Raises OSError, and ImageError where it is damaged."""
+        """Read it from a folder of images. Raises OSError, and ImageError if it is damaged."""
         with (images_dir / NAME).open("rb") as stream:
             data = stream.read(MAX_IMAGE_BYTES + 1)
         return cls.parse(data)
@@ -81,10 +81,10 @@ class FilesImage:
                 self.is_changed = True
 
     def adapt_to_sizes(self, sizes: Mapping[str, tuple[int, int]]) -> None:
-        """Let CRIU take files that have another size now. ``sizes``: per path, that of the dump and that of now.
+        """Let CRIU accept files whose size has changed. ``sizes``: by path, the size at the dump and now.
 
-        Who was to write at the end of the file then writes at its end now. No position stays behind the end: what is
-        written there would leave a hole. Every other position stays.
+        A position at the old end moves to the new end. A position beyond the end is moved back, since writing there
+        would leave a hole. All others stay.
         """
         for entry in self._entries:
             file = entry.reg
@@ -105,14 +105,14 @@ class FilesImage:
         return tuple(self._entries)
 
     def rename(self, names: Mapping[int, str]) -> None:
-        """Give regular files and folders other names, by the number of their entry."""
+        """Rename regular files and folders, by entry number."""
         for entry in self._entries:
             if entry.HasField("reg") and entry.reg.id in names:
                 entry.reg.name = os.fsencode(names[entry.reg.id])
                 self.is_changed = True
 
     def paths(self) -> dict[int, str]:
-        """The name of each regular file, by the number of its entry."""
+        """The name of each regular file, by entry number."""
         return {entry.reg.id: os.fsdecode(entry.reg.name) for entry in self._entries if entry.HasField("reg")}
 
     def terminals(self) -> frozenset[int]:
@@ -126,7 +126,7 @@ class FilesImage:
 
 
 class RestoreImages:
-    """The images that a restore gives to CRIU: those of a snapshot, or a folder in which one of them is changed."""
+    """The images that a restore gives to CRIU: the snapshot's, or a folder with changed ones."""
 
     def __init__(self, original: Path) -> None:
         self.original = original
@@ -134,11 +134,11 @@ class RestoreImages:
         self._changed = contextlib.ExitStack()
 
     def change(self, image: FilesImage) -> None:
-        """This one takes the place of the snapshot's from now on. Raises Unsupported."""
+        """Use this image instead of the snapshot's. Raises Unsupported."""
         self.replace({NAME: image.encode()})
 
     def replace(self, images: Mapping[str, bytes]) -> None:
-        """These, by their names, take the place of what was there until now. Raises Unsupported."""
+        """Use these images, by name, instead of the current ones. Raises Unsupported."""
         try:
             self.folder = self._changed.enter_context(changed_images(self.folder, images))
         except OSError as e:
@@ -148,7 +148,7 @@ class RestoreImages:
             ) from e
 
     def close(self) -> None:
-        """Remove what `change` has made."""
+        """Remove what `change` made."""
         self._changed.close()
 
 
@@ -156,9 +156,9 @@ class RestoreImages:
 def changed_images(images_dir: Path, changed: Mapping[str, bytes]) -> Iterator[Path]:
     """A private folder for the block: what is ``changed``, by name, and otherwise the images of ``images_dir``.
 
-    They are hard links, in a folder beside that one, which is the snapshot's own: nobody else can put another there.
-    Where that cannot be (a read-only disk) they are symbolic links in the system's folder for temporary files; then
-    another user must not be able to change what the path of ``images_dir`` means. Raises OSError.
+    They are hard links in a sibling folder inside the snapshot, which nobody else can replace. If that fails (a
+    read-only disk), they are symbolic links in the system's temporary folder; then no other user may be able to change
+    what the path of ``images_dir`` means. Raises OSError.
     """
     folder = _linked(images_dir)
     try:
@@ -183,7 +183,7 @@ def _linked(images_dir: Path) -> Path:
             shutil.rmtree(beside, ignore_errors=True)
             raise
         return beside
-    lasting = images_dir.resolve()  # CRIU is another process, to which a path of descriptors of this one means nothing
+    lasting = images_dir.resolve()  # paths of this process's descriptors mean nothing to CRIU, another process
     trusted_paths.require_ours(lasting)
     trusted_paths.require_ours(tempfile.gettempdir(), is_sticky_enough=True)
     folder = Path(tempfile.mkdtemp(prefix="gpucr-images-"))
@@ -193,7 +193,7 @@ def _linked(images_dir: Path) -> Path:
 
 
 def tcp_socket(entry: images_pb2.InternetSocket) -> TcpSocket:
-    """A socket as it was dumped. Raises ImageError where it has no address."""
+    """A socket as it was dumped. Raises ImageError if it has no address."""
     count = 1 if entry.family == socket.AF_INET else 4
     if min(len(entry.src_addr), len(entry.dst_addr)) < count or max(entry.src_port, entry.dst_port) >= 1 << 16:
         raise ImageError(f"socket {entry.id} has no address that can be")

@@ -1,6 +1,6 @@
-"""The process that becomes CRIU in a sandbox (service.py): it enters the namespaces that it was not born in.
+"""The process that becomes CRIU in a sandbox (service.py): it enters the namespaces that it was not started in.
 
-A process of its own, because only one with a single thread can enter another mount namespace.
+A separate process, because only a single-threaded one can enter another mount namespace.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from gpucr.linux.trusted_paths import open_file
 
 
 def identities(command: Sequence[str]) -> str:
-    """Which files the absolute paths of a command are, in the mount namespace of the caller. Raises OSError."""
+    """The identities of a command's absolute paths, in the caller's mount namespace. Raises OSError."""
     found = [os.stat(word) for word in command if word.startswith("/")]
     return " ".join(f"{each.st_dev}:{each.st_ino}" for each in found)
 

@@ -1,4 +1,4 @@
-"""Find a CRIU that starts and is new enough: named by the environment, granted by root, on PATH, or provided."""
+"""Find a CRIU that starts and is recent enough: named by the environment, granted by root, on PATH, or provided."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ OLDEST_VERSION = (4, 1, 0)
 LIBRARY_FOLDER = "usr/lib/x86_64-linux-gnu"
 
 GRANTED_FOLDER = Path("/opt/gpucr/criu")
-"""Where `gpucr.criu.granted` puts the CRIU that ordinary users may start, in a folder of its own."""
+"""Where `gpucr.criu.granted` puts the CRIU for ordinary users."""
 
 GRANTED_NAME = "criu"
 NEEDED_CAPABILITY = "CHECKPOINT_RESTORE"
-"""What CRIU needs for processes of whoever starts it."""
+"""What CRIU needs for its caller's own processes."""
 
 NETWORK_CAPABILITY = "NET_ADMIN"
-"""What it needs besides to take TCP connections apart."""
+"""What it also needs to dump TCP connections."""
 
 Origin = Literal["environment", "granted", "path", "provided", "helper"]
 
@@ -39,11 +39,11 @@ _VERSION_LINE = re.compile(r"^Version:\s*(\d+)\.(\d+)(?:\.(\d+))?", re.MULTILINE
 
 
 class CriuInstall(Struct, frozen=True):
-    """A CRIU that was started once. ``command`` is the argv prefix, ``path`` the program it runs.
+    """A CRIU that has been tried. ``command`` is the argv prefix, ``path`` the program it runs.
 
-    ``is_unprivileged``: the caller lacks root's capabilities, and this program has by its file what CRIU needs for the
-    caller's own processes. ``has_network``: it may take TCP connections apart. Of the privileged helper (origin
-    ``helper``) ``path`` is the socket, and there is no ``command``.
+    ``is_unprivileged``: the caller lacks root's capabilities, but this program has as file capabilities what CRIU needs
+    for the caller's own processes. ``has_network``: it can dump TCP connections. For the privileged helper (origin
+    ``helper``) ``path`` is the socket, and ``command`` is empty.
     """
 
     command: tuple[str, ...]
@@ -67,9 +67,9 @@ def version_text(version: tuple[int, int, int]) -> str:
 def find_criu() -> CriuInstall:
     """The CRIU to use: ``GPUCR_CRIU``, else PATH's if it starts and is new enough, else the provided one.
 
-    For a caller without root's capabilities the one comes before PATH's that root has granted (`gpucr criu --grant`).
-    A CRIU that the environment names is taken from 4.1 on, or refused, but never passed over; the others must be new
-    enough for this kernel (`least_version`). No privileges needed. Raises CriuUnavailable.
+    For a caller without root's capabilities, the one granted by root (`gpucr criu --grant`) comes before PATH's. A CRIU
+    named by the environment must be 4.1 or newer and is refused otherwise, never skipped; the others must be new enough
+    for this kernel (`least_version`). No privileges needed. Raises CriuUnavailable.
     """
     named = os.environ.get(ENVIRONMENT_VARIABLE)
     if named:
@@ -96,7 +96,7 @@ def find_criu() -> CriuInstall:
 
 
 def _find_granted() -> CriuInstall | None:
-    """The one that root has granted, where this user may start it."""
+    """The one that root has granted, if this user may start it."""
     try:
         folders = sorted(GRANTED_FOLDER.iterdir())
     except OSError:
@@ -109,7 +109,7 @@ def _find_granted() -> CriuInstall | None:
 
 
 def may_use_network(path: Path) -> bool:
-    """Whether this program takes TCP connections apart for whoever starts it. False where it cannot be looked at."""
+    """Whether this program can dump TCP connections for its caller. False if it cannot be inspected."""
     try:
         return bool(capabilities.of_file(path) & capabilities.own().bounding & capabilities.mask(NETWORK_CAPABILITY))
     except OSError:
@@ -117,7 +117,7 @@ def may_use_network(path: Path) -> bool:
 
 
 def _is_for_own_processes(path: Path) -> bool:
-    """Whether CRIU works through the capabilities of its file, and not through the caller's."""
+    """Whether CRIU works by its file capabilities, not by the caller's."""
     if processes.can_checkpoint_processes():
         return False
     try:
@@ -130,15 +130,15 @@ _versions_told: dict[tuple[object, ...], tuple[int, int, int]] = {}
 
 
 def find_provided() -> CriuInstall | None:
-    """The newest CRIU that `gpucr.criu.provide` has put in place and that starts here; None where there is none.
+    """The newest CRIU that `gpucr.criu.provide` has installed and that starts here; None if there is none.
 
-    Raises CriuUnavailable where there are only such that another user can change.
+    Raises CriuUnavailable if another user can change all of them.
     """
     found: list[CriuInstall] = []
     refused: CriuUnavailable | None = None
     try:
         folders = [entry for entry in provided_folder().iterdir() if not entry.name.startswith(".")]
-    except (FileNotFoundError, NotADirectoryError, PermissionError):  # also where HOME is root's
+    except (FileNotFoundError, NotADirectoryError, PermissionError):  # also with root's HOME
         return None
     for folder in folders:
         try:
@@ -174,7 +174,7 @@ def provided_folder() -> Path:
 def probe_unpacked(root: Path) -> CriuInstall:
     """Start the CRIU of a package closure unpacked below ``root``, through that closure's own loader and libraries.
 
-    So it does not matter how old the machine's libc is. Raises CriuUnavailable.
+    So the age of the machine's libc does not matter. Raises CriuUnavailable.
     """
     program = root / "usr/sbin/criu"
     libraries = root / LIBRARY_FOLDER
@@ -184,9 +184,9 @@ def probe_unpacked(root: Path) -> CriuInstall:
 
 
 def probe(command: tuple[str, ...], origin: Origin, path: Path, least: tuple[int, int, int]) -> CriuInstall:
-    """Start ``command --version`` and read the answer. Raises CriuUnavailable where it fails or is too old.
+    """Run ``command --version`` and parse the output. Raises CriuUnavailable if it fails or is too old.
 
-    It is not started where another user could have put it there: it runs with the caller's privileges.
+    Not run if another user could have put it there: it runs with the caller's privileges.
     """
     _require_ours(command, path)
     version = _version_told(command, path)
@@ -200,7 +200,7 @@ def probe(command: tuple[str, ...], origin: Origin, path: Path, least: tuple[int
 
 
 def _version_told(command: tuple[str, ...], path: Path) -> tuple[int, int, int]:
-    """What CRIU says of itself. It is not asked again by this process while its files are the same."""
+    """The output of ``--version``, cached in this process while CRIU's files are the same."""
     try:
         found = [os.stat(word) for word in command if word.startswith("/")]
     except OSError:
@@ -214,14 +214,14 @@ def _version_told(command: tuple[str, ...], path: Path) -> tuple[int, int, int]:
 def _ask_version(command: tuple[str, ...], path: Path) -> tuple[int, int, int]:
     try:
         result = subprocess.run(
-            [*command, "--version", "--no-default-config"],  # a bad line in there is not gpucr's
+            [*command, "--version", "--no-default-config"],  # a bad line in there is not gpucr's problem
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
             errors="replace",
             timeout=_START_TIMEOUT_S,
             check=False,
-            start_new_session=True,  # Ctrl-C is for gpucr, and not a reason to call this CRIU unusable
+            start_new_session=True,  # Ctrl-C is for gpucr and must not make this CRIU look unusable
         )
     except (OSError, subprocess.TimeoutExpired) as e:
         raise CriuUnavailable(f"{path} does not start: {e}", hint=_FETCH_HINT) from e
@@ -247,12 +247,12 @@ def _require_ours(command: tuple[str, ...], path: Path) -> None:
 
 
 def has_feature(install: CriuInstall, name: str) -> bool:
-    """Whether this CRIU on this kernel has a feature, as ``criu check --feature NAME`` tells."""
+    """Whether this CRIU on this kernel has a feature, according to ``criu check --feature NAME``."""
     return run_check(install, "--feature", name).returncode == 0
 
 
 def run_check(install: CriuInstall, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run ``criu check`` with both outputs in ``stdout``. Needs root, or a CRIU that was granted, to be meaningful."""
+    """Run ``criu check`` with both outputs in ``stdout``. Needs root or a granted CRIU to be meaningful."""
     mode = ["--unprivileged"] if install.is_unprivileged else []
     return subprocess.run(
         [*install.command, "--no-default-config", *mode, "check", *arguments],

@@ -1,8 +1,8 @@
-"""Files of the job whose opened name is gone while another hard link is left: their content goes into the images.
+"""Files whose opened name is gone while another hard link remains: their content goes into the images.
 
-CRIU gives such a file a new name beside the old one (``link_remap.N``) and writes down that name alone, which the first
-restore uses up, and which a dump that leaves the job running takes away again. For it a file without any name is a
-*ghost* instead, and its content an image of its own: after a dump every name of the former kind is made into a ghost.
+CRIU gives such a file a new name beside the old one (``link_remap.N``) and stores only that name. The first restore
+uses it up, and a dump that leaves the job running removes it. For a file without any name, a *ghost*, CRIU stores the
+content in an image instead: so after a dump every link_remap name is converted to a ghost.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ REMAP_MAGIC, GHOST_MAGIC = 0x59133954, 0x52583605  # REMAP_FPATH_MAGIC, GHOST_FI
 LINKED, GHOST = 0, 1  # remap_type
 _MAX_REMAP_BYTES = 16 << 20
 _CALL_BYTES = 64 << 20
-"""What one sendfile(2) copies: a signal is handled between two."""
+"""Size of one sendfile(2): signals are handled in between."""
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -32,12 +32,12 @@ _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 def save_linked_files(
     images_dir: Path, root: Path, inodes: Collection[tuple[int, int]], *, leave_out: str
 ) -> tuple[str, ...]:
-    """Make ghosts of CRIU's new names, while the tree is frozen and the images are complete.
+    """Convert CRIU's new names to ghosts, while the tree is frozen and the images are complete.
 
     ``root`` is the tree's root folder as seen from here, ``inodes`` (device and number) are the files that it uses:
-    nothing else is read, whatever has such a name by now. Names below the folder ``leave_out`` stay as they are.
-    Returns the names that no restore needs any more, as the tree knows them. Raises OSError, and ImageError where the
-    images say something else than the files.
+    nothing else is read, even if it has such a name. Names below the folder ``leave_out`` stay as they are. Returns the
+    names, as the tree sees them, that no restore needs any more. Raises OSError, and ImageError if images and files
+    disagree.
     """
     try:
         entries = _read_remaps(images_dir)
@@ -89,7 +89,7 @@ def _write_remaps(images_dir: Path, entries: list[images_pb2.Remap]) -> None:
 
 
 def _write_ghost(path: Path, source: int, status: os.stat_result) -> None:
-    """What the file is, then a head and the bytes of each of its parts that are not holes."""
+    """The file's metadata, then a head and the bytes of each part that is not a hole."""
     ghost = images_pb2.GhostFile(
         uid=status.st_uid, gid=status.st_gid, mode=status.st_mode, chunks=True, size=status.st_size
     )

@@ -1,8 +1,8 @@
 """CRIU's settings, chosen for a job by looking at it in /proc.
 
-What costs nothing where it is not needed is always on: a file lock or a connection that appears between the look and
-the freeze must not fail the dump. Only what changes the outcome is decided: whether the job hangs on a terminal session
-outside it, how large its deleted files are, and how its connections are kept silent meanwhile.
+Options that cost nothing when unneeded are always on: a file lock or a connection that appears between inspection and
+freeze must not fail the dump. Only what changes the outcome is decided: whether the job depends on a terminal session
+outside it, how large its deleted files are, and how its network is locked.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 NetworkLock = Literal["nftables", "iptables", "skip"]
 
-GHOST_LIMIT_DEFAULT_BYTES = 1 << 20  # CRIU's own
+GHOST_LIMIT_DEFAULT_BYTES = 1 << 20  # CRIU's default
 GHOST_LIMIT_MAX_BYTES = (1 << 32) - 1  # the request's field has 32 bits
 
-# Field `st` of /proc/net/tcp: these have no connection that CRIU would have to keep.
+# Field `st` of /proc/net/tcp: states without a connection for CRIU to keep.
 _TCP_WITHOUT_CONNECTION = {"06", "07", "0A"}  # TIME_WAIT, CLOSE, LISTEN
 
 # Where a process has only these, the tables are not read: the kernel goes through the whole machine's, for 4 ms each.
@@ -39,7 +39,7 @@ _UNNAMED_MEMORY = ("/memfd:", "/dev/zero", "/SYSV", "anon_inode:", "/[aio]")
 
 
 class DumpOptions(Record, frozen=True):
-    """CRIU's settings of one dump, which a snapshot records: the restore needs the same.
+    """CRIU's settings for one dump. The snapshot records them: the restore needs the same.
 
     ``ghost_limit_bytes``: the largest deleted file that is still open or mapped and goes into the images.
     """
@@ -55,7 +55,7 @@ class DumpOptions(Record, frozen=True):
 
 
 class RestoreOptions(Struct, frozen=True):
-    """CRIU's settings of one restore."""
+    """CRIU's settings for one restore."""
 
     shell_job: bool
     network_lock: NetworkLock
@@ -86,9 +86,8 @@ def choose_dump_options(
 ) -> DumpOptions:
     """The settings for a tree whose root is ``pids[0]``, or for all trees of a job. Only reads /proc.
 
-    ``install`` (default: the one that `find_criu` finds) is asked what it can lock a network with, where there are
-    connections. Raises Unsupported where a deleted file is larger than CRIU's limit can say. A process that ends
-    meanwhile is passed over.
+    ``install`` (default: the one that `find_criu` finds) decides how to lock the network, if there are connections.
+    Raises Unsupported if a deleted file is larger than CRIU's limit can say. A process that ends meanwhile is skipped.
     """
     return DumpOptions(
         leave_running=leave_running,
@@ -99,7 +98,7 @@ def choose_dump_options(
 
 
 def is_shell_job(root_pid: int, pids: Sequence[int]) -> bool:
-    """Whether the leader of the tree's session is outside it; one in another tree is, too: another CRIU dumps that."""
+    """Whether the leader of the tree's session is outside it. Another tree counts as outside: another CRIU dumps it."""
     try:
         return os.getsid(root_pid) not in pids
     except ProcessLookupError:
@@ -107,7 +106,7 @@ def is_shell_job(root_pid: int, pids: Sequence[int]) -> bool:
 
 
 def _ghost_limit(pids: Sequence[int]) -> int:
-    """Twice the largest deleted file, as it may grow until the tree is frozen."""
+    """Twice the largest deleted file, since it may grow before the freeze."""
     largest_bytes = max((size for pid in pids for size in deleted_file_sizes(pid)), default=0)
     if largest_bytes > GHOST_LIMIT_MAX_BYTES:
         raise Unsupported(
@@ -186,16 +185,16 @@ def _connected_inodes(pid: int) -> Iterator[str]:
 
 
 def _choose_network_lock(install: CriuInstall | None) -> NetworkLock:
-    """nftables where CRIU and the kernel have it (no tool needed), else iptables where the tool is there.
+    """nftables if CRIU and the kernel have it (no tool needed), else iptables if the tool is there.
 
-    For an ordinary user's CRIU nothing: connections inside the job stand still anyway when all of it is stopped.
+    None for an ordinary user's CRIU: connections inside the job are idle anyway when all of it is stopped.
     """
-    from gpucr.criu.install import find_criu, has_feature  # a snapshot is read without
+    from gpucr.criu.install import find_criu, has_feature  # not needed for reading a snapshot
 
     criu = install or find_criu()
     if criu.is_unprivileged:
-        # It tries nftables in a new network namespace, which takes CAP_SYS_ADMIN (seen with 4.2.1), and programs that
-        # it starts, as iptables-restore, have none of the capabilities that CRIU has by its file.
+        # It tries nftables in a new network namespace, which needs CAP_SYS_ADMIN (seen with 4.2.1), and programs that
+        # it starts, such as iptables-restore, do not inherit its file capabilities.
         return "skip"
     if has_feature(criu, "network_lock_nftables"):
         return "nftables"

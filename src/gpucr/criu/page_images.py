@@ -1,9 +1,9 @@
 """Where CRIU's images of memory are best cut, so that equal memory makes equal pieces.
 
-``pages-N.img`` has the dumped pages of one address space one after the other. A page more or less moves everything
-behind it, so pieces of fixed size would all differ. Cut where the address passes a multiple of the piece size, a page
-more changes one piece. Which pages they are is told by ``pagemap-ID.img`` (https://criu.org/Memory_images): two magic
-numbers, then a head and entries (see image_entries.py).
+``pages-N.img`` has the dumped pages of one address space one after the other. One page more or less shifts everything
+after it, so pieces of fixed size would all differ. Cutting where the address passes a multiple of the piece size limits
+the change to one piece. The pages are listed in ``pagemap-ID.img`` (https://criu.org/Memory_images): two magic numbers,
+then a head and entries (see image_entries.py).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from gpucr.model import Extent
 def cuts(images_dir: Path, piece_bytes: int) -> Mapping[str, tuple[int, ...]]:
     """Where the pieces of each image of pages begin, by file name; none is larger than ``piece_bytes``.
 
-    An image of which the maps do not tell all is left out: it is cut like any other file. Raises OSError.
+    An image that the maps do not fully describe is left out: it is cut like any other file. Raises OSError.
     """
     found: dict[str, tuple[int, ...]] = {}
     for path in sorted(images_dir.glob("pagemap-*.img")):
@@ -43,7 +43,7 @@ def cuts(images_dir: Path, piece_bytes: int) -> Mapping[str, tuple[int, ...]]:
 
 
 class PageMap(Struct, frozen=True):
-    """What lies in the image of pages that is called ``name``: runs of pages, as addresses and sizes in bytes."""
+    """The content of the pages image ``name``: runs of pages, as addresses and sizes in bytes."""
 
     name: str
     runs: tuple[Extent, ...]
@@ -59,14 +59,14 @@ class PageMap(Struct, frozen=True):
 
     @property
     def size_bytes(self) -> int:
-        """What the image has to be large, if this map is right."""
+        """The size that the image must have if this map is right."""
         return sum(run.size_bytes for run in self.runs)
 
     def cut(self, piece_bytes: int) -> tuple[Extent, ...]:
         """The pieces: the address of the first page of each, and its size in the image.
 
         Pages of one window of addresses, as large as a piece can be, are one piece. Compare `size_bytes` with the image
-        before: a map that is not right can ask for any number of pieces.
+        first: a wrong map can yield any number of pieces.
         """
         pieces: list[Extent] = []
         for run in self.runs:

@@ -1,4 +1,4 @@
-"""Which pids CRIU's images want back."""
+"""The pids that a restore of CRIU's images needs."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ MAX_TREE_BYTES = 16 << 20
 
 
 def pids_in(open_image: OpenImage) -> tuple[int, ...]:
-    """The pids that CRIU makes to restore the tree, as in the images: more than those of the processes that ran.
+    """The pids that CRIU creates to restore the tree, as in the images: more than those of the running processes.
 
-    There are zombies that their parents had not collected; and a process group or session whose first process has ended
-    lives on under its pid, for which CRIU makes a process that ends again. A root that is in another process's session
-    (CRIU's --shell-job) is in CRIU's own after a restore, so that the one that it had is not needed, nor its group.
-    Raises OSError, and ImageError where the image is damaged.
+    They include zombies that their parents had not reaped, and the pid of a process group or session whose first
+    process has ended: CRIU makes a temporary process for it. A root in another process's session (CRIU's --shell-job)
+    gets CRIU's own session, so its old session and group are not needed. Raises OSError, and ImageError if the image is
+    damaged.
     """
     with open_image(TREE_IMAGE) as stream:
         image = ImageReader(stream, TREE_MAGIC, "processes", max_bytes=MAX_TREE_BYTES)

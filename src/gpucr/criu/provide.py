@@ -1,6 +1,6 @@
 """Provide a CRIU: the packages of a distribution release that has one, unpacked into a private folder.
 
-Which release: the first one whose CRIU is new enough for this kernel, from the mirror that ``GPUCR_DEBIAN_MIRROR``
+The release is the first one whose CRIU is new enough for this kernel, from the mirror that ``GPUCR_DEBIAN_MIRROR``
 names, the machine's own Debian mirror, or on Ubuntu its own mirror. Nothing is installed, no package script is run.
 """
 
@@ -46,10 +46,10 @@ _KNOWN_DEBIAN_SUITES = re.compile(r"buster|bullseye|bookworm|trixie|forky|duke|s
 _UBUNTU_SERIES = Path("/usr/share/distro-info/ubuntu.csv")
 _NO_FETCH_HINT = "install CRIU 4.1 or newer by hand and name it with GPUCR_CRIU=/path/to/criu"
 
-# What apt can read without a person: not a CD.
+# URIs that apt can read unattended: not a CD.
 _FETCHABLE = re.compile(r"(?:https?|ftp|file|copy|mirror\+\w+|mirror|tor\+https?):")
 
-# Folders of the packages that CRIU does not read.
+# Package folders that CRIU does not need.
 _NOT_NEEDED = (
     "usr/share",
     "usr/include",
@@ -62,17 +62,17 @@ _NOT_NEEDED = (
 
 
 class Candidate(Struct, frozen=True):
-    """A release to take CRIU from, and the keyring that its repository must be signed with."""
+    """A release with CRIU, and the keyring that must have signed its repository."""
 
     source: AptSource
     keyring: Path
 
 
 def provide_criu(on_event: OnEvent | None = None) -> CriuInstall:
-    """The provided CRIU; it is fetched if there is none. No privileges needed, some 100 MiB of disk meanwhile.
+    """The provided CRIU, fetched if there is none. Needs no privileges, but temporarily about 100 MiB of disk.
 
-    ``on_event`` gets lines of talk. Safe when several processes do it at once; a fetch that fails or is interrupted
-    leaves nothing behind. Raises CriuUnavailable.
+    ``on_event`` gets progress lines. Safe for several processes at once; a failed or interrupted fetch leaves nothing
+    behind. Raises CriuUnavailable.
     """
     say = on_event or (lambda _line: None)
     if platform.machine() != "x86_64":
@@ -90,7 +90,7 @@ def provide_criu(on_event: OnEvent | None = None) -> CriuInstall:
 
 
 def candidates(sources: list[AptSource] | None = None, keyrings: Path = _KEYRINGS) -> list[Candidate]:
-    """The releases that can be tried on this machine, best first. Raises CriuUnavailable where there is none."""
+    """The releases to try on this machine, best first. Raises CriuUnavailable if there is none."""
     if sources is None:
         sources = apt.read_sources()
     debian = [s.uri for s in sources if _KNOWN_DEBIAN_SUITES.fullmatch(s.suite) and "main" in s.components]
@@ -102,7 +102,7 @@ def candidates(sources: list[AptSource] | None = None, keyrings: Path = _KEYRING
     ]
     found = [
         Candidate(AptSource(uri, suite, components), keyrings / keyring)
-        for uri, suite, components, keyring in dict.fromkeys(releases)  # mirrors are configured once for each suite
+        for uri, suite, components, keyring in dict.fromkeys(releases)  # each suite lists its mirrors
         if _FETCHABLE.match(uri)
     ]
     if not found:
@@ -114,7 +114,7 @@ def candidates(sources: list[AptSource] | None = None, keyrings: Path = _KEYRING
 
 
 def _newer_ubuntu_series() -> list[str]:
-    """Ubuntu releases that are out, newest first, and the one in the making (its suite is called devel)."""
+    """Released Ubuntu versions, newest first, and the one in development (suite ``devel``)."""
     try:
         lines = _UBUNTU_SERIES.read_text().splitlines()
     except OSError:
@@ -138,7 +138,7 @@ def _fetch_first(home: Path, say: OnEvent) -> CriuInstall:
 
 
 def _fetch(candidate: Candidate, home: Path, say: OnEvent) -> CriuInstall:
-    """Download, unpack, try, and only then put in place by one rename."""
+    """Download, unpack, try, and only then install by one rename."""
     say(f"reading the package lists of {candidate.source.suite} from {candidate.source.uri}")
     with tempfile.TemporaryDirectory(prefix=".fetch-", dir=home, ignore_cleanup_errors=True) as work_name:
         work = Path(work_name)
@@ -164,7 +164,7 @@ def _fetch(candidate: Candidate, home: Path, say: OnEvent) -> CriuInstall:
         root.chmod(0o700)  # dpkg-deb gave it the mode of the packages' top folder
         install = probe_unpacked(root)
         target = home / f"{install.version_text}-{candidate.source.suite}"
-        if target.exists():  # one that did not start, or find_provided() would have found it
+        if target.exists():  # it did not start, or find_provided() would have found it
             shutil.rmtree(target)
         root.rename(target)
     return probe_unpacked(target)
@@ -172,7 +172,7 @@ def _fetch(candidate: Candidate, home: Path, say: OnEvent) -> CriuInstall:
 
 @contextlib.contextmanager
 def _exclusive(home: Path) -> Iterator[None]:
-    """Hold the folder's lock. Whoever has it may remove what a killed fetch has left: nobody else is fetching."""
+    """Hold the folder's lock. The holder may remove what a killed fetch left: nobody else is fetching."""
     fd = os.open(home / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         locks.lock(fd, wait_s=None)

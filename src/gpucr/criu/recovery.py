@@ -1,4 +1,4 @@
-"""What becomes of a CRIU that is at work, and of what it has restored, where gpucr dies."""
+"""Recovery of a running CRIU, and of what it has restored, if gpucr dies."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gpucr.undo.recovery import Action
 
 
 class EndDump(Action):
-    """A dump by ``criu`` fails, and it lets the tree go on; unless the snapshot is committed: then it ends the tree.
+    """Make a dump by ``criu`` fail and release the tree, unless the snapshot is committed: then it ends the tree.
 
     The descriptor is the snapshot's folder, in which a file ``committed_by`` says so.
     """
@@ -24,14 +24,14 @@ class EndDump(Action):
     def recover(self, descriptors: Sequence[int]) -> bool:
         """Wait for it, or have it undo."""
         if any(_exists(self.committed_by, fd) for fd in descriptors):
-            abandoned.wait(self.criu)  # it ends the tree, as it should, or has found the socket closed and undoes
+            abandoned.wait(self.criu)  # it ends the tree, as it should, or found the socket closed and undoes
             return True
         abandoned.end_dump(self.criu)
         return False
 
 
 class EndRestore(Action):
-    """These CRIUs, of which each waits for the next one, end, and so do the tasks of ``pids`` that they have made."""
+    """End these CRIUs (each waits for the next one) and the tasks of ``pids`` that they have made."""
 
     criu: tuple[ProcessId, ...]
     pids: tuple[int, ...]
@@ -44,12 +44,12 @@ class EndRestore(Action):
 
 
 class EndRestored(Action):
-    """Restored processes end, with their descendants."""
+    """End restored processes with their descendants."""
 
     roots: tuple[ProcessId, ...]
 
     def recover(self, descriptors: Sequence[int]) -> bool:
-        """Kill them. Raises JobChanged where one does not end."""
+        """Kill them. Raises JobChanged if one does not end."""
         left: list[ProcessId] = []
         for root in self.roots:
             if processes.is_alive(root):

@@ -1,7 +1,7 @@
 """Give a copy of a program another loader and library folder (elf(5), x86-64), as ``patchelf`` does.
 
-File capabilities belong to the file that is executed. The provided CRIU is started through a loader of its own, which
-must never get any: they would be every program's. So its copy names that loader and its libraries itself.
+File capabilities belong to the executed file. The provided CRIU is started through its own loader, which must never get
+any: every program started with it would have them. So the copy itself names that loader and its libraries.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PAGE_BYTES = 0x1000
 
 
 class NotRelocatable(ValueError):
-    """The program is not of a kind that `relocated` can change. The message says why."""
+    """`relocated` cannot change this kind of program. The message says why."""
 
 
 @dataclass
@@ -38,15 +38,15 @@ class _Segment:
     alignment: int
 
     def packed(self) -> bytes:
-        """As it stands in the file."""
+        """As stored in the file."""
         return _SEGMENT.pack(*vars(self).values())
 
 
 def relocated(program: bytes, interpreter: str, library_folder: str) -> bytes:
     """A copy of ``program`` with this loader, which looks for all libraries in this folder first (DT_RPATH).
 
-    The new strings go to the end of the file, in a segment that takes the place of a note: nothing that is there moves.
-    Raises NotRelocatable.
+    The new strings go to the end of the file, in a segment that replaces a note: existing content does not move. Raises
+    NotRelocatable.
     """
     try:
         return _relocated(bytearray(program), interpreter.encode(), library_folder.encode())

@@ -1,4 +1,4 @@
-"""End what a CRIU that was killed has left of a tree that it was making."""
+"""Kill what a killed CRIU has left of a tree that it was restoring."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from gpucr.model import ProcessId
 
 
 def task_pids(images_dir: Path) -> tuple[int, ...]:
-    """The pids and thread ids of the tree in these images, as their names tell them."""
+    """The pids and thread ids of the tree in these images, from the images' names."""
     matches = (re.fullmatch(r"core-(\d+)\.img", name) for name in os.listdir(images_dir))
     return tuple(int(match[1]) for match in matches if match is not None)
 
 
 def kill_orphans(pids: Collection[int], *, since_ticks: int, sandbox: PidNamespace | None = None) -> None:
-    """SIGKILL half-made tasks of a tree with these `task_pids`, which wait for their CRIU for ever.
+    """SIGKILL half-made tasks of a tree with these `task_pids`, which wait for their CRIU forever.
 
-    They are known by their pids (CRIU gives the tasks no others) and by their start,
-    not before ``since_ticks`` (that CRIU's own start): the pids were free then, or CRIU would have failed. In a
-    ``sandbox`` they are that pid namespace's pids.
+    They are identified by pid (CRIU gives the tasks no others) and by a start time not before ``since_ticks`` (that
+    CRIU's start): the pids were free then, or CRIU would have failed. In a ``sandbox`` they are that pid namespace's
+    pids.
     """
     ended: set[ProcessId] = set()
-    # Again until there is none: a task may have forked the next one while it was being looked for.
+    # Repeat until there is none: a task may have forked the next one during the search.
     while found := set(_orphans(pids, since_ticks, sandbox)) - ended:
         processes.kill_and_wait(found)
         ended |= found
@@ -44,7 +44,7 @@ def _orphans(pids: Collection[int], since_ticks: int, sandbox: PidNamespace | No
 
 
 def _is_process(pid_or_tid: int) -> bool:
-    """Threads have images of their own, and end with their process."""
+    """Threads have their own images, and end with their process."""
     try:
         return processes.thread_group_leader(pid_or_tid) == pid_or_tid
     except ProcessNotFound:

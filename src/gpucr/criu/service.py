@@ -2,9 +2,9 @@
 
 Protocol: https://criu.org/RPC. The messages are in rpc.proto.
 
-CRIU for a sandboxed job runs in the job's own pid, mount and network namespaces, and sees a plain tree there. It is
-born in the pid namespace as a child of gpucr's, enters the others before it becomes CRIU (in_namespaces.py), and is
-signalled and waited for by its pid here.
+CRIU for a sandboxed job runs in the job's own pid, mount and network namespaces, and sees a plain tree there. It starts
+in the pid namespace as a child of gpucr, enters the others before it becomes CRIU (in_namespaces.py), and is signalled
+and awaited by its outer pid.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from gpucr.errors import BrokenInstall
 from gpucr.linux import namespaces, own_python
 from gpucr.linux.namespaces import Kind, PidNamespace
 
-# CRIU's end of the socket, and the lowest number that our ends may have meanwhile, so that no dup2 overwrites another.
+# The number of CRIU's end of the socket, and the lowest number for our ends, so that no dup2 overwrites another.
 _CHILD_SOCKET_FD = 3
 _FIRST_FREE_FD = 10
 
 START_LIMIT_S = 60.0
-"""How long CRIU may take to start in a sandbox, where there is no deadline: long enough for a machine that swaps."""
+"""How long CRIU may take to start in a sandbox without a deadline: enough for a machine that swaps."""
 
 _MESSAGE_LIMIT_BYTES = 64 * 1024
 _OUTPUT_LIMIT_BYTES = 16 * 1024
 
-# A signal that ends CRIU while it holds tasks leaves them to ptrace's own clean-up. So CRIU starts with these blocked:
-# PIPE  - when gpucr is killed, CRIU must find its answer undeliverable (EPIPE) and undo, not die of the write;
-# XFSZ  - `refuse_writes` makes writes fail with EFBIG instead of killing;
-# the others come from terminals, service managers and impatient people, and are gpucr's to handle.
+# A signal that ends CRIU while it holds tasks leaves them to ptrace's cleanup. So CRIU starts with these blocked: PIPE
+# - when gpucr is killed, CRIU must find its answer undeliverable (EPIPE) and undo, not die of the write; XFSZ  -
+#   `refuse_writes` makes writes fail with EFBIG instead of killing; the others come from terminals, service managers
+#   and users, and gpucr handles them.
 _BLOCKED_SIGNALS = (
     signal.SIGPIPE,
     signal.SIGXFSZ,
@@ -55,7 +55,7 @@ _BLOCKED_SIGNALS = (
 
 
 class Parent(Protocol):
-    """A process that CRIU is started below: it becomes the parent of what CRIU restores."""
+    """A process below which CRIU is started: it becomes the parent of what CRIU restores."""
 
     def spawn(
         self,
@@ -64,19 +64,19 @@ class Parent(Protocol):
         blocked_signals: Sequence[int],
         fds: tuple[int, int],
     ) -> tuple[int, int]:
-        """Start it, not in the caller's process group. Returns its pid and a pidfd. Raises OSError.
+        """Start it outside the caller's process group. Returns its pid and a pidfd. Raises OSError.
 
         ``fds``: its socket, which becomes its descriptor 3, and the file for its output.
         """
 
     def exit_code(self, pid: int) -> int:
-        """How the process ended that was started by `spawn`, and has ended: its exit code, negative for a signal."""
+        """The exit code of the ended process that `spawn` started; negative for a signal."""
 
 
 class Files(Struct, frozen=True):
-    """What CRIU opens through the descriptors of its client, by their numbers there.
+    """What CRIU opens through its client's descriptors, by their numbers there.
 
-    ``outputs``: files that the restored job gets instead of some that it had.
+    ``outputs``: files that the restored job gets in place of its own.
     """
 
     images: int
@@ -95,17 +95,17 @@ class Entered(Struct, frozen=True):
 
 
 class CriuService:
-    """A running ``criu swrk``. Use as a context manager: it has ended and was reaped when the block is left.
+    """A running ``criu swrk``. Use as a context manager: it is ended and reaped at the end of the block.
 
     ``images_fd`` and ``work_fd`` are its folders; `files` says how the request names them. With ``sandbox`` it runs in
     the namespaces of that pid namespace's first process, or in those ``entered``, and ``outputs`` are paths there,
     which it has open to append.
 
-    ``own_session`` starts CRIU in a session of its own. A restore of a terminal job must stay in the caller's session,
-    where CRIU puts the job; it gets a process group of its own instead, and the caller's stdin, which CRIU hands to the
-    job as its terminal. Below a ``parent`` that one decides; in a sandbox CRIU always has a session of its own.
+    ``own_session`` starts CRIU in a new session. A restore of a terminal job must stay in the caller's session, where
+    CRIU puts the job; it gets a new process group instead, and the caller's stdin, which CRIU gives to the job as its
+    terminal. With a ``parent``, that one decides; in a sandbox CRIU always has its own session.
 
-    Raises OSError where CRIU cannot be started, TimeoutError where that takes until ``deadline`` (time.monotonic).
+    Raises OSError if CRIU cannot be started, TimeoutError if that takes past ``deadline`` (time.monotonic).
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class CriuService:
         self._output_fd = os.memfd_create("criu-output", os.MFD_CLOEXEC)
         self._exit_status: int | None = None
         # The kernel makes a socket readable when the peer is closed, but a process that CRIU forked may still hold
-        # CRIU's end (a tree being restored does): only the pidfd tells for sure that CRIU has ended.
+        # CRIU's end (a tree being restored does): only the pidfd reliably shows that CRIU has ended.
         try:
             if sandbox is None:
                 # CRIU opens the folders through /proc/OUR-PID/fd, so that no path is resolved twice.
@@ -161,7 +161,7 @@ class CriuService:
         os.close(self._output_fd)
 
     def send(self, request: rpc_pb2.Request) -> None:
-        """Send one message. Nothing is raised where CRIU has ended: the next `receive` tells."""
+        """Send one message. Does not raise if CRIU has ended: the next `receive` shows it."""
         try:
             self._socket.send(request.SerializeToString(), socket.MSG_NOSIGNAL)
         except (BrokenPipeError, ConnectionResetError):
@@ -186,7 +186,7 @@ class CriuService:
         return None
 
     def refuse_writes(self) -> None:
-        """Make every write of CRIU to a file fail with EFBIG, by its file size limit: it then undoes a dump itself.
+        """Make CRIU's file writes fail with EFBIG, by its file size limit: it then undoes a dump itself.
 
         Seen with CRIU 4.1.1: image writes and splices fail, CRIU cures and resumes the tasks and answers "failed".
         """
@@ -207,7 +207,7 @@ class CriuService:
             _wait_for(self._pidfd)
             try:
                 self._exit_status = self._parent.exit_code(self.pid)
-            except BrokenInstall:  # the parent was killed: nobody knows, and what CRIU may have left is looked for
+            except BrokenInstall:  # the parent was killed: the exit code is unknown; look for what CRIU may have left
                 self._exit_status = -signal.SIGKILL
         if self._exit_status is None:
             try:
@@ -218,12 +218,12 @@ class CriuService:
         return self._exit_status
 
     def end(self) -> int:
-        """Hang up, which makes a CRIU that is still at work undo at its next hook, and wait. Returns its exit code."""
+        """Close the socket, which makes a working CRIU undo at its next hook, and wait. Returns its exit code."""
         self._socket.close()
         return self.wait()
 
     def output(self) -> str:
-        """What CRIU wrote to stdout and stderr, before it opened its log: why it did not start, and the like."""
+        """CRIU's stdout and stderr, from before it opened its log: for example why it did not start."""
         return os.pread(self._output_fd, _OUTPUT_LIMIT_BYTES, 0).decode(errors="replace")
 
 
@@ -234,14 +234,14 @@ def _wait_for(pidfd: int) -> None:
 
 
 def _arguments(command: Sequence[str]) -> list[str]:
-    """Behind these comes the number of its socket."""
+    """The number of its socket follows these."""
     return [*command, "--no-default-config", "swrk"]
 
 
 def _environment() -> dict[str, str]:
     """gpucr owns the GPU side: a CUDA plugin of this CRIU must not act on the same processes.
 
-    CRIU has no request field for its plugin folder, but this variable; our package's folder holds no shared object.
+    CRIU has only this variable, no request field, for its plugin folder; our package's folder holds no shared object.
     """
     return {**own_python.environment(), "CRIU_LIBS_DIR": str(Path(__file__).parent)}
 
@@ -280,7 +280,7 @@ def _spawn_inside(
     output_fd: int,
     deadline: float | None,
 ) -> tuple[Files, int, socket.socket]:
-    """Start CRIU in a sandbox. Returns how it calls its files, its pid here, and our end of its socket."""
+    """Start CRIU in a sandbox. Returns its files' numbers, its pid here, and our end of its socket."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with contextlib.ExitStack() as opened:
         opened.enter_context(ours)
@@ -326,8 +326,8 @@ def _spawn_inside(
             theirs.close()
             ours.settimeout(START_LIMIT_S if deadline is None else max(deadline - time.monotonic(), 0.001))
             message, received, _, _ = socket.recv_fds(ours, _MESSAGE_LIMIT_BYTES, 1)
-        except BaseException:  # Ctrl-C, as a rule
-            # A pid namespace ends only when all that were born in it have been collected, by whoever is their parent.
+        except BaseException:  # usually Ctrl-C
+            # A pid namespace ends only when all processes started in it have been reaped by their parents.
             for pid in pids:
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)

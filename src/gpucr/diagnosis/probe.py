@@ -1,4 +1,4 @@
-"""Measure what this machine can bring back, and keep it for the preflight of later operations."""
+"""Measure what this machine can bring back, and store it for later preflights."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def probe(
     on_result: Callable[[CanaryResult], None] | None = None,
     cancel: Cancellation | None = None,
 ) -> ProbeReport:
-    """Checkpoint and restore small programs of gpucr's own, one after the other, and keep what became of them.
+    """Checkpoint and restore gpucr's own small programs, one after the other, and store the results.
 
-    ``only`` names some of the canaries; what was measured of the others before is kept. No other process is touched.
-    Each canary takes some tens of MiB of device memory. Needs no privileges. Where the
-    results cannot be kept, ``problem`` says why.
+    ``only`` names some of the canaries; earlier results of the others are kept. No other process is touched. Each
+    canary takes some tens of MiB of device memory. Needs no privileges. If the results cannot be stored, ``problem``
+    says why.
 
-    Raises DriverUnavailable, InvalidRequest for a name that is no canary's or a time that cannot be meant, and
-    Interrupted (a signal, ``cancel``): then no canary is left, and no result of this call is kept.
+    Raises DriverUnavailable, InvalidRequest for an unknown canary or an invalid time, and Interrupted (a signal,
+    ``cancel``): then no canary is left, and this call's results are discarded.
     """
     names = _chosen(tuple(only))
     if not 0 < canary_timeout_s < float("inf"):
@@ -54,7 +54,7 @@ def probe(
 
 
 def last_probe() -> ProbeReport:
-    """What was measured on this machine before, with this driver, these GPUs and this kernel; perhaps nothing.
+    """Earlier results for this machine, driver, GPUs and kernel; may be empty.
 
     Raises DriverUnavailable.
     """
@@ -62,12 +62,12 @@ def last_probe() -> ProbeReport:
 
 
 def measurements(driver: Driver | None) -> preflight.Measurements:
-    """What preflight can rely on: of each canary that was measured here, whether it comes back."""
+    """For preflight: whether each measured canary comes back."""
     return {} if driver is None else measurements_in(_load(driver))
 
 
 def measurements_in(report: ProbeReport) -> preflight.Measurements:
-    """What preflight can rely on of this report."""
+    """The report's results for preflight."""
     decided = {CanaryOutcome.COMES_BACK: True, CanaryOutcome.REFUSED: False, CanaryOutcome.LOST: False}
     return {
         result.name: preflight.Measurement(decided[result.outcome], result.outcome.value, result.measured_on)
@@ -96,7 +96,7 @@ def _load(driver: Driver) -> ProbeReport:
 
 
 def _keep(report: ProbeReport, measured: dict[str, CanaryResult]) -> ProbeReport:
-    """The new results, and those from before of the canaries that did not run."""
+    """The new results, plus earlier ones of the canaries that did not run."""
     try:
         folder = _folder()
         before = {result.name: result for result in store.load(report.machine, folder).results}

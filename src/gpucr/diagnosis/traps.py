@@ -1,4 +1,4 @@
-"""What preflight is told of a job's traps: its traits, and what canaries showed of this machine."""
+"""Collect a job's traits and this machine's canary results for preflight's traps."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from gpucr.model import Gpu, GpuMap, GpuUse, Job
 def findings_of_traps(
     job: Job, driver: Driver | None, uses: Sequence[GpuUse], *, may_share: bool = True
 ) -> list[preflight.Finding]:
-    """Why this job may not come back, as far as it shows. ``uses``: who holds memory on which GPU (NVML).
+    """Visible reasons why this job may not come back. ``uses``: which process holds memory on which GPU (NVML).
 
-    ``may_share``: their interposers may take their memory, and bring back what they have of each other.
+    ``may_share``: their interposers may take their memory, and restore what they share.
     """
     if not job.gang:
         return []
-    from gpucr.diagnosis.probe import measurements  # jobs without CUDA start without the canaries
+    from gpucr.diagnosis.probe import measurements  # imported late: not needed without CUDA
 
     with nvml_kept_open():
         return preflight.check_traps(preflight.look(job, uses), measurements(driver), may_share=may_share)
 
 
 def findings_of_targets(uuids: Iterable[str], here: Sequence[Gpu], gpu_map: GpuMap | None) -> list[preflight.Finding]:
-    """Why this machine may not bring back a job that had these GPUs, whatever the job is."""
+    """Why this machine may not bring back any job that had these GPUs."""
     from gpucr.diagnosis.probe import measurements
 
     try:
         driver = load_driver()
     except DriverUnavailable:
-        return []  # an error of its own, where the driver is needed
+        return []  # a separate error if the driver is needed
     targets = [gpu_map.new_for(uuid) if gpu_map else uuid for uuid in uuids]
     return [
         *preflight.check_driver(driver.capabilities(), gpu_map),

@@ -1,1 +1,1 @@
-"""The CUDA driver, as seen from outside the process that it acts on."""
+"""The CUDA driver, called from outside the process that it acts on."""

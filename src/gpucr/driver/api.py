@@ -1,4 +1,4 @@
-"""What the rest of gpucr needs of a CUDA driver. `gpucr.driver.cuda` is the implementation over libcuda.so.1."""
+"""What the rest of gpucr needs from a CUDA driver. `gpucr.driver.cuda` is the implementation over libcuda.so.1."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gpucr.model import CudaState, GpuMap
 
 
 class DriverCapabilities(Struct, frozen=True):
-    """What this driver can do, found by looking for its functions, not by comparing versions.
+    """What this driver can do, detected by its functions, not by version.
 
     ``cuda_version`` is cuDriverGetVersion's number (13000 for CUDA 13.0), for display only.
     """
@@ -23,9 +23,9 @@ class DriverCapabilities(Struct, frozen=True):
 class Driver(Protocol):
     """The checkpoint API for one process at a time. Pids are thread-group leaders in the caller's pid namespace.
 
-    Every action blocks until the driver is done and can be called for several processes at once from several
-    threads. Failures are `gpucr.errors.DriverError` (or a subclass) with pid, action, result code and, where it
-    could be read, the state that the process is left in.
+    Every action blocks until the driver is done. Several threads may act on several processes at once. Failures are
+    `gpucr.errors.DriverError` (or a subclass) with pid, action, result code and, if it could be read, the state in
+    which the process is left.
     """
 
     def capabilities(self) -> DriverCapabilities:
@@ -33,9 +33,9 @@ class Driver(Protocol):
         ...
 
     def state(self, pid: int) -> CudaState | None:
-        """The process's state; None where it has no CUDA context (CUDA_ERROR_NOT_INITIALIZED).
+        """The process's state; None if it has no CUDA context (CUDA_ERROR_NOT_INITIALIZED).
 
-        Raises ProcessNotFound or NotPermitted where /proc tells that this is why the driver refused.
+        Raises ProcessNotFound or NotPermitted if /proc shows that as the cause of the driver's refusal.
         """
         ...
 
@@ -44,7 +44,7 @@ class Driver(Protocol):
         ...
 
     def lock(self, pid: int, timeout_ms: int = 0) -> None:
-        """RUNNING → LOCKED. Waits for pending work at most ``timeout_ms`` (0: no limit), then LockTimeout."""
+        """RUNNING → LOCKED. Waits up to ``timeout_ms`` for pending work (0: no limit), then raises LockTimeout."""
         ...
 
     def checkpoint(self, pid: int) -> None:

@@ -81,8 +81,8 @@ class CudaDriver:
     def capabilities(self) -> DriverCapabilities:
         """What this driver can do. No privileges needed.
 
-        Custom storage has a function of its own and is found by that. The GPU map is only a field of RestoreArgs
-        that older drivers ignore in silence, so there the driver's CUDA version has to tell (13.0, driver 580).
+        Custom storage has its own function and is detected by it. The GPU map is only a field of RestoreArgs, which
+        older drivers silently ignore, so it is detected by the driver's CUDA version (13.0, driver 580).
         """
         result, version = self._cuda.version()
         if result != libcuda.SUCCESS:
@@ -99,7 +99,7 @@ class CudaDriver:
     def ensure_initialized(self) -> None:
         """Call cuInit in this process, once. Costs 0.3 to 2.7 s, so only a restore that needs it does.
 
-        Raises DriverUnavailable where cuInit fails.
+        Raises DriverUnavailable if cuInit fails.
         """
         with self._initialize_lock:
             if self._initialized:
@@ -115,9 +115,9 @@ class CudaDriver:
             self._initialized = True
 
     def state(self, pid: int) -> CudaState | None:
-        """The process's state; None where it has no CUDA context. A thread id stands for its process.
+        """The process's state; None if it has no CUDA context. A thread id stands for its process.
 
-        Raises ProcessNotFound or NotPermitted where /proc tells that this is why the driver refused.
+        Raises ProcessNotFound or NotPermitted if /proc shows that as the cause of the driver's refusal.
         """
         _check_pid(pid)
         result, value = self._cuda.process_state(pid)
@@ -141,7 +141,7 @@ class CudaDriver:
         return thread_id
 
     def lock(self, pid: int, timeout_ms: int = 0) -> None:
-        """RUNNING → LOCKED. Waits for pending work at most ``timeout_ms`` (0: no limit), then LockTimeout."""
+        """RUNNING → LOCKED. Waits up to ``timeout_ms`` for pending work (0: no limit), then raises LockTimeout."""
         if not 0 <= timeout_ms <= _MAX_TIMEOUT_MS:
             raise InvalidRequest(
                 f"a lock timeout of {timeout_ms} ms is out of range", hint=f"give 0 to {_MAX_TIMEOUT_MS} milliseconds"
@@ -155,8 +155,8 @@ class CudaDriver:
     def restore(self, pid: int, gpu_map: GpuMap | None = None) -> None:
         """CHECKPOINTED → LOCKED. A wrong GPU map gives CUDA_ERROR_INVALID_VALUE and leaves CHECKPOINTED.
 
-        Where persistence mode is off, calls cuInit first: the driver's documentation asks for one of the two. Raises
-        Unsupported where a GPU map is given and the driver is older than CUDA 13.0.
+        Calls cuInit first if persistence mode is off: the driver's documentation requires one of the two. Raises
+        Unsupported if a GPU map is given and the driver is older than CUDA 13.0.
         """
         pairs = [(uuid_bytes(old), uuid_bytes(new)) for old, new in gpu_map.pairs] if gpu_map else []
         if pairs and not self.capabilities().gpu_map:
@@ -180,7 +180,7 @@ class CudaDriver:
             raise self.failure(pid, action, result)
 
     def failure(self, pid: int, action: str, result: int) -> GpucrError:
-        """The error for a failed call. /proc is asked first: the driver gives 304, 800 or 3 for several causes."""
+        """The error for a failed call. Checks /proc first: the driver returns 304, 800 or 3 for several causes."""
         if result in (libcuda.OPERATING_SYSTEM, libcuda.NOT_PERMITTED, libcuda.NOT_INITIALIZED):
             unreachable = _unreachable(pid, action)
             if unreachable is not None:
@@ -207,7 +207,7 @@ class CudaDriver:
 def load_driver(path: str | None = None) -> CudaDriver:
     """Load libcuda.so.1 (or ``path``). No cuInit, no privileges, well under a millisecond.
 
-    Raises DriverUnavailable where there is no libcuda.so.1, or one without the checkpoint functions.
+    Raises DriverUnavailable if there is no libcuda.so.1, or one without the checkpoint functions.
     """
     try:
         return CudaDriver(libcuda.load(path))
@@ -225,13 +225,13 @@ def load_driver(path: str | None = None) -> CudaDriver:
 
 
 def _check_pid(pid: int) -> None:
-    # ctypes would cut a larger number down to some other process's pid.
+    # ctypes would truncate a larger number to some other process's pid.
     if not 0 < pid <= _MAX_PID:
         raise ProcessNotFound(f"there is no process {pid}", pid=pid, hint="a pid is a positive number")
 
 
 def _leader(pid: int) -> int:
-    """The process that a thread id belongs to; the number itself where /proc does not tell."""
+    """The process that a thread id belongs to; the number itself if /proc does not show it."""
     try:
         return processes.thread_group_leader(pid)
     except (ProcessNotFound, PermissionError):

@@ -1,7 +1,7 @@
 """Custom storage of CUDA 13.4: the driver maps a target's device memory into its caller instead of staging it.
 
-The interface is that of NVIDIA's documentation (CUDA Driver API, "CUDA Checkpointing"). No machine with such a driver
-was at hand: this has run on the simulated one only.
+The interface follows NVIDIA's documentation (CUDA Driver API, "CUDA Checkpointing"). No machine with such a driver was
+available: this has run on the simulated driver only.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _Info(ctypes.Structure):
 class Shown(Struct, frozen=True):
     """Device memory of the target on one GPU, at an address in that GPU's primary context here.
 
-    ``stream`` belongs to that context, and tells the GPU (`CustomStorage.ordinal`).
+    ``stream`` belongs to that context and identifies the GPU (`CustomStorage.ordinal`).
     """
 
     address: int
@@ -55,7 +55,7 @@ class Begun(Struct, frozen=True):
 class CustomStorage:
     """The three functions, for a process that has called cuInit and retained the primary contexts of all GPUs in use.
 
-    Raises Unsupported where the driver has none.
+    Raises Unsupported if the driver has none.
     """
 
     def __init__(self, driver: CudaDriver) -> None:
@@ -76,7 +76,7 @@ class CustomStorage:
         return ctypes.CFUNCTYPE(ctypes.c_int, *types)(address)
 
     def checkpoint(self, pid: int) -> Begun:
-        """LOCKED → CHECKPOINTING: the memory is still on its GPUs, and seen here. Raises DriverError."""
+        """LOCKED → CHECKPOINTING: the memory is still on its GPUs and mapped here. Raises DriverError."""
         info = ctypes.POINTER(_Info)()
         arguments = libcuda.CheckpointArgs(customStorageInfo_out=ctypes.addressof(info))
         return self._begun(pid, "checkpoint", self._checkpoint(pid, ctypes.addressof(arguments)), info)
@@ -92,7 +92,7 @@ class CustomStorage:
         return self._begun(pid, "restore", self._restore(pid, ctypes.addressof(arguments)), info)
 
     def complete(self, pid: int, handle: int) -> None:
-        """CHECKPOINTING → CHECKPOINTED, or RESTORING → LOCKED; nothing is seen here any more. Raises DriverError."""
+        """CHECKPOINTING → CHECKPOINTED, or RESTORING → LOCKED; nothing is mapped here any more. Raises DriverError."""
         result = self._complete(handle)
         if result != libcuda.SUCCESS:
             raise self._driver.failure(pid, "complete", result)
@@ -105,7 +105,7 @@ class CustomStorage:
         return Begun(found.handle, tuple(Shown(one.devPtr, one.size, one.stream) for one in each))
 
     def ordinal(self, pid: int, shown: Shown) -> int:
-        """The number that its GPU has in this process. Raises DriverError."""
+        """The ordinal of its GPU in this process. Raises DriverError."""
         ordinal = ctypes.c_int(-1)
         result = self._device_of(shown.stream, ctypes.addressof(ordinal))
         if result != libcuda.SUCCESS:

@@ -1,4 +1,4 @@
-"""Failures of GPUs, as the driver reports them: Xid events of NVML, and GPUs that are lost."""
+"""GPU failures as the driver reports them: Xid events of NVML, and lost GPUs."""
 
 from __future__ import annotations
 
@@ -24,15 +24,17 @@ FATAL_XIDS = {
     143: "GPU initialisation failed",
     154: "a recovery action is needed",
 }
-"""After these a GPU must be reset or replaced (NVIDIA, "XID Errors", GPU debug guidelines). Others are mistakes of the
-program (13, 31, 43, 45, 94, ...), which end it, and its exit code tells."""
+"""After these a GPU must be reset or replaced (NVIDIA, "XID Errors", GPU debug guidelines).
+
+Others are program errors (13, 31, 43, 45, 94, ...), which end the program, and its exit code shows them.
+"""
 
 _LOOK_EVERY_S = 5.0
 _MOST_EVENTS = 100
 
 
 class GpuFailures:
-    """What has failed: call it to hear of what is new. Each entry: a UUID, and what NVML said of that GPU."""
+    """Call it for new failures. Each entry: a UUID, and what NVML said about that GPU."""
 
     def __init__(self, nvml: ModuleType, events: Any, handles: dict[str, Any]) -> None:
         self._nvml = nvml
@@ -42,7 +44,7 @@ class GpuFailures:
         self._looked_s = time.monotonic()
 
     def __call__(self) -> Sequence[tuple[str, str]]:
-        """Never raises: a GPU that cannot be asked is reported lost once."""
+        """Never raises: a GPU that cannot be queried is reported lost once."""
         return [*self._xids(), *self._gone()]
 
     def _xids(self) -> Iterator[tuple[str, str]]:
@@ -52,7 +54,7 @@ class GpuFailures:
                 event = nvml.nvmlEventSetWait_v2(self._events, 0)
                 if event.eventData in FATAL_XIDS:
                     yield nvml.nvmlDeviceGetUUID(event.device), f"Xid {event.eventData}, {FATAL_XIDS[event.eventData]}"
-            except nvml.NVMLError:  # a time-out: there is none
+            except nvml.NVMLError:  # a time-out: no event
                 return
 
     def _gone(self) -> Iterator[tuple[str, str]]:
@@ -72,7 +74,7 @@ class GpuFailures:
 
 @contextmanager
 def watched_gpu_failures() -> Iterator[Callable[[], Sequence[tuple[str, str]]]]:
-    """What tells of failures of GPUs during the block. Without NVML, or events of it, there are none to hear of."""
+    """Watch for GPU failures during the block. Without NVML or its events, none are reported."""
     with ExitStack() as opened:
         try:
             nvml = opened.enter_context(opened_nvml())

@@ -1,8 +1,8 @@
-"""GPU inventory through NVML (nvidia-ml-py, imported late: most commands never need it).
+"""GPU inventory through NVML (nvidia-ml-py, imported lazily: most commands never need it).
 
-A machine without NVML, without a loaded kernel module or without a GPU simply has no GPUs: the functions then answer
-with an empty tuple or None. Everything else that NVML reports, such as a library that does not match the kernel
-module, is DriverUnavailable with NVML's error as its cause.
+A machine without NVML, without a loaded kernel module or without a GPU simply has no GPUs: the functions return an
+empty tuple or None. Any other NVML error, such as a library that does not match the kernel module, is DriverUnavailable
+with NVML's error as its cause.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _P2P_READ = 0  # NVML_P2P_CAPS_INDEX_READ, which nvidia-ml-py 13 has as the tupl
 
 
 class NoNvml(Exception):
-    """NVML is not there, or the machine has no GPU."""
+    """NVML is missing, or the machine has no GPU."""
 
 
 @contextmanager
@@ -53,11 +53,11 @@ def opened_nvml() -> Iterator[ModuleType]:
 
 @contextmanager
 def nvml_kept_open() -> Iterator[None]:
-    """NVML stays initialised throughout the block: each of the functions here would start it anew.
+    """Keep NVML initialised during the block; otherwise each function here initialises it again.
 
-    That takes time, and opens device files: nothing for a moment at which a job stands still.
+    That takes time and opens device files, which is bad while a job is stopped.
 
-    Raises DriverUnavailable where NVML is there and broken; nothing where there is none.
+    Raises DriverUnavailable if NVML is present but broken; does nothing without NVML.
     """
     with ExitStack() as opened:
         with suppress(NoNvml):
@@ -66,13 +66,13 @@ def nvml_kept_open() -> Iterator[None]:
 
 
 def devices(nvml: ModuleType) -> Iterator[tuple[int, Any]]:
-    """The index and the handle of every GPU."""
+    """Index and handle of every GPU."""
     for index in range(nvml.nvmlDeviceGetCount()):
         yield index, nvml.nvmlDeviceGetHandleByIndex(index)
 
 
 def _if_supported(nvml: ModuleType, query: Callable[..., Any], *args: Any) -> Any:
-    """The answer to a query; None where this GPU or driver does not know it."""
+    """The result of a query; None if this GPU or driver does not support it."""
     try:
         return query(*args)
     except (nvml.NVMLError_NotSupported, nvml.NVMLError_FunctionNotFound, nvml.NVMLLibraryMismatchError):
@@ -80,9 +80,9 @@ def _if_supported(nvml: ModuleType, query: Callable[..., Any], *args: Any) -> An
 
 
 def list_gpus() -> tuple[Gpu, ...]:
-    """The GPUs of this machine, in NVML's order; empty where there are none. Sizes in bytes.
+    """The GPUs of this machine, in NVML's order; empty if there are none. Sizes in bytes.
 
-    Raises DriverUnavailable where NVML is there and broken.
+    Raises DriverUnavailable if NVML is there and broken.
     """
     try:
         with opened_nvml() as nvml:
@@ -105,10 +105,10 @@ def _describe(nvml: ModuleType, index: int, handle: Any) -> Gpu:
 
 
 def gpu_processes() -> tuple[GpuUse, ...]:
-    """The processes that hold a compute context, once for each GPU they use; empty where there is no GPU.
+    """The processes that hold a compute context, one entry per GPU they use; empty if there is no GPU.
 
-    The pids are as NVML sees them: of this pid namespace on bare metal, of the host's in most containers.
-    Raises DriverUnavailable where NVML is there and broken.
+    Pids are NVML's: of this pid namespace on bare metal, of the host's in most containers. Raises DriverUnavailable if
+    NVML is there and broken.
     """
     try:
         with opened_nvml() as nvml:
@@ -122,10 +122,10 @@ def gpu_processes() -> tuple[GpuUse, ...]:
 
 
 def unreachable_pairs() -> frozenset[frozenset[str]]:
-    """The pairs of GPUs (by UUID) of which NVML knows that neither can read the other's memory.
+    """The pairs of GPUs (UUIDs) that cannot read each other's memory, according to NVML.
 
-    A pair that is not in it can, or NVML cannot tell. Empty where there are no GPUs. Raises DriverUnavailable where
-    NVML is there and broken.
+    Other pairs can, or NVML cannot tell. Empty if there are no GPUs. Raises DriverUnavailable if NVML is there and
+    broken.
     """
     try:
         with opened_nvml() as nvml:
@@ -145,7 +145,7 @@ def unreachable_pairs() -> frozenset[frozenset[str]]:
 
 
 def are_busy(uuids: Collection[str]) -> bool:
-    """Whether one of these GPUs computes; True where NVML cannot tell. Raises DriverUnavailable as the others do."""
+    """Whether one of these GPUs is busy; True if NVML cannot tell. Raises DriverUnavailable like the others."""
     try:
         with opened_nvml() as nvml:
             rates = [
@@ -159,7 +159,7 @@ def are_busy(uuids: Collection[str]) -> bool:
 
 
 def gpu_activity() -> Mapping[str, GpuActivity]:
-    """What each GPU does now, by UUID; empty where there are none. Raises DriverUnavailable as the others do."""
+    """The current activity of each GPU, by UUID; empty if there are none. Raises DriverUnavailable like the others."""
     found = {}
     try:
         with opened_nvml() as nvml:
@@ -173,9 +173,9 @@ def gpu_activity() -> Mapping[str, GpuActivity]:
 
 
 def mps_clients() -> frozenset[int]:
-    """The pids (as NVML sees them) of processes that use a GPU through MPS; empty where NVML cannot tell.
+    """The pids (as NVML sees them) of processes that use a GPU through MPS; empty if NVML cannot tell.
 
-    Raises DriverUnavailable where NVML is there and broken.
+    Raises DriverUnavailable if NVML is there and broken.
     """
     try:
         with opened_nvml() as nvml:
@@ -189,10 +189,10 @@ def mps_clients() -> frozenset[int]:
 
 
 def gpus_with_device_file(gpus: Sequence[Gpu], root: Path) -> tuple[Gpu, ...]:
-    """Those whose device file (``/dev/nvidia0``, …) is below this root folder, if it is in this process's ``/dev``.
+    """The GPUs whose device file (``/dev/nvidia0``, …) is below this root folder, of those with one in our ``/dev``.
 
-    The driver knows no others for a process there, whatever CUDA_VISIBLE_DEVICES says (measured on driver 580). Which
-    file is whose is in ``/proc/driver/nvidia``; all of them where that does not tell, or root cannot be looked into.
+    The driver knows no others for a process there, regardless of CUDA_VISIBLE_DEVICES (measured on driver 580).
+    ``/proc/driver/nvidia`` maps files to GPUs; returns all GPUs if it does not, or if the root cannot be read.
     """
     files = _device_files()
     try:
@@ -215,11 +215,11 @@ def _device_files() -> Mapping[str, str]:
 
 
 def visible_gpus(gpus: Sequence[Gpu], environment: Mapping[str, str]) -> tuple[Gpu, ...]:
-    """Those of a machine's GPUs that CUDA shows a process with this environment: CUDA_VISIBLE_DEVICES names them.
+    """The GPUs that CUDA shows to a process with this environment, according to CUDA_VISIBLE_DEVICES.
 
-    Read as the driver does: indices, or UUIDs by as much as is unique, and the list ends at the first name that fits no
-    GPU. (CUDA C++ Programming Guide, "CUDA Environment Variables". Indices count ``gpus``, in NVML's order, which is
-    CUDA's with CUDA_DEVICE_ORDER=PCI_BUS_ID, and where all GPUs are of one model.)
+    Read as the driver does: indices, or unique prefixes of UUIDs, and the list ends at the first name that matches no
+    GPU. (CUDA C++ Programming Guide, "CUDA Environment Variables". Indices refer to ``gpus``, in NVML's order, which is
+    CUDA's with CUDA_DEVICE_ORDER=PCI_BUS_ID, or if all GPUs are the same model.)
     """
     names = environment.get("CUDA_VISIBLE_DEVICES")
     if names is None:
@@ -241,7 +241,7 @@ def _named(name: str, gpus: Sequence[Gpu]) -> list[Gpu]:
 
 
 def driver_version() -> str | None:
-    """The NVIDIA driver's version, such as ``580.159.04``; None where there is none."""
+    """The NVIDIA driver's version, such as ``580.159.04``; None if there is none."""
     try:
         with opened_nvml() as nvml:
             return str(nvml.nvmlSystemGetDriverVersion())
@@ -250,9 +250,9 @@ def driver_version() -> str | None:
 
 
 def persistence_mode(gpu_uuid: str | None = None) -> bool | None:
-    """Whether persistence mode is on, on the one GPU or on all; None where NVML cannot tell.
+    """Whether persistence mode is on for all GPUs; None if NVML cannot tell.
 
-    The driver needs it on, or a cuInit before, to restore (NVIDIA's documentation of cuCheckpointProcessRestore).
+    To restore, the driver needs it on, or a cuInit before (NVIDIA's documentation of cuCheckpointProcessRestore).
     """
     try:
         with opened_nvml() as nvml:

@@ -1,11 +1,11 @@
 """The project's only binding of libcuda.so.1: its checkpoint functions, raw, with result codes instead of exceptions.
 
-Import budget: ctypes and nothing else. The drop-in ``cuda-checkpoint`` is forked several times for every process of
-a dump, so that dataclasses, enum, typing, re and the rest of gpucr stay out of this module (a test asserts it).
+Import budget: ctypes and nothing else. The drop-in ``cuda-checkpoint`` is forked several times for every process of a
+dump, so dataclasses, enum, typing, re and the rest of gpucr stay out of this module (a test asserts it).
 
 None of the checkpoint functions needs cuInit in the caller (measured on driver 580). ctypes releases the GIL during a
-call, so that several threads can act on several processes at once. Layouts and constants follow CUDA 13.4's cuda.h;
-they are tested against cuda-bindings.
+call, so several threads can act on several processes at once. Layouts and constants follow CUDA 13.4's cuda.h; they are
+tested against cuda-bindings.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ UUID_SIZE_BYTES = 16
 
 API_13_4 = 13040
 CUSTOM_STORAGE = ("cuCheckpointProcessCheckpoint", "cuCheckpointProcessRestore", "cuCheckpointOperationComplete")
-"""The functions that hand device memory over, with the interface of CUDA 13.4; what dlsym gives is an older one."""
+"""The functions that hand device memory over, in their CUDA 13.4 version; dlsym would return an older one."""
 
 
 class GpuPair(ctypes.Structure):
-    """CUcheckpointGpuPair: what lay on the GPU ``oldUuid`` is restored to the GPU ``newUuid``."""
+    """CUcheckpointGpuPair: memory of the GPU ``oldUuid`` is restored to the GPU ``newUuid``."""
 
     _fields_ = (
         ("oldUuid", ctypes.c_ubyte * UUID_SIZE_BYTES),
@@ -53,7 +53,7 @@ class GpuPair(ctypes.Structure):
 
 
 class LockArgs(ctypes.Structure):
-    """CUcheckpointLockArgs. ``timeoutMs`` 0 waits without limit."""
+    """CUcheckpointLockArgs. ``timeoutMs`` 0: no limit."""
 
     _fields_ = (
         ("timeoutMs", ctypes.c_uint32),
@@ -84,7 +84,7 @@ class RestoreArgs(ctypes.Structure):
 
 
 class UnlockArgs(ctypes.Structure):
-    """CUcheckpointUnlockArgs: nothing but reserved bytes."""
+    """CUcheckpointUnlockArgs: only reserved bytes."""
 
     _fields_ = (("reserved", ctypes.c_uint64 * 8),)
 
@@ -92,7 +92,7 @@ class UnlockArgs(ctypes.Structure):
 _INT_P = ctypes.POINTER(ctypes.c_int)
 _TEXT_P = ctypes.POINTER(ctypes.c_char_p)
 
-# Every function returns CUresult, a C enum that fits an int.
+# Every function returns CUresult, a C enum the size of an int.
 _FUNCTIONS = (
     ("cuInit", (ctypes.c_uint,)),
     ("cuDriverGetVersion", (_INT_P,)),
@@ -122,7 +122,7 @@ class FunctionsMissing(Exception):
 class Libcuda:
     """The loaded library. Methods return the CUresult, or a tuple of CUresult and value.
 
-    A pid must fit a C int and a timeout 32 bits: ctypes would cut off what is too large without a word.
+    A pid must fit a C int and a timeout 32 bits: ctypes silently truncates larger values.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -141,11 +141,11 @@ class Libcuda:
 
     @property
     def has_custom_storage(self) -> bool:
-        """Whether the driver has custom storage, asked as its documentation says: an older one knows no CUDA 13.4."""
+        """Whether the driver has custom storage, detected as documented: an older driver does not know CUDA 13.4."""
         return all(self.find(name, API_13_4) for name in CUSTOM_STORAGE)
 
     def find(self, name: str, version: int) -> int | None:
-        """The address of the function that a program of this CUDA version means; None: there is none."""
+        """The address of the function in the version for this CUDA release; None if there is none."""
         try:
             look_up = self._cuda.cuGetProcAddress_v2
         except AttributeError:
@@ -155,7 +155,7 @@ class Libcuda:
         return function.value if look_up(*arguments) == SUCCESS and status.value == 0 else None
 
     def is_initialized(self) -> bool:
-        """Whether somebody has called cuInit in this process."""
+        """Whether cuInit has been called in this process."""
         return int(self._cuda.cuDeviceGetCount(ctypes.byref(ctypes.c_int()))) == SUCCESS
 
     def init(self) -> int:
@@ -176,7 +176,7 @@ class Libcuda:
         return self._text(self._cuda.cuGetErrorName, result) or "CUresult " + str(result)
 
     def process_state(self, pid: int) -> tuple[int, int]:
-        """The process's CUprocessState; it may be one that this version does not know."""
+        """The process's CUprocessState; may be unknown to this version."""
         value = ctypes.c_int()
         return int(self._cuda.cuCheckpointProcessGetState(pid, ctypes.byref(value))), value.value
 
@@ -186,7 +186,7 @@ class Libcuda:
         return int(self._cuda.cuCheckpointProcessGetRestoreThreadId(pid, ctypes.byref(value))), value.value
 
     def lock(self, pid: int, timeout_ms: int = 0) -> int:
-        """RUNNING → LOCKED; NOT_READY when the timeout passed, and the process is RUNNING again."""
+        """RUNNING → LOCKED; NOT_READY if the timeout passed: the process is RUNNING again."""
         return int(self._cuda.cuCheckpointProcessLock(pid, ctypes.byref(LockArgs(timeoutMs=timeout_ms))))
 
     def checkpoint(self, pid: int) -> int:
@@ -216,9 +216,9 @@ class Libcuda:
 
 
 def load(path: str | None = None) -> Libcuda:
-    """Load the driver's library: ``path``, or libcuda.so.1 where the dynamic loader finds it.
+    """Load the driver's library: ``path``, or libcuda.so.1 as the dynamic loader finds it.
 
-    Raises LibraryNotLoaded where there is none, FunctionsMissing where the driver has no checkpoint functions.
+    Raises LibraryNotLoaded if there is none, FunctionsMissing if the driver has no checkpoint functions.
     """
     try:
         library = ctypes.CDLL(path or SONAME)

@@ -1,7 +1,7 @@
-"""What gpucr itself uses of a GPU, told from outside: it is no job, and no stranger on a GPU that somebody wants.
+"""Recognise gpucr's own GPU use from outside: it is neither a job nor a foreign user of a GPU.
 
-Descriptors with a name are the sign: whoever may look into a process sees them, and they end with it. A supervisor
-calls cuInit once and lives on; a vault holds a context while a job's memory is copied (proc_pid_fd(5)).
+Named descriptors mark it: anyone who may inspect the process sees them, and they end with it (proc_pid_fd(5)). A
+supervisor calls cuInit once and keeps running; a vault holds a context while a job's memory is copied.
 """
 
 from __future__ import annotations
@@ -16,26 +16,29 @@ _signs: list[int] = []
 
 
 def note_initialized() -> None:
-    """This process calls cuInit for gpucr. Not for a program that has used CUDA before: that is a job of its own."""
+    """Mark that this process calls cuInit for gpucr.
+
+    Not for a program that has used CUDA before: that is a job itself.
+    """
     if not _signs:
         _signs.append(_sign(_INITIALIZED))
 
 
 def note_context() -> int:
-    """This process makes a context for gpucr. Returns the descriptor to close after that."""
+    """Mark that this process has a context for gpucr. Returns the descriptor to close afterwards."""
     return _sign(_CONTEXT)
 
 
 def is_gpucrs(pid: int, *, had_memory: bool) -> bool:
-    """Whether all that a process uses of CUDA is gpucr's own, as far as the caller may look.
+    """Whether a process's CUDA use is only gpucr's own, if the caller may see that.
 
-    ``had_memory``: it had device memory when the caller asked NVML. A program that calls gpucr and CUDA later has some
+    ``had_memory``: it had device memory when the caller asked NVML. A program that calls gpucr and later CUDA has some
     without a vault. Raises DriverUnavailable.
     """
     signs = _names_of(pid)
     if _INITIALIZED not in signs:
         return False
-    # A vault may have been closed since.
+    # A vault may have closed since.
     return not had_memory or _CONTEXT in signs or all(use.pid != pid for use in gpu_processes())
 
 

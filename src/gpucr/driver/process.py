@@ -14,11 +14,11 @@ class Process:
     """A CUDA process that can be locked, checkpointed, restored and unlocked.
 
     The states go RUNNING → lock → LOCKED → checkpoint → CHECKPOINTED → restore → LOCKED → unlock → RUNNING. This acts
-    on the one process only; `gpucr.suspend` and `gpucr.dump` handle whole trees and undo what fails halfway. Needs
-    the right to trace the process (same user, or root).
+    on one process only; `gpucr.suspend` and `gpucr.dump` handle whole trees and undo what fails halfway. Needs the
+    right to trace the process (same user, or root).
 
-    Raises TypeError where ``pid`` is no int, ValueError where it is not positive. The driver is loaded at the first
-    use: DriverUnavailable where there is none.
+    Raises TypeError if ``pid`` is no int, ValueError if it is not positive. The driver is loaded at first use:
+    DriverUnavailable if there is none.
     """
 
     __slots__ = ("_driver", "_pid")
@@ -39,12 +39,12 @@ class Process:
 
     @property
     def state(self) -> str:
-        """``running``, ``locked``, ``checkpointed`` or ``failed``; a word of a newer driver is passed on.
+        """``running``, ``locked``, ``checkpointed`` or ``failed``; a newer driver's word is passed through.
 
-        ``checkpointing``, ``restoring``: another tool has begun that with custom storage (driver 615), and has not
+        ``checkpointing``, ``restoring``: another tool has started that with custom storage (driver 615) and not
         completed it. No action leads out of these two.
 
-        Raises ProcessNotFound, NotPermitted, or NotACudaProcess where the process has no CUDA context.
+        Raises ProcessNotFound, NotPermitted, or NotACudaProcess if the process has no CUDA context.
         """
         state = self._loaded().state(self._pid)
         if state is None:
@@ -59,7 +59,7 @@ class Process:
     def lock(self, timeout_ms: int = 0) -> None:
         """RUNNING → LOCKED: CUDA calls block, pending work is finished.
 
-        Waits at most ``timeout_ms`` milliseconds (0: no limit). Raises LockTimeout, and the process is RUNNING again;
+        Waits up to ``timeout_ms`` milliseconds (0: no limit). Raises LockTimeout (the process is RUNNING again),
         IllegalState, DriverError.
         """
         _checked_int("timeout_ms", timeout_ms)
@@ -70,7 +70,7 @@ class Process:
     def checkpoint(self) -> None:
         """LOCKED → CHECKPOINTED: device memory moves to host memory, the GPU is released.
 
-        Raises NotSupportedByDriver, and the process stays LOCKED; IllegalState, DriverError.
+        Raises NotSupportedByDriver (the process stays LOCKED), IllegalState, DriverError.
         """
         self._loaded().checkpoint(self._pid)
 
@@ -81,9 +81,9 @@ class Process:
         A UUID is a string, with or without ``GPU-`` in front, 16 bytes, a `uuid.UUID`, or anything with its 16
         ``bytes`` (``CUuuid``).
 
-        Raises TypeError or ValueError for what is no mapping of UUIDs or names a GPU twice, before anything is asked of
-        the driver; Unsupported where the driver is older than CUDA 13.0, DriverError for a wrong map. The process
-        stays CHECKPOINTED.
+        Raises TypeError or ValueError, before the driver is called, for anything but a mapping of UUIDs or if a GPU is
+        named twice; Unsupported if the driver is older than CUDA 13.0, DriverError for a wrong map. The process stays
+        CHECKPOINTED.
         """
         gpu_map = _gpu_map(gpu_mapping)
         self._loaded().restore(self._pid, gpu_map)

@@ -1,4 +1,4 @@
-"""The CUDA processes of a job, as one: the driver's four actions on all of them, and who may run meanwhile."""
+"""The CUDA processes of a job as a unit: the driver's four actions on all, and which threads may run meanwhile."""
 
 from __future__ import annotations
 

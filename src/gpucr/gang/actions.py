@@ -1,12 +1,12 @@
 """The driver's four actions over a gang: the CUDA processes of a job, handled as one.
 
-Every action runs in all processes at once, each in a thread of its own, because the driver works on different
-processes in parallel (two 8 GiB processes: 3.0 s together, 7.4 s one after the other). A failure in one process does
-not stop the others half-way: all calls are waited for, then the first error is raised and the caller undoes.
+Every action runs in all processes at once, one thread each, because the driver works on different processes in parallel
+(two 8 GiB processes: 3.0 s together, 7.4 s one after the other). A failure in one process does not stop the others
+half-way: all calls are awaited, then the first error is raised and the caller undoes.
 
-The states form a ladder, RUNNING - LOCKED - CHECKPOINTED, and each member remembers the rung on which it was found.
-Undoing is therefore never a replay of what was done but a look at where each process is now, followed by the steps
-that lead back to where it was found. That holds wherever an operation was cut off.
+The states form a ladder, RUNNING - LOCKED - CHECKPOINTED, and each member remembers the rung on which it was found. So
+an undo never replays what was done: it checks where each process is now and takes the steps back to where it was found.
+This works wherever an operation was cut off.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from gpucr.linux import processes
 from gpucr.model import CudaState, GangLock, GangMember, GpuMap
 
 DEFAULT_LOCK_TIMEOUT_S = 30.0
-"""How long a lock waits for pending GPU work where the user gave no deadline."""
+"""How long a lock waits for pending GPU work without a user's deadline."""
 
 STUCK_AFTER_S = 120.0
-"""How long a call is waited for once the deadline has passed: the driver offers no way to cancel one.
+"""How long to wait for a call after the deadline: the driver cannot cancel one.
 
-A call that begins after the deadline, as those of an undo do, is given this time from its own beginning.
+A call that begins after the deadline, as in an undo, gets this time from its own start.
 """
 
 _LADDER = (CudaState.RUNNING, CudaState.LOCKED, CudaState.CHECKPOINTED)
@@ -44,7 +44,7 @@ _LADDER = (CudaState.RUNNING, CudaState.LOCKED, CudaState.CHECKPOINTED)
 class Gang:
     """The CUDA processes of one job. ``deadline`` is a time.monotonic() value, or None for no limit.
 
-    ``first_lock`` tells how they were locked; processes that are added later are locked on their own.
+    ``first_lock`` says how they were locked; processes added later are locked separately.
     """
 
     def __init__(self, driver: Driver, members: Sequence[GangMember], *, deadline: float | None = None) -> None:
@@ -54,13 +54,13 @@ class Gang:
         self._stuck: dict[int, str] = {}
         self.first_lock: GangLock | None = None
         self.rank: Callable[[int], Holdable | None] = lambda pid: None
-        """What keeps this process from submitting work, and lets it go on; None: the driver's lock alone."""
+        """What else keeps this process from submitting work and can release it; None: only the driver's lock."""
         self.bring_back: Callable[[Mapping[int, GpuMap | None]], Mapping[int, Exception | None]] = lambda maps: {}
-        """Restores those of these members, with these maps, whose memory the driver has not; the result for each."""
+        """Restores the members, with these maps, whose memory is not in the driver; the result for each."""
         self.before_climb: Callable[[int], None] = lambda pid: None
-        """What is to be done with a member that is LOCKED, and was found CHECKPOINTED, before it is that again."""
+        """Called for a LOCKED member that was found CHECKPOINTED, before it is checkpointed again."""
         self.before_unlock: Callable[[], None] = lambda: None
-        """What is to be done when all are LOCKED again and none runs yet; raises GpucrError or OSError."""
+        """Called when all are LOCKED again and none runs yet; raises GpucrError or OSError."""
 
     @property
     def members(self) -> tuple[GangMember, ...]:
@@ -68,19 +68,19 @@ class Gang:
         return tuple(self._members.values())
 
     def add(self, members: Iterable[GangMember]) -> None:
-        """Take in processes that began to use CUDA after the gang was discovered."""
+        """Add processes that began to use CUDA after the gang was discovered."""
         for member in members:
             self._members.setdefault(member.pid, member)
 
     def settle(self, found: Callable[[GangMember], CudaState]) -> None:
-        """There is no way back to where members were found: from now on this is where each belongs."""
+        """Replace the members' found states: from now on an undo leads to this one."""
         self._members = {pid: replace(each, found=found(each)) for pid, each in self._members.items()}
 
     def state(self, pid: int) -> CudaState | None:
-        """The state now. None where the process has ended, or runs another program by now.
+        """The current state. None if the process has ended or has executed another program.
 
-        Raises JobChanged where a process that used CUDA denies it: the driver answers so, too, where it could not look
-        (seen without free descriptors), and what is not known must never pass for done.
+        Raises JobChanged if a process that used CUDA appears not to: the driver also answers so when it could not look
+        (seen without free descriptors), and an unknown state must never count as done.
         """
         process = self._members[pid].id
         if not processes.goes_on(process):
@@ -90,7 +90,7 @@ class Gang:
         except GpucrError:
             if processes.goes_on(process):
                 raise
-            return None  # it ended between the two questions
+            return None  # it ended between the two queries
         if state is None and uses_libcuda(pid) and processes.goes_on(process):
             raise JobChanged(
                 f"the driver does not tell the state of process {pid} any more",
@@ -100,11 +100,11 @@ class Gang:
         return state
 
     def is_stuck(self, pid: int) -> bool:
-        """Whether a driver call on this process never came back: asking its state could hang as well."""
+        """Whether a driver call on this process never returned: querying its state could hang too."""
         return pid in self._stuck
 
     def restore_threads(self) -> dict[int, int]:
-        """The thread that does the driver's work, per pid. Raises JobChanged where a process has ended."""
+        """The restore thread, by pid. Raises JobChanged if a process has ended."""
         try:
             return {member.pid: self.driver.restore_thread_id(member.pid) for member in self.members}
         except GpucrError:
@@ -112,12 +112,12 @@ class Gang:
             raise
 
     def lock(self, check: Callable[[], None] = lambda: None) -> GangLock:
-        """RUNNING → LOCKED for every member that runs; members found LOCKED or CHECKPOINTED are left alone.
+        """RUNNING → LOCKED for every running member; members found LOCKED or CHECKPOINTED are left alone.
 
         Several are locked by holding the leader (hold_leader.py), because they may wait for each other. ``check`` is
-        called often meanwhile, and may raise to end it. Where that fails, all that ran run again.
+        called often meanwhile, and may raise to end it. On failure, all that were running run again.
 
-        Raises LockTimeout where GPU work is pending for longer than the deadline (30 s where there is none).
+        Raises LockTimeout if GPU work is pending for longer than the deadline (30 s if there is none).
         """
         begin = time.monotonic()
         left_s = DEFAULT_LOCK_TIMEOUT_S if self.deadline is None else self.deadline - begin
@@ -134,7 +134,7 @@ class Gang:
     def _lock(
         self, running: Sequence[int], locked: Sequence[int], end: float, check: Callable[[], None] = lambda: None
     ) -> GangLock:
-        """Lock those that run; those of ``locked`` are locked, and may be released for a moment."""
+        """Lock the running ones; those of ``locked`` are locked already, and may be released for a moment."""
         begin = time.monotonic()
         if len(running) + len(locked) > 1:
             return self._hold_leader(running, locked, end, check)
@@ -144,7 +144,7 @@ class Gang:
     def _hold(self, pid: int, end: float) -> None:
         rank, left_s = self.rank(pid), end - time.monotonic()
         if rank is None:
-            # Rounded up: a lock that gives up before the deadline would be reported as one that nobody had limited.
+            # Rounded up: a lock that times out before the deadline would be reported as one without a limit.
             self.driver.lock(pid, max(1, math.ceil(min(left_s * 1000, MAX_LOCK_TIMEOUT_MS))))
         elif not rank.hold(left_s):
             raise LockTimeout(
@@ -153,7 +153,7 @@ class Gang:
             )  # fmt: skip
 
     def _states(self, pids: Iterable[int]) -> tuple[dict[int, CudaState | None], dict[int, Exception]]:
-        """The states now, each asked in a thread of its own, and the errors of those that cannot be asked."""
+        """The current states, each queried in its own thread, and the errors of failed queries."""
         states: dict[int, CudaState | None] = {}
 
         def ask(pid: int) -> None:
@@ -186,7 +186,7 @@ class Gang:
     ) -> None:
         """CHECKPOINTED → LOCKED for every member whose ``down_to`` state is below CHECKPOINTED.
 
-        ``gpu_maps``: by pid, of those that go to other GPUs.
+        ``gpu_maps``: by pid, for those that go to other GPUs.
         """
         maps = gpu_maps or {}
         wanted = [m.pid for m in self.members if _below(down_to(m), CudaState.CHECKPOINTED)]
@@ -204,7 +204,7 @@ class Gang:
         self._everywhere("unlock", CudaState.LOCKED, self._unlock_unless_ended, wanted)
 
     def _unlock_unless_ended(self, pid: int) -> None:
-        """Those that run already may be about to end, and end the rest of the job: that is no failure."""
+        """Running ones may be about to end, and to end the rest of the job: that is no failure."""
         try:
             (self.rank(pid) or DriverLock(self.driver, pid)).release()
         except GpucrError:
@@ -212,10 +212,10 @@ class Gang:
                 raise
 
     def return_to_found(self) -> None:
-        """Bring every member that still lives back to the state in which it was found, from wherever it is now.
+        """Bring every living member back to the state in which it was found, from wherever it is now.
 
-        Each member is tried even when another one fails. Raises the first error afterwards; a process that has ended
-        is no error, there is nothing to bring back.
+        Each member is tried even if another one fails. Raises the first error afterwards; a process that has ended is
+        no error.
         """
         errors: list[GpucrError | OSError] = []
         ways: tuple[Callable[[], None], ...] = (
@@ -234,11 +234,11 @@ class Gang:
             raise errors[0] if errors else JobChanged(f"not as found: {names}", pids=[m.pid for m in wrong])
 
     def wait_for_calls(self) -> None:
-        """As found → as found, when the calls are over that a gpucr which has died had begun.
+        """As found → as found, after waiting for calls that a dead gpucr had begun.
 
-        Each member is asked for the action that leads to its found state. The driver serves the calls of one process
-        in turn, so the answer comes after theirs, and it refuses (CUDA_ERROR_ILLEGAL_STATE, nothing changed) where the
-        process is there already. Raises JobChanged where one of those calls has led a member elsewhere.
+        Calls, for each member, the action that leads to its found state. The driver serializes calls on one process, so
+        the answer comes after theirs, and it refuses (CUDA_ERROR_ILLEGAL_STATE, nothing changed) if the process is
+        there already. Raises JobChanged if one of those calls has led a member elsewhere.
         """
         ways: dict[CudaState, Callable[[int], None]] = {
             CudaState.RUNNING: self.driver.unlock,
@@ -261,12 +261,12 @@ class Gang:
             raise JobChanged(f"not as found: {names}", pids=[m.pid for m in wrong])
 
     def _climb_back(self) -> None:
-        """Lock and checkpoint again what was found higher on the ladder than it is (the undo of a resume)."""
+        """Lock and checkpoint members again that are now below their found state (the undo of a resume)."""
         found_above = [m.pid for m in self.members if m.found in (CudaState.LOCKED, CudaState.CHECKPOINTED)]
         checkpointed = [m.pid for m in self.members if m.found is CudaState.CHECKPOINTED]
         states, errors = self._states(found_above)
         running = [pid for pid, state in states.items() if state is CudaState.RUNNING]
-        # Those that run may wait for one that does not yet, and which was to run as well.
+        # Running ones may wait for one that does not run yet, and that was to run too.
         locked = [pid for pid in checkpointed if states.get(pid) is CudaState.LOCKED]
         if running:
             self._lock(running, locked, time.monotonic() + DEFAULT_LOCK_TIMEOUT_S)
@@ -279,7 +279,7 @@ class Gang:
         self.driver.checkpoint(pid)
 
     def _require_all_alive(self, action: str) -> None:
-        """Raise JobChanged where a member ended without a driver call that failed: before the call, or right after."""
+        """Raise JobChanged if a member ended although no driver call failed: before the call, or right after it."""
         ended = [member.pid for member in self.members if not processes.goes_on(member.id)]
         if ended:
             raise _ended(ended, action)
@@ -288,7 +288,7 @@ class Gang:
         try:
             state = self.state(member.pid)
         except (GpucrError, OSError):
-            return True  # a process that cannot be looked at is not known to be as it was found
+            return True  # a process that cannot be queried is not known to be as it was found
         return state is not None and state != member.found
 
     def _where(self, member: GangMember) -> str:
@@ -303,9 +303,9 @@ class Gang:
     def _everywhere(
         self, action: str, before: CudaState, call: Callable[[int], None], pids: Sequence[int] | None = None
     ) -> None:
-        """Run one action at once in all members (or those of ``pids``) that are in the state that it starts from.
+        """Run one action concurrently in all members (or those of ``pids``) that are in its start state.
 
-        The state is asked in the member's own thread: an answer that fails or never comes must not stop the others.
+        Each member's thread queries the state: a query that fails or hangs must not stop the others.
         """
 
         def call_where_it_fits(pid: int) -> None:
@@ -318,13 +318,13 @@ class Gang:
             raise self._explain(action, before, errors)
 
     def _call_in_parallel(self, action: str, call: Callable[[int], None], pids: Sequence[int]) -> dict[int, Exception]:
-        """One thread per process. Waits for all of them: a driver call cannot be taken back."""
+        """One thread per process. Waits for all of them: a driver call cannot be cancelled."""
         results: queue.SimpleQueue[tuple[int, Exception | None]] = queue.SimpleQueue()
 
         def work(pid: int) -> None:
             try:
                 call(pid)
-            except Exception as error:  # noqa: BLE001 - carried to the waiting thread, which raises it
+            except Exception as error:  # noqa: BLE001 - passed to the waiting thread, which raises it
                 results.put((pid, error))
             else:
                 results.put((pid, None))
@@ -332,7 +332,7 @@ class Gang:
         for pid in pids:
             try:
                 threading.Thread(target=work, args=(pid,), name=f"{action}-{pid}", daemon=True).start()
-            except (RuntimeError, MemoryError):  # no more threads: one after the other then, so that no undo fails
+            except (RuntimeError, MemoryError):  # no more threads: do it one after the other, so that no undo fails
                 work(pid)
         pending, errors = set(pids), {}
         hopeless_at = math.inf
@@ -352,7 +352,7 @@ class Gang:
         return errors
 
     def _explain(self, action: str, before: CudaState, errors: dict[int, Exception]) -> Exception:
-        """The one error to raise: what happened to the job rather than what the driver said, where we know."""
+        """The one error to raise: what happened to the job, if known, rather than what the driver said."""
         ended = [pid for pid in errors if not processes.goes_on(self._members[pid].id)]
         if ended:
             explained: Exception = _ended(ended, action)

@@ -1,15 +1,15 @@
 """Lock processes that wait for each other on the GPU (NCCL ranks), by holding the leader.
 
-A locked rank submits nothing, so what its peers have submitted together with it never completes, and their locks stay
-pending: locking ranks one after the other, or all at once, mostly fails. But the lock itself tells who is where. A rank
-that is locked has nothing pending: it is as far behind as any. One whose lock stays pending is *ahead*: it waits for
-the others. So all are locked at once; then, again and again, those that are locked are released for a moment, and
-locked anew, while those ahead are held where they are by their pending locks. The others catch up with the leader, and
-pass it by no more than they submit in that moment. docs/adr/0011 has the argument that this ends, with what it assumes,
-and the worst cases.
+A locked rank submits nothing, so collectives that its peers have submitted never complete, and their locks stay
+pending: locking ranks one after the other, or all at once, mostly fails. But the lock itself shows each rank's
+position. A locked rank has nothing pending: no rank is further behind. One whose lock stays pending is *ahead*: it
+waits for the others. So all are locked at once; then, repeatedly, the locked ones are released for a moment and locked
+again, while pending locks hold those ahead where they are. The others catch up with the leader, and pass it by no more
+than they submit in that moment. docs/adr/0011 has the argument that this terminates, its assumptions, and the worst
+cases.
 
-Each rank has a thread here, because a hold blocks and cannot be cancelled; one thread more decides. What holds a rank
-is its own affair (holdable.py): "locked" means held here, by the driver, by a gate, or by both.
+Each rank has a thread here, because a hold blocks and cannot be cancelled; one more thread decides. How a rank is held
+is up to it (holdable.py): here "locked" means held by the driver, by a gate, or by both.
 """
 
 from __future__ import annotations
@@ -31,32 +31,38 @@ from gpucr.gang.holdable import Holdable
 from gpucr.model import GangLock
 
 FIRST_PATIENCE_S = 0.005
-"""Quiet for so long, with one locked and one pending: the pending one is ahead. A lock alone takes 0.2 to 3 ms."""
+"""If nothing changes for this long, with one locked and one pending, the pending one is ahead.
+
+A lock alone takes 0.2 to 3 ms.
+"""
 
 PATIENCE_PER_PROCESS_S = 0.0001
 
 PATIENCE_WEARS_OFF = 0.75
-"""A busy rank has taught patience; each time that it was in vain it gets shorter again."""
+"""After a busy rank the quiet time is longer; each time that waiting was in vain it gets shorter again."""
 
 FIRST_HOLD_S = 0.001
-"""How long released ranks go on at first, beyond what the two calls take."""
+"""How long released ranks run at first, beyond what the two calls take."""
 
 LEAST_GROWING_HOLD_S = 0.00025
 
 PASSES_BEFORE_A_NEW_START = 4
-"""So often those released have passed all that were ahead: their steps are shorter than a driver call. Then all are let
-go, for NEW_START_LIMIT_S at most, and locked at once: that is likely to find ranks in lockstep in the same step."""
+"""If the released ones pass the leaders this often, their steps are shorter than a driver call.
+
+Then all are released, for NEW_START_LIMIT_S at most, and locked at once: that probably finds ranks in lockstep in the
+same step.
+"""
 
 NEW_START_LIMIT_S = 0.1
 
 FIRST_CALL_LIMIT_S = 2.0
-"""How long one lock call may stay pending. A call that ends so lets the leader go for a moment, so this doubles."""
+"""How long one lock call may stay pending. A call that times out releases the leader for a moment, so this doubles."""
 
 _LOOK_EVERY_S = 0.05
 
 
 class LocksFailed(Exception):
-    """Not all could be locked. ``errors`` by pid; every process is running again, or has an error of its own."""
+    """Not all could be locked. ``errors`` by pid; every process is running again or has an error."""
 
     def __init__(self, errors: dict[int, Exception]) -> None:
         super().__init__(errors)
@@ -64,11 +70,11 @@ class LocksFailed(Exception):
 
 
 class _Rung(enum.Enum):
-    """Where a rank is when none of our calls is at work on it."""
+    """A rank's state between our calls."""
 
     RUNNING = enum.auto()
     LOCKED = enum.auto()
-    UNKNOWN = enum.auto()  # a call has failed; `errors` has it
+    UNKNOWN = enum.auto()  # a call has failed, see `errors`
 
 
 class _Event(enum.Enum):
@@ -77,7 +83,7 @@ class _Event(enum.Enum):
 
 
 class _Order(Struct, frozen=True):
-    """What a rank's thread does in one go: unlock, leave the rank free until ``cut`` or for ``free_s``, lock."""
+    """One order to a rank's thread: unlock, leave the rank free until ``cut`` or for ``free_s``, lock."""
 
     attempt: int
     unlock: bool
@@ -96,18 +102,18 @@ class _News(Struct, frozen=True):
 
 
 class _Rank:
-    """One process, as the deciding thread knows it."""
+    """One process, as the deciding thread sees it."""
 
     def __init__(self, holdable: Holdable, rung: _Rung) -> None:
         self.holdable = holdable
         self.pid = holdable.pid
         self.orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
         self.rung = rung
-        self.is_busy = False  # an order is being carried out
+        self.is_busy = False  # an order is in progress
         self.is_asked = False  # and its lock call has begun
         self.limit_s = FIRST_CALL_LIMIT_S
         self.was_locked = rung is _Rung.LOCKED
-        self.stays_locked = False  # it was, and its unlock fails
+        self.stays_locked = False  # it was locked, and its unlock fails
 
     @property
     def is_locked(self) -> bool:
@@ -121,10 +127,10 @@ class _Rank:
 class LeaderHold:
     """Locks all of these ranks, once. ``end``: the time.monotonic() value by which to succeed.
 
-    They run; those of ``locked`` (pids) are locked already, and may be released for a moment as the others may. One of
-    these that cannot be unlocked stays as it is, and the others are locked without it.
-    ``check`` is called often while this waits, and may raise to end it. ``stuck_after_s``: how long after its own
-    timeout a hold is waited for. ``stuck`` has the pids of those that did not return even then.
+    They run, except those of ``locked`` (pids), which are locked already and may also be released for a moment. One of
+    these that cannot be unlocked stays as it is, and the others are locked without it. ``check`` is called often while
+    this waits, and may raise to end it. ``stuck_after_s``: how long to wait for a hold after its own timeout. ``stuck``
+    has the pids of those that did not return even then.
     """
 
     def __init__(
@@ -142,7 +148,7 @@ class LeaderHold:
         self._end = end
         self._stuck_after_s = stuck_after_s
         self._check = check
-        self._chance = chance or random.Random()  # noqa: S311 - it has no secret to keep
+        self._chance = chance or random.Random()  # noqa: S311 - not for secrets
         self._attempt = 0
         self._news: queue.SimpleQueue[_News] = queue.SimpleQueue()
         self._last_change = self._begin = time.monotonic()
@@ -152,13 +158,13 @@ class LeaderHold:
         self._least_patience_s = self._patience_s = FIRST_PATIENCE_S + PATIENCE_PER_PROCESS_S * len(ranks)
         self._base_hold_s = self._hold_s = FIRST_HOLD_S
         self._passes = 0
-        self._ahead: list[_Rank] = []  # whose locks were pending at the last release
+        self._ahead: list[_Rank] = []  # their locks were pending at the last release
 
     def lock(self) -> GangLock:
-        """RUNNING → LOCKED for all of them, or all RUNNING (but those that cannot be unlocked) and an error.
+        """RUNNING → LOCKED for all of them, or an error and all RUNNING (but those that cannot be unlocked).
 
-        Raises LocksFailed, and what ``check`` raises. Before that everything that was locked is unlocked again and
-        every pending call has ended. (A call that does not end is in ``stuck``.)
+        Raises LocksFailed, and what ``check`` raises, after everything that was locked is unlocked again and every
+        pending call has ended. (A call that does not end is in ``stuck``.)
         """
         for rank in self._ranks:
             threading.Thread(target=self._serve, args=(rank,), name=f"lock-{rank.pid}", daemon=True).start()
@@ -186,7 +192,7 @@ class LeaderHold:
             released = [rank for rank in self._ranks if not rank.is_busy and not rank.stays_locked]
             self._ahead = [rank for rank in self._ranks if rank.is_busy]
             hold_s = min(self._hold_s, (self._end - time.monotonic()) / 4)
-            # By chance a bit longer or shorter: else ranks in lockstep could pass each other again and again.
+            # Randomly a bit longer or shorter: otherwise ranks in lockstep could pass each other forever.
             self._release_and_lock(released, max(hold_s, 0.0) * self._chance.uniform(0.5, 1.5))
 
     def _release_and_lock(self, ranks: Sequence[_Rank], free_s: float) -> None:
@@ -197,11 +203,11 @@ class LeaderHold:
             self._give(rank, _Order(self._attempt, unlock, True, free_s, rank.limit_s, self._cut))
 
     def _adapt(self, released: Sequence[_Rank], ahead: Sequence[_Rank]) -> None:
-        """The length of the next hold, from what this one has led to.
+        """The length of the next release, from the result of this one.
 
-        All that were ahead are locked, and one that was released is pending: it has passed them. Shorter. Nothing has
-        moved: longer, because what they have to submit may be far off. The first who was ahead to be locked ends a hold
-        early, so a long one does little harm.
+        If all that were ahead are locked and a released one is pending, it has passed them: shorter. If nothing has
+        moved: longer, because what they have to submit may be far off. The first rank ahead that gets locked ends a
+        release early, so a long one does little harm.
         """
         are_locked = [rank.is_locked for rank in ahead]
         some_came_up = any(rank.is_pending for rank in released)
@@ -231,17 +237,17 @@ class LeaderHold:
             self._take_news(min(wait_s, self._end - now, _LOOK_EVERY_S))
 
     def _quiet_left_s(self, now: float) -> float:
-        """How long nothing more may happen before those that are locked are released."""
+        """How long to wait without a change before the locked ones are released."""
         if any(rank.is_busy and not rank.is_asked for rank in self._ranks):
-            return math.inf  # on its way
+            return math.inf  # in progress
         if any(not rank.is_busy and rank.rung is _Rung.RUNNING for rank in self._ranks):
-            return 0.0  # its call has timed out, and it runs on: ask again at once
+            return 0.0  # its call has timed out, and it runs: lock again at once
         if any(rank.is_locked and not rank.stays_locked for rank in self._ranks):
             return self._last_change + self._patience_s - now
         return math.inf  # all have work pending, and nobody could be released
 
     def _take_news(self, timeout_s: float) -> None:
-        """Wait for one message, and take in all that are there."""
+        """Wait for a message, and handle all that have arrived."""
         with contextlib.suppress(queue.Empty):
             self._take(self._news.get(timeout=timeout_s))
             while True:
@@ -262,14 +268,14 @@ class LeaderHold:
         self._last_change = max(self._last_change, news.time)
 
     def _learn_patience(self, locked_at: float) -> None:
-        """A rank that was locked long after anything had changed was busy, not ahead: such work is to be waited for."""
+        """A rank that was locked long after the last change was busy, not ahead: wait for such work."""
         quiet_s = locked_at - self._last_change
         on_their_way = any(rank.is_busy and not rank.is_asked for rank in self._ranks)
         if not on_their_way:
             self._patience_s = max(self._patience_s, min(2 * quiet_s, (self._end - locked_at) / 4))
 
     def _out_of_time(self) -> LocksFailed:
-        # Those that were released last could be locked, and may be on their way again just now.
+        # Those released last could be locked, and may be running again now.
         not_locked = [rank for rank in self._ranks if not rank.is_locked]
         ahead = [rank for rank in not_locked if rank in self._ahead] or not_locked
         pending = [rank.pid for rank in ahead]
@@ -288,7 +294,7 @@ class LeaderHold:
         return LocksFailed({pending[0]: error})
 
     def _bring_back(self) -> None:
-        """Everyone RUNNING again. Pending calls cannot be taken back: the others run, so that they come to an end."""
+        """Make all RUNNING again. Pending calls cannot be cancelled: the others run, so that the calls end."""
         self._giving_up = True
         self._cut.set()
         now = time.monotonic()
@@ -297,7 +303,7 @@ class LeaderHold:
         self.stuck = [rank.pid for rank in self._ranks if rank.is_busy]
 
     def _let_all_run(self, until: float, check: Callable[[], None]) -> None:
-        """Unlock what is locked and what gets locked, until nobody has a call pending, or at most ``until`` then."""
+        """Unlock what is locked or gets locked, until no call is pending or the time ``until``."""
         while time.monotonic() < until:
             check()
             for rank in self._ranks:
@@ -318,7 +324,7 @@ class LeaderHold:
             rung, failure = _Rung.UNKNOWN, None
             try:
                 rung = self._carry_out(rank, order)
-            except Exception as error:  # noqa: BLE001 - carried to the deciding thread, which raises it
+            except Exception as error:  # noqa: BLE001 - passed to the deciding thread, which raises it
                 failure = error
             self._news.put(_News(rank, _Event.ARRIVED, rung, time.monotonic(), failure))
 
@@ -340,6 +346,6 @@ class LeaderHold:
         self._news.put(_News(rank, _Event.ASKED, _Rung.RUNNING, time.monotonic()))
         rung = _Rung.LOCKED if rank.holdable.hold(min(left_s, order.limit_s)) else _Rung.RUNNING
         if order.attempt < self._attempt:
-            # One that was ahead: those that are free now have caught up with it, or it is held no more.
+            # It was ahead: the free ones have caught up with it, or it is no longer held.
             self._cut.set()
         return rung

@@ -1,4 +1,4 @@
-"""What keeps a rank from submitting work, and can be taken off again for a moment."""
+"""What keeps a rank from submitting work, and can be released for a moment."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ MAX_LOCK_TIMEOUT_MS = (1 << 32) - 1
 
 
 class Holdable(Protocol):
-    """One rank that can be held: by a driver's lock, by a gate before its calls, by both.
+    """A rank that can be held: by the driver's lock, by a gate before its calls, or by both.
 
-    A hold that waits must keep the rank from submitting more meanwhile: a rank that is ahead stands where it is while
-    the others catch up. Each method is called by one thread at a time.
+    A waiting hold must already keep the rank from submitting more: a rank that is ahead stays where it is while the
+    others catch up. Each method is called by one thread at a time.
     """
 
     @property
     def pid(self) -> int:
-        """Names it in errors and results."""
+        """Identifies it in errors and results."""
         ...
 
     @property
     def pending(self) -> str:
-        """What kept the last hold from succeeding, as what the process still did; asked when one was out of time."""
+        """What the process was still doing when the last hold ran out of time."""
         ...
 
     def hold(self, timeout_s: float) -> bool:
-        """Released → held, when nothing that it has submitted is pending. False: out of time, and it is released.
+        """Released → held, once nothing that it submitted is pending. False: out of time, and it is released.
 
-        Raises where it can be neither held nor told to be released.
+        Raises if it can neither be held nor is known to be released.
         """
         ...
 
@@ -43,7 +43,7 @@ class Holdable(Protocol):
 
     @property
     def is_held(self) -> bool:
-        """Whether it is held now; asked when a release has failed."""
+        """Whether it is held now; called when a release has failed."""
         ...
 
 
@@ -61,12 +61,12 @@ class DriverLock:
 
     @property
     def pending(self) -> str:
-        """All that the driver tells."""
+        """All that the driver reports."""
         return "had GPU work pending"
 
     def hold(self, timeout_s: float) -> bool:
         """RUNNING → LOCKED. Raises DriverError."""
-        # Rounded up: a lock that gives up before the end would be asked for once more, for nothing.
+        # Rounded up: a lock that times out before the end would be requested again for nothing.
         timeout_ms = max(1, math.ceil(min(timeout_s * 1000, MAX_LOCK_TIMEOUT_MS)))
         try:
             self._driver.lock(self._pid, timeout_ms)

@@ -1,10 +1,10 @@
-"""No thread of a CUDA process but the driver's own runs while its device memory is away and CRIU is at work.
+"""Holds all threads of CUDA processes but the driver's own while device memory is away and CRIU works.
 
-CRIU wakes the threads that it dumps or restores out of their system calls. Measured (H200, driver 580, JAX): a thread
-that is woken so inside libcuda goes on and reads memory that is not there while the process is checkpointed, and the
-process dies of SIGSEGV (in the second dump and restore of the same process, in five of five runs). Once a thread did so
-while the driver checkpointed. Held as here, all of 34 cycles of dump and restore and 31 dumps with leave-running went
-well (docs/hardware.md).
+CRIU wakes the threads that it dumps or restores from their system calls. Measured (H200, driver 580, JAX): a thread
+woken inside libcuda continues and reads memory that is not there while the process is checkpointed, and the process
+dies of SIGSEGV (in the second dump and restore of the same process, in five of five runs). Once a thread did so while
+the driver checkpointed. With threads held as here, all of 34 cycles of dump and restore and 31 dumps with leave-running
+succeeded (docs/hardware.md).
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from gpucr.linux.ptrace import HeldThreads
 from gpucr.model import ProcessId
 
 STOP_TIMEOUT_S = 10.0
-"""How long a SIGSTOP is waited for."""
+"""How long to wait for a SIGSTOP."""
 
 
 class GangThreads:
-    """The threads of a gang's processes, which are held with ptrace or stopped with SIGSTOP.
+    """The threads of a gang's processes, held with ptrace or stopped with SIGSTOP.
 
-    CRIU has to trace the processes itself, so before it begins they are handed over stopped: a thread goes from held
-    to stopped, and back, without running in between. The parent can see that stop, as `waitpid(WUNTRACED)` shows it.
+    CRIU has to trace the processes itself, so it gets them stopped: a thread goes from held to stopped, and back,
+    without running in between. The parent can see that stop with `waitpid(WUNTRACED)`.
     """
 
     def __init__(self, also_free: Callable[[int], Collection[int]] = lambda pid: ()) -> None:
-        """``also_free``: threads of a process that are never held, because they never call the driver unasked."""
+        """``also_free``: threads that are never held, because they call the driver only on request."""
         self._also_free = also_free
         self._held: list[HeldThreads] = []
         self._free_threads: dict[int, int] = {}
@@ -43,22 +43,22 @@ class GangThreads:
         return tuple(self._free_threads)
 
     def hold(self, free_threads: Mapping[int, int], deadline: float | None = None) -> None:
-        """Running or stopped → only ``free_threads`` (pid → thread id) run. Adds to what is held already.
+        """Running or stopped → only ``free_threads`` (pid → thread id) run. Adds to those already held.
 
-        Raises DeadlineExceeded where a thread hangs in the kernel until then (time.monotonic).
+        Raises DeadlineExceeded if a thread hangs in the kernel until the deadline (time.monotonic).
         """
         new = {pid: tid for pid, tid in free_threads.items() if pid not in self._free_threads}
         self._hold(new, deadline)
         self._free_threads |= new
-        for pid in new:  # held, so this is the process that was meant
+        for pid in new:  # held, so the pid is still the same process
             if (stat := processes.read_stat(pid)) is not None:
                 self._ids[pid] = ProcessId(pid, stat.start_time_ticks)
 
     def hold_again(self) -> None:
-        """After `stop`, when CRIU is done: stopped → held, then the free threads go on.
+        """After `stop`, when CRIU is done: stopped → held, then the free threads continue.
 
-        One process that cannot be held keeps no other from being held, nor the stop from ending: the driver answers
-        for none that is stopped. Its error is raised afterwards.
+        A process that cannot be held does not prevent holding the others or ending the stop: the driver does not answer
+        for stopped processes. Its error is raised afterwards.
         """
         errors: list[GpucrError] = []
         for pid, tid in self._free_threads.items():
@@ -74,9 +74,9 @@ class GangThreads:
         """Held → stopped by SIGSTOP, and no longer traced."""
         self.are_stopped = True
         for process in self._ids.values():
-            processes.send_signal(process, signal.SIGSTOP)  # that one has ended is CRIU's to find
+            processes.send_signal(process, signal.SIGSTOP)  # CRIU will notice one that has ended
         self.release()
-        # CRIU must not meet a stop that is half done: it would dump the signal as pending.
+        # CRIU must not see a half-finished stop: it would dump the signal as pending.
         processes.wait_for_stop(self.pids, STOP_TIMEOUT_S)
 
     def continue_stopped(self) -> None:
@@ -85,7 +85,7 @@ class GangThreads:
         processes.continue_stopped(self._ids.values())
 
     def release(self) -> None:
-        """Held → running (or stopped, where a stop is in force)."""
+        """Held → running (or stopped, if a stop is in effect)."""
         while self._held:
             self._held.pop().release()
 
@@ -98,7 +98,7 @@ class GangThreads:
 
 @contextlib.contextmanager
 def explained(*pids: int) -> Iterator[None]:
-    """What ptrace refuses in this block, as an error that says what to do."""
+    """Turn ptrace's refusals in this block into errors that say what to do."""
     names = ", ".join(map(str, pids))
     try:
         yield

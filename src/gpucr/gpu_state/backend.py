@@ -1,14 +1,14 @@
 """Who holds a process's device memory while it is away from its GPU: the protocol.
 
 Every process has a stack of backends. The lowest, level 0, holds what the driver's checkpoint moves off the GPU:
-`plain`, `captured` or `custom_storage`. A backend over it has taken most of the memory away before that, and leaves the
-driver what only the driver can move. The processes of a gang may have different stacks. All go through it together, so
-that none runs while memory of another one is away:
+`plain`, `captured` or `custom_storage`. A backend above it takes most of the memory away before that, and leaves to the
+driver what only the driver can move. The processes of a gang may have different stacks. All go through the phases
+together, so a process never runs while another's memory is away:
 
     prepare (all run) -> all locked -> begin, from the highest level down -> the driver's checkpoint -> complete | abort
     the driver's restore -> give_back, from the lowest level up -> all unlocked
 
-A restored process is another one: there a `Return` per level brings back what a snapshot has.
+A restored process is a new one: there a `Return` per level brings back the snapshot's content.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ CAPTURED, PLAIN, INTERPOSED, CUSTOM_STORAGE = "captured", "plain", "interposed",
 class Stored(Protocol):
     """A part of one process's device memory that is away from its GPU.
 
-    ``kind`` is what the manifest says, ``extents`` where in the process the source's bytes belong (none: nothing of it
-    is stored apart from CRIU's images).
+    ``kind`` is as in the manifest; ``extents``: where in the process the source's bytes belong (none: all of it is in
+    CRIU's images).
     """
 
     @property
     def part(self) -> DevicePart:
-        """Whose, and at which level."""
+        """The process and level."""
 
     @property
     def kind(self) -> str:
-        """Which kind this is."""
+        """The kind of backend."""
 
     @property
     def extents(self) -> tuple[StagedExtent, ...]:
-        """Where the bytes of `source` were, with their offsets in it."""
+        """Where the bytes of `source` were in the process, with their offsets in it."""
 
     @property
     def source(self) -> Source | None:
-        """What can be read; it may grow until `complete`. None: nothing, or not yet."""
+        """The readable data; may grow until `complete`. None: nothing, or not yet."""
 
     def close(self) -> None:
         """Free what holds the data. Idempotent."""
@@ -56,48 +56,48 @@ class Stored(Protocol):
 class Backend(Stored, Protocol):
     """Holds a part of one process's device memory, once.
 
-    From `complete` until `close` the source gives the same bytes, also when the process runs again.
+    From `complete` until `close` the source returns the same bytes, even if the process runs again.
     """
 
     def available_bytes(self) -> int:
-        """How much of the source is there so far, from its beginning, as far as is known."""
+        """How much of the source, from its beginning, is known to be ready."""
 
     def prepare(self, size_bytes: int) -> int:
-        """The process runs, and holds about so much that no backend over this one takes: begin to make room.
+        """The process runs, and holds about this much that no backend above takes: begin to make room.
 
         Returns how much of it this one will take.
         """
 
     def wait_prepared(self) -> None:
-        """Until what `prepare` began is done."""
+        """Wait until `prepare`'s work is done."""
 
     def begin(self, restore_thread: int, meter: Meter, deadline: float | None) -> None:
-        """All of the gang are LOCKED. Above level 0: begin to take memory out of the process.
+        """The whole gang is LOCKED. Above level 0: begin to take memory out of the process.
 
         At level 0: be ready for the driver's checkpoint.
         """
 
     def wait_begun(self) -> None:
-        """Until the memory has left the process, copied or not (level 0: until the driver may begin)."""
+        """Wait until the memory has left the process, copied or not (level 0: until the driver may begin)."""
 
     def complete(self, meter: Meter) -> None:
-        """The driver has checkpointed all of the gang. After this the source is final."""
+        """The driver has checkpointed the whole gang. After this the source is final."""
 
     def abort(self) -> None:
-        """Something failed, before `complete` or after: stop, nobody wants the data.
+        """Something failed, before or after `complete`: stop, the data is not needed.
 
-        The process is as `begin` found it after `give_back`.
+        After `give_back` the process is as `begin` found it.
         """
 
     def give_back(self) -> None:
-        """The process is LOCKED, the driver has restored it: whatever is away goes where it was. Idempotent.
+        """The process is LOCKED, the driver has restored it: put back what is away. Idempotent.
 
-        Level 0: nothing, the driver has done so. Raises GpucrError or OSError: then none of the gang runs.
+        Level 0: nothing, the driver has done it. Raises GpucrError or OSError: then no process of the gang runs.
         """
 
 
 WaitForBytes = Callable[[int], int]
-"""Waits until a destination is filled up to here, and returns how far it is filled then. May raise: give up."""
+"""Waits until a destination is filled up to this position, and returns how far it is filled. May raise to give up."""
 
 
 class Return(Protocol):
@@ -105,40 +105,40 @@ class Return(Protocol):
 
     @property
     def destination(self) -> Destination:
-        """Where the snapshot's bytes go, from the beginning on."""
+        """Where the snapshot's bytes go, in order."""
 
     @property
     def note(self) -> str | None:
-        """What a user may want to know of how it is done."""
+        """How it works, for users who want to know."""
 
     def begin(self, pid: int, restore_thread: int, wait: WaitForBytes, *, stays: bool) -> None:
         """The process is CHECKPOINTED; the driver restores it next, unless it ``stays`` so.
 
-        Above level 0: the driver has restored all of the gang, and each is LOCKED. Put the memory where it was.
+        Above level 0: the driver has restored the whole gang, all LOCKED. Put the memory where it was.
         """
 
     def finish(self) -> None:
-        """Level 0: the driver's restore has returned. All of the memory is where it was. Raises what `begin` may."""
+        """Level 0: the driver's restore has returned. All memory is back in place. Raises what `begin` may."""
 
     def close(self) -> None:
         """Free what held the data. Idempotent."""
 
 
 class Kind(Protocol):
-    """A kind of backend over the driver's. `kinds.register` makes dumps use it, and restores know it."""
+    """A kind of backend above the driver's. `kinds.register` makes dumps use it and restores know it."""
 
     @property
     def name(self) -> str:
-        """Small letters, digits and underscores: the manifest has it."""
+        """Lower-case letters, digits and underscores; stored in the manifest."""
 
     def backend_for(self, part: DevicePart, protection: Protection) -> Backend | None:
-        """What takes memory of this process, which runs, at this level; None: there is none of this kind.
+        """A backend for this running process at this level; None if the kind does not apply.
 
         It names its recovery actions to ``protection`` before it changes anything.
         """
 
     def missing(self) -> str | None:
-        """What this machine lacks to bring memory of this kind back (None: nothing)."""
+        """What this machine lacks to restore memory of this kind (None: nothing)."""
 
     def return_for(self, part: DevicePart, extents: Sequence[StagedExtent], size_bytes: int) -> Return:
-        """What brings back so much. Raises Unsupported."""
+        """A `Return` for this much memory. Raises Unsupported."""

@@ -1,4 +1,4 @@
-"""Kind `captured`: the driver's staging is a file of gpucr's, read while it is filled, and filled while it is read."""
+"""Kind `captured`: the driver's staging is gpucr's file, read while the driver fills it, and filled while it reads."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from gpucr.undo.steps import Meter
 
 
 class CapturedStaging(PlainStaging):
-    """See `Backend`. What cannot be captured, or not all of it, is left in private memory, as `plain` does.
+    """See `Backend`. What cannot be captured completely stays in private memory, as with `plain`.
 
-    Needs root. The file belongs to this object; `close` gives its memory back, unless a process has it mapped.
-    ``is_saved``: somebody reads it. Else a file without huge pages is no better than private memory.
+    Needs root. The file belongs to this object; `close` frees its memory, unless a process has it mapped. ``is_saved``:
+    somebody reads it. Otherwise a file without huge pages is no better than private memory.
     """
 
     file_name = FILE_NAME
@@ -41,7 +41,7 @@ class CapturedStaging(PlainStaging):
 
     @property
     def source(self) -> Source | None:
-        """The file, as far as the driver has asked for it."""
+        """The part of the file that the driver has asked for."""
         is_captured = self._capture is not None and self._capture.file is not None
         extents = self._capture.extents if self._capture is not None and is_captured else self.extents
         if self.file is None or not extents:
@@ -49,11 +49,11 @@ class CapturedStaging(PlainStaging):
         return FileSource(self.part, self.file.fd, extents[-1].offset + extents[-1].size_bytes)
 
     def available_bytes(self) -> int:
-        """Told by the page table of the process (`staging.extents.filled_bytes`)."""
+        """From the process's page table (`staging.extents.filled_bytes`)."""
         try:
             return self._capture.filled_bytes() if self._capture is not None else 0
         except OSError:
-            return 0  # the process ended: the driver's call says so
+            return 0  # the process ended: the driver's call reports it
 
     def prepare(self, size_bytes: int) -> int:
         """Begin to allocate the file."""
@@ -65,12 +65,12 @@ class CapturedStaging(PlainStaging):
         return super().prepare(size_bytes)
 
     def wait_prepared(self) -> None:
-        """Until it is allocated."""
+        """Wait until it is allocated."""
         if self._populating is not None:
             self._populating.join()
 
     def adopt(self) -> bool:
-        """Take over the file that a process, checkpointed before, has its staging in. False: it has none."""
+        """Take over the file that holds the staging of a process checkpointed earlier. False: it has none."""
         extents = staging.file_extents(self.part.pid, self.file_name)
         if extents:
             self.file = StagingFile.adopt(staging.open_file(self.part.pid, extents[0]))
@@ -107,7 +107,7 @@ class CapturedStaging(PlainStaging):
 
 
 class KeptFile(CapturedStaging):
-    """What a process keeps that custom storage has suspended: it is taken out for CRIU, and put back, like staging."""
+    """The file kept by a process that custom storage suspended: taken out for CRIU and put back, like staging."""
 
     kind = CUSTOM_STORAGE
     file_name = KEPT_NAME
@@ -119,8 +119,8 @@ class KeptFile(CapturedStaging):
 class CapturedReturn:
     """See `Return`: a staging file that is mapped into the process as it is filled, while the driver restores.
 
-    ``name``: what the file is called, where it is another one that a suspended process keeps. Raises Unsupported where
-    there can be no such file.
+    ``name``: the file's name, if it is another file that a suspended process keeps. Raises Unsupported if the file
+    cannot be made.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class CapturedReturn:
         return f"device memory is read into small pages: {reason}" if reason is not None else None
 
     def begin(self, pid: int, restore_thread: int, wait: WaitForBytes, *, stays: bool) -> None:
-        """Map what is there, and more as the driver comes to it. One that stays CHECKPOINTED gets all at once."""
+        """Map what is ready, and more as the driver reaches it. A process that stays CHECKPOINTED gets all at once."""
         if stays:
             wait(self.destination.size_bytes)
         with explained(pid):
@@ -156,17 +156,17 @@ class CapturedReturn:
                 self._gate.begin()
 
     def finish(self) -> None:
-        """Let go of the restore thread."""
+        """Release the restore thread."""
         if self._gate is not None:
             with explained(self._gate.pid):
                 self._gate.finish()
 
     def close(self) -> None:
-        """Give up the file; what the process has mapped stays its own."""
+        """Close the file; the process keeps what it has mapped."""
         self._file.close()
 
 
 def _populate(file: StagingFile, size_bytes: int) -> None:
-    # What is not allocated now is when the driver touches it; too little memory is preflight's to find.
+    # The rest is allocated when the driver touches it; preflight reports too little memory.
     with contextlib.suppress(OSError):
         file.populate(0, size_bytes)

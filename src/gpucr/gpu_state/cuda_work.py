@@ -1,4 +1,4 @@
-"""What an operation does with the processes of a job that use CUDA, from the GPU on and back."""
+"""An operation's work on a job's CUDA processes: off the GPU and back."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ from gpucr.undo.steps import Step
 
 
 class CudaWork(Struct, frozen=True, kw_only=True):
-    """What an operation has to do with the processes of a job that use CUDA.
+    """An operation's work on a job's CUDA processes.
 
-    ``device_bytes``: per pid and GPU UUID, read before anything was locked.
+    ``device_bytes``: by pid and GPU UUID, read before anything was locked.
     """
 
     gang: Gang
@@ -62,14 +62,14 @@ class CudaWork(Struct, frozen=True, kw_only=True):
 
     @property
     def on_gpu(self) -> dict[str, int]:
-        """What of device memory goes to no host memory while the job stands still, in bytes per GPU UUID."""
+        """Device memory that does not go to host memory while the job is stopped, in bytes per GPU UUID."""
         pids = [member.pid for member in self.gang.members]
         taken = self.interposers.carried(pids), self.custom.takes_no_host_memory()
         return {uuid: sum(each.get(uuid, 0) for each in taken) for uuid in {*taken[0], *taken[1]}}
 
     @property
     def may_wait(self) -> bool:
-        """Whether a process of it may have to wait until its memory is saved."""
+        """Whether one of its processes may have to wait until its memory is saved."""
         return self.interposers.keeping is not None and any(self.interposers.over(m.pid) for m in self.gang.members)
 
     def close(self) -> None:
@@ -106,7 +106,7 @@ class CudaWork(Struct, frozen=True, kw_only=True):
     def steps_to_freeze(self, others: StopOthers | None = None) -> tuple[list[Step], list[Step]]:
         """The steps after which CRIU may begin, and those after which the job runs as it was found.
 
-        With ``others`` the rest of the job stands still as well, from the last of the first ones on.
+        With ``others`` the rest of the job is stopped too, by the last step of the first group.
         """
         detach = DetachStaging(self.checkpoint, self.staging, self.guarded)
         stop = StopThreads(self.threads, self.gang, self.guarded)
@@ -138,9 +138,9 @@ def cuda_work(
 ) -> CudaWork:
     """For a job that uses CUDA, by this driver. ``held``: its device memory, per pid and GPU UUID. Changes nothing.
 
-    Interposers take what they can: to host memory that the processes keep, or not ``to_host``: then it lives in
-    descriptors of ours for as long as the operation lasts. Without a ``saver`` the CPU threads go on. ``gpu_state``,
-    ``whole_tree``: as in GangStaging and CheckpointGang. ``moves``: it goes to other GPUs.
+    Interposers take what they can: with ``to_host``, to host memory that the processes keep; otherwise our descriptors
+    hold it during the operation. Without a ``saver`` the CPU threads keep running. ``gpu_state``, ``whole_tree``: as in
+    GangStaging and CheckpointGang. ``moves``: it goes to other GPUs.
     """
     if driver is None or not job.gang:
         raise ValueError("the job does not use CUDA")

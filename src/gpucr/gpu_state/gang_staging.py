@@ -1,4 +1,4 @@
-"""The device memory of a gang while it is away: a stack of backends for each process, and what follows them."""
+"""A gang's device memory while it is away: a stack of backends for each process."""
 
 from __future__ import annotations
 
@@ -26,47 +26,47 @@ if TYPE_CHECKING:
     from gpucr.gpu_state.custom_storage.spool import Spool
 
 GENTLE_THREADS = 4
-"""How many threads save while a job stands still that will go on: enough for a disk, and the driver is not held up.
+"""How many threads save while a job that will continue is stopped: enough for a disk, without slowing the driver.
 
-Measured (H200 machine, 16 processors, 24 GiB): with all threads at work CRIU took 0.8 to 1.2 s instead of 0.1, and the
-job stood still for 9.6 s instead of 8.4.
+Measured (H200 machine, 16 processors, 24 GiB): with all threads CRIU took 0.8 to 1.2 s instead of 0.1, and the job was
+stopped for 9.6 s instead of 8.4.
 """
 
 FOLLOW_INTERVAL_S = 0.02
-"""How often the driver's progress is looked at: at 6 GiB/s it fills 120 MiB in that time."""
+"""How often to check the driver's progress: at 6 GiB/s it fills 120 MiB in that time."""
 
 
 class HandedOver(Protocol):
-    """What takes device memory that the driver hands over (`custom_storage.backend.CustomStorages`)."""
+    """Takes device memory that the driver hands over (`custom_storage.backend.CustomStorages`)."""
 
     @property
     def why_not(self) -> Mapping[int, str]:
-        """By pid, why the driver stages memory that it could hand over; filled by `lowest`."""
+        """By pid, why the driver stages memory that it could have handed over; filled by `lowest`."""
 
     @property
     def goes_to(self) -> str:
         """In words, where it goes."""
 
     def takes(self, pid: int) -> bool:
-        """Whether it takes that of this process."""
+        """Whether it takes this process's memory."""
 
     def lowest(self, part: DevicePart, on_begun: Callable[[Backend], None]) -> CustomStorage | None:
-        """Its backend at level 0, which calls ``on_begun`` when its source is there and final; None: it takes none."""
+        """The process's backend at level 0, which calls ``on_begun`` when its source is final; None: not taken."""
 
 
 StateOf = Callable[[int], "CudaState | None"]
-"""Where a process is now (None: it has ended)."""
+"""A process's current state (None: it has ended)."""
 
 
 class GangStaging:
-    """Where the device memory of each process goes, and where it is. See `gpu_state.backend` for the order.
+    """Leads the backends of all processes. See `gpu_state.backend` for the order.
 
-    With ``use_files`` the driver's staging is captured (`CapturedStaging`), which needs root, else `PlainStaging`;
-    ``gpu_state`` is the way that a user insists on. ``custom`` is asked first, for a process whose memory the driver
-    hands over. ``over`` tells which backends a process has over that, lowest first, and ``why_not`` why it has none
-    where it could have; ``after`` follows when all have given back. ``copy_of`` tells what one that was suspended keeps
-    of its memory itself. ``give_up_failed``: those over whose driver there is no backend any more.
-    ``writer`` saves what they hold while they get it; with ``save_gently`` it takes few processors after that, until
+    With ``use_files`` the driver's staging is captured (`CapturedStaging`), which needs root; otherwise it is
+    `PlainStaging`. ``gpu_state`` is the way that a user insists on. ``custom`` is tried first, for processes whose
+    memory the driver hands over. ``over`` returns a process's backends above that, lowest first, and ``why_not`` why it
+    has none although it could; ``after`` is called when all have given back. ``copy_of`` returns what a suspended
+    process keeps of its memory itself. ``give_up_failed``: the processes that have lost their backends above the
+    driver. ``writer`` saves what they hold as it arrives; with ``save_gently`` it then uses few processors until
     somebody waits for it.
     """
 
@@ -98,17 +98,17 @@ class GangStaging:
         self._why_not = why_not if why_not is not None else {}
         self._driver: dict[int, PlainStaging] = {}  # level 0, by pid
         self._stacks: dict[int, tuple[Backend, ...]] = {}  # with level 0
-        self._saved_bytes: dict[DevicePart, int] = {}  # what the writer knows of
+        self._saved_bytes: dict[DevicePart, int] = {}  # known to the writer
         self._error: BaseException | None = None
 
     @property
     def extents(self) -> dict[int, tuple[StagedExtent, ...]]:
-        """Per pid, the parts of its staging file; processes whose staging is private memory are not here."""
+        """By pid, the parts of its staging file, except for processes with private staging."""
         return {pid: each.extents for pid, each in self._driver.items() if each.extents}
 
     @property
     def private(self) -> dict[int, tuple[Extent, ...]]:
-        """Per pid, the staging that lies in private memory."""
+        """By pid, the staging in private memory."""
         return {pid: each.private for pid, each in self._driver.items() if each.private}
 
     @property
@@ -122,25 +122,25 @@ class GangStaging:
 
     @property
     def total_bytes(self) -> int:
-        """All device memory that is known to be away, in bytes."""
+        """Device memory known to be away, in bytes."""
         return self.saved_bytes + sum(staging.total_bytes(extents) for extents in self.private.values())
 
     @property
     def saved_bytes(self) -> int:
-        """What of it can be read apart from CRIU's images, in bytes."""
+        """The part of it that is not in CRIU's images, in bytes."""
         return sum(staging.total_bytes(each.extents) for each in self.saved())
 
     def saved(self) -> list[Stored]:
-        """What there is to read, when all are complete: the levels of a process ascend."""
+        """All sources, when all are complete; a process's levels ascend."""
         return [each for each in self._stored() if each.extents]
 
     def hands_over(self, pid: int) -> bool:
-        """Whether the driver hands over device memory of this process, which cannot be called off once it has begun."""
+        """Whether the driver hands over this process's device memory, which cannot be cancelled once begun."""
         return self._custom is not None and self._custom.takes(pid)
 
     @property
     def handed_over_to(self) -> str:
-        """In words, where that goes."""
+        """In words, where it goes."""
         return self._custom.goes_to if self._custom is not None else "host memory"
 
     def prepare(self, sizes: Mapping[int, int]) -> None:
@@ -152,18 +152,18 @@ class GangStaging:
                 left_bytes -= each.prepare(left_bytes)
 
     def settle(self) -> None:
-        """After `prepare`, while they still run: what an interposer cannot take after all is left to the driver."""
+        """After `prepare`, while they still run: leave to the driver what an interposer cannot take after all."""
         for pid in self._give_up_failed():
             self._stacks[pid] = tuple(each for each in self._stack(pid) if each.kind != INTERPOSED)
             self._driver[pid].prepare(self._sizes.get(pid, 0))
 
     def wait_prepared(self) -> None:
-        """Until what `prepare` began is done."""
+        """Wait until `prepare`'s work is done."""
         for each in self._backends():
             each.wait_prepared()
 
     def adopt(self, pid: int) -> bool:
-        """Take in the file in which a process, checkpointed before, has its device memory. False: it has none."""
+        """Add the file that holds the device memory of a process checkpointed earlier. False: it has none."""
         candidates: tuple[CapturedStaging, ...] = (
             CapturedStaging(DevicePart(pid), is_saved=True),
             KeptFile(DevicePart(pid)),
@@ -176,16 +176,16 @@ class GangStaging:
         return True
 
     def adopt_copy(self, pid: int) -> None:
-        """Save what a process, suspended before, keeps of its memory itself. Raises InterposerError, JobChanged."""
+        """Save what a process suspended earlier keeps of its memory itself. Raises InterposerError, JobChanged."""
         if self._writer is not None and pid not in self.copies and (found := self._copy_of(pid)) is not None:
             self.copies[pid] = found
             self._save_all_of(found)
 
     @contextlib.contextmanager
     def taken(self, restore_threads: Mapping[int, int], meter: Meter, deadline: float | None = None) -> Iterator[None]:
-        """In the block the driver checkpoints these processes (pid → restore thread); all are LOCKED.
+        """The driver checkpoints these LOCKED processes (pid → restore thread) in the block.
 
-        Before it, what lies over the driver's takes its memory, level by level. After it all that there is can be read.
+        Before it, the backends above the driver's take their memory, level by level. After it everything can be read.
         """
         backends = [each for pid in restore_threads for each in self._stack(pid)]
         for pid in restore_threads.keys() & self._why_not.keys():
@@ -217,9 +217,9 @@ class GangStaging:
             raise
 
     def give_back(self, state: StateOf) -> None:
-        """What lies over the driver's puts its memory back into the processes that the driver has restored.
+        """The backends above the driver's put their memory back into the processes that the driver has restored.
 
-        ``state`` tells where a process is (None: it has ended). Every backend is tried. Raises the first error.
+        ``state`` returns a process's state (None: it has ended). Tries every backend. Raises the first error.
         """
         errors: list[GpucrError | OSError] = []
         over = [each for each in self._backends() if each.part.level]
@@ -227,14 +227,14 @@ class GangStaging:
             try:
                 if state(each.part.pid) not in (CudaState.CHECKPOINTED, None):
                     each.give_back()
-            except (GpucrError, OSError) as error:  # the others have memory to give back, too
+            except (GpucrError, OSError) as error:  # the others have memory to give back too
                 errors.append(error)
         if errors:
             raise errors[0]
         self._after(state)
 
     def close(self) -> None:
-        """Free what holds the data."""
+        """Free the data."""
         for each in self._stored():
             each.close()
 
@@ -258,7 +258,7 @@ class GangStaging:
         return PlainStaging(part, is_watched=self._gpu_state != "driver")
 
     def _require_captured(self, backends: Sequence[Backend]) -> None:
-        """Raise Unsupported where that was insisted on, and private memory has it."""
+        """Raise Unsupported if the user insisted on capture, but private memory has it."""
         for each in backends if self._gpu_state == CAPTURED else ():
             if isinstance(each, PlainStaging) and each.private:
                 raise refused(
@@ -273,11 +273,11 @@ class GangStaging:
             raise self._error
 
     def _follow(self, backends: Sequence[Backend], meter: Meter, over: threading.Event) -> None:
-        """Tell meter and writer how far the backends are, until the driver is done."""
+        """Report the backends' progress to meter and writer until the driver is done."""
         try:
             while not over.wait(FOLLOW_INTERVAL_S):
                 meter.set(sum(self._look_at(each) for each in backends))
-        except BaseException as error:  # noqa: BLE001 - raised when the driver is done: its call cannot be taken back
+        except BaseException as error:  # noqa: BLE001 - raised when the driver is done: its call cannot be cancelled
             self._error = error
 
     def _look_at(self, backend: Backend) -> int:
@@ -295,7 +295,7 @@ class GangStaging:
             self._writer.complete(backend.part)
 
     def _save_up_to(self, writer: Saver, source: Source) -> None:
-        """Let the writer know of a part, and of what has come to it (staging that the driver asked for later)."""
+        """Tell the writer about a part, and about its growth (staging that the driver asked for later)."""
         if source.part not in self._saved_bytes:
             writer.add(source)
         elif source.size_bytes > self._saved_bytes[source.part]:
@@ -306,8 +306,8 @@ class GangStaging:
 class AllocateStaging:
     """Allocate the memory, ``host_bytes``, and the disk space (``spool``) that will hold device memory.
 
-    The job still runs. One that will go on waits for it here and not when it stands still; for one that will be ended
-    the allocation is only begun, and goes on ahead of the driver.
+    The job still runs. If it will continue afterwards, it waits for the allocation here, rather than while it is
+    stopped; if it will be ended, the allocation only starts here and stays ahead of the driver.
     """
 
     name = "allocate"
@@ -333,7 +333,7 @@ class AllocateStaging:
         return f"allocate {format_bytes(self._host_bytes)} of host memory{on_disk} for device memory"
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
-        """Allocate, or begin to, what the processes use now. Returns the bytes in host memory."""
+        """Allocate, or begin to allocate, for what the processes use now. Returns the bytes in host memory."""
         self._staging.prepare(self._sizes)
         self._staging.settle()
         if self._leave_running:
@@ -341,4 +341,4 @@ class AllocateStaging:
         return self._host_bytes
 
     def undo(self) -> None:
-        """Nothing: closing the staging files gives it back."""
+        """Nothing: closing the staging files frees it."""

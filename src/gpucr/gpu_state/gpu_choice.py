@@ -1,8 +1,8 @@
-"""Which GPUs a job comes back on: a whole GPU map from what it had, what is here, and what the user asks. No I/O.
+"""Choose the GPUs for a job: a complete GPU map from what it had, what is here, and the user's wishes. No I/O.
 
-The driver wants a pair for every GPU of the machine where a process started, used or not, each new GPU once. The user
-says as much as matters (``--gpu-map``, ``--gpu``); the rest is filled in here: a GPU stays where it is if it can, and
-goes to a free one of the same model if not.
+The driver requires a pair for every GPU of the machine where a process started, used or not, each new GPU once. The
+user gives what matters (``--gpu-map``, ``--gpu``); the rest is filled in here: a GPU keeps its place if possible,
+otherwise a free one of the same model is chosen.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _ALL_PLACED = "the driver wants a place for every GPU of the machine"
 
 
 class GpuRequest(Struct, frozen=True):
-    """What the user asks for, as it was typed: GPUs by index or UUID, a UUID by as much of its beginning as is unique.
+    """The user's request, as typed: GPUs by index, UUID, or unique prefix of a UUID.
 
     ``pairs``: old and new ones. ``onto``: where the GPUs that the job uses go, in their order. ``auto``: free ones.
     """
@@ -30,7 +30,7 @@ class GpuRequest(Struct, frozen=True):
 
     @classmethod
     def of(cls, gpu_map: GpuMap | str | None, gpu: str | None) -> GpuRequest:
-        """From the arguments of `restore` and `resume`. Raises InvalidRequest where both are given, or malformed."""
+        """Parse the arguments of `restore` and `resume`. Raises InvalidRequest if both are given, or malformed."""
         if gpu_map is not None and gpu is not None:
             raise InvalidRequest(
                 "--gpu and --gpu-map both say where the job goes", hint="give one of them", code="GPUCR-BAD-GPU"
@@ -55,7 +55,7 @@ class GpuRequest(Struct, frozen=True):
 
 
 class GpuUser(Struct, frozen=True):
-    """One process that goes back onto GPUs: the UUIDs of all that the driver knows, device memory on those it uses."""
+    """One process that returns to GPUs: the UUIDs of all that the driver knows, and device memory on those it uses."""
 
     pid: int
     known: tuple[str, ...]
@@ -63,9 +63,10 @@ class GpuUser(Struct, frozen=True):
 
 
 class GpuChoice(Struct, frozen=True):
-    """Where the job goes. ``gpu_map`` is None where every GPU stays; ``reasons`` are sentences on what gpucr chose.
+    """Where the job goes.
 
-    ``had`` are the GPUs that the driver knows for its processes, ``needed_bytes`` the device memory per UUID of these.
+    ``gpu_map`` is None if every GPU stays; ``reasons`` are sentences that explain gpucr's choices. ``had`` are the GPUs
+    that the driver knows for its processes, ``needed_bytes`` the device memory per UUID of these.
     """
 
     gpu_map: GpuMap | None
@@ -75,7 +76,7 @@ class GpuChoice(Struct, frozen=True):
     users: tuple[GpuUser, ...]
 
     def for_process(self, pid: int, *, used_only: bool = False) -> GpuMap | None:
-        """The map for one process, by its `GpuUser.pid`: for all it knows, or only what it uses. None: it stays."""
+        """The map for one process, by `GpuUser.pid`: for all GPUs it knows, or only those it uses. None: it stays."""
         user = next((user for user in self.users if user.pid == pid), None)
         if self.gpu_map is None or user is None:
             return None
@@ -85,14 +86,14 @@ class GpuChoice(Struct, frozen=True):
 def choose_gpus(
     request: GpuRequest, had: Sequence[Gpu], users: Sequence[GpuUser], here: Sequence[Gpu], busy: Collection[str] = ()
 ) -> GpuChoice:
-    """Plan the whole map. Nothing asked for: every GPU stays, and whether it can is preflight's to say.
+    """Plan the whole map. Without a request every GPU stays, and preflight checks whether it can.
 
-    ``had``: the GPUs of the machine where the job ran, ``here`` those of this one. ``busy``: the UUIDs of those on
-    which other processes compute; only ``auto`` avoids them. Too little memory is refused for ``auto``, and left to
-    preflight where the user named the GPU.
+    ``had``: the GPUs of the machine where the job ran, ``here`` those of this one. ``busy``: the UUIDs of GPUs that
+    other processes use; only ``auto`` avoids them. Too little memory is refused for ``auto``, and left to preflight if
+    the user named the GPU.
 
-    Raises InvalidRequest for names that fit no GPU, several, or one twice; Unsupported where there are too few GPUs of
-    a model, or too little memory for ``auto``.
+    Raises InvalidRequest for names that match no GPU, several GPUs, or one twice; Unsupported if there are too few GPUs
+    of a model, or too little memory for ``auto``.
     """
     job = _Job(had, users)
     if not request:
@@ -108,9 +109,9 @@ def choose_gpus(
 
 
 def find_gpu(name: str, gpus: Sequence[Gpu], where: str) -> Gpu:
-    """The GPU with this index, or whose UUID begins so. ``where`` ends the message: "on this machine".
+    """The GPU with this index or UUID prefix. ``where`` ends the message: "on this machine".
 
-    A whole UUID may lack its ``GPU-``, as in cuda.core. Raises InvalidRequest where no GPU or several fit.
+    A whole UUID may lack its ``GPU-``, as in cuda.core. Raises InvalidRequest if no GPU or several match.
     """
     if name.isascii() and name.isdecimal():
         fitting = [gpu for gpu in gpus if gpu.index == int(name)]
@@ -135,12 +136,12 @@ def find_gpu(name: str, gpus: Sequence[Gpu], where: str) -> Gpu:
 
 
 def used_gpus(had: Sequence[Gpu], users: Sequence[GpuUser]) -> tuple[Gpu, ...]:
-    """Those of ``had`` on which one of the users has device memory, or all that they know where nobody can tell."""
+    """Those of ``had`` with device memory of one of the users; if that is unknown, all that they know."""
     return tuple(_Job(had, users).used)
 
 
 class _Job:
-    """The GPUs that the driver knows for a job, and what the job needs of each."""
+    """The GPUs that the driver knows for a job, and what the job needs on each."""
 
     def __init__(self, had: Sequence[Gpu], users: Sequence[GpuUser]) -> None:
         known = {uuid for user in users for uuid in user.known}
@@ -203,13 +204,13 @@ class _Places:
         self.reasons: list[str] = []
 
     def fix(self, pairs: Sequence[tuple[Gpu, Gpu]]) -> None:
-        """What the user named is not to be chosen any more."""
+        """GPUs that the user named cannot be chosen again."""
         for old, new in pairs:
             self._take(old, new)
             self._left_by_user.add(old.uuid)
 
     def keep_partitioned(self) -> None:
-        """GPUs in MIG mode that the job does not use stay where they are: nothing else can be put there."""
+        """GPUs in MIG mode that the job does not use stay where they are: nothing else fits there."""
         taken = {gpu.uuid for gpu in self.found.values()}
         partitioned = {gpu.uuid: gpu for gpu in self._here if gpu.mig_enabled and gpu.uuid not in taken}
         for old in self._unplaced(self._job.unused):
@@ -217,7 +218,7 @@ class _Places:
                 self._take(old, partitioned[old.uuid])
 
     def require_enough(self) -> None:
-        """A place for each GPU, used or not, of its own model. Raises Unsupported where there are too few."""
+        """A place for each GPU, used or not, of its own model. Raises Unsupported if there are too few."""
         for model in dict.fromkeys(gpu.name for gpu in self._unplaced(self._job.gpus)):
             wanted = [gpu for gpu in self._job.gpus if gpu.name == model]
             missing = len(self._unplaced(wanted)) - len(self._of_model(model))
@@ -225,7 +226,7 @@ class _Places:
                 raise self._too_few(model, len(wanted), missing)
 
     def complete(self, *, strict: bool) -> None:
-        """Place what is left. ``strict``: raise Unsupported where a GPU that is used finds none with enough memory."""
+        """Place the rest. ``strict``: raise Unsupported if there is no GPU with enough memory for a used one."""
         for model in dict.fromkeys(gpu.name for gpu in self._unplaced(self._job.gpus)):
             used = [gpu for gpu in self._unplaced(self._job.used) if gpu.name == model]
             needs = {gpu.uuid: self._job.needs(gpu) for gpu in used}
@@ -240,10 +241,10 @@ class _Places:
                 self._explain_unused(old)
 
     def _place(self, olds: Sequence[Gpu], model: str, needs: Mapping[str, int]) -> Sequence[Gpu]:
-        """Find a place for each; `_fits` says that there is one. Returns ``olds``.
+        """Find a place for each; `_fits` has checked that there is one. Returns ``olds``.
 
-        First those stay that can without taking the room of another. Then the largest is placed, and so on: any GPU
-        with room for it would also do for the smaller ones, so the choice among them costs nothing.
+        First, those stay that can without taking another's room. Then they are placed largest first: any GPU with room
+        for it would also do for smaller ones, so the choice among them costs nothing.
         """
         for old in olds:
             own = next((gpu for gpu in self._of_model(model) if gpu.uuid == old.uuid), None)
@@ -258,7 +259,7 @@ class _Places:
         return olds
 
     def _rank(self, old: Gpu, new: Gpu) -> tuple[bool, bool, bool, int, int]:
-        """Least is best: idle, its own, one that the user has moved the job away from, then the emptiest."""
+        """Least is best: idle, its own, one that the user has moved the job off, then the emptiest."""
         return (
             new.uuid in self._busy,
             new.uuid != old.uuid,
@@ -325,7 +326,7 @@ class _Places:
 
 
 def _fits(needs: Sequence[int], free: Sequence[int]) -> bool:
-    """Whether each need can have a GPU of its own: the largest need against the most room, and so on."""
+    """Whether each need can have its own GPU: compare the largest need with the most room, and so on."""
     if len(needs) > len(free):
         return False
     pairs = zip(sorted(needs, reverse=True), sorted(free, reverse=True), strict=False)

@@ -1,4 +1,4 @@
-"""Which kinds of backend there are: the driver's two, and those over it that were registered."""
+"""The kinds of backend: the driver's, and those registered above it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _kinds: dict[str, Kind] = {}
 
 
 def register(kind: Kind) -> None:
-    """From now on dumps ask this kind for every process, after those that were registered before (which lie lower).
+    """From now on dumps offer every process to this kind, above those registered earlier.
 
-    Raises ValueError for a name that is taken, or that no kind can have.
+    Raises ValueError for a name that is taken or invalid.
     """
     if kind.name in (*_kinds, CAPTURED, PLAIN, INTERPOSED, CUSTOM_STORAGE) or not KIND_NAME.fullmatch(kind.name):
         raise ValueError(f"no kind can be called {kind.name!r}, or there is one")
@@ -30,7 +30,7 @@ def unregister(name: str) -> None:
 
 
 def stack_over(pid: int, protection: Protection, below: int = 0) -> tuple[Backend, ...]:
-    """The backends of this process that were registered, lowest first, over so many others and that of the driver."""
+    """The registered backends of this process, lowest first, above this many others and the driver's."""
     stack: list[Backend] = []
     for kind in _kinds.values():
         backend = kind.backend_for(DevicePart(pid, below + len(stack) + 1), protection)
@@ -40,7 +40,7 @@ def stack_over(pid: int, protection: Protection, below: int = 0) -> tuple[Backen
 
 
 def require_kinds(parts: Mapping[DevicePart, str], where: str) -> None:
-    """Raise Unsupported where device memory of one of these kinds cannot be brought back here."""
+    """Raise Unsupported if device memory of one of these kinds cannot be brought back here."""
     for part, name in parts.items():
         kind = _kinds.get(name) if part.level else None
         is_own = name in ((INTERPOSED,) if part.level else (CAPTURED, CUSTOM_STORAGE))
@@ -60,7 +60,7 @@ def require_kinds(parts: Mapping[DevicePart, str], where: str) -> None:
 
 
 def return_for(part: DevicePart, name: str, extents: Sequence[StagedExtent], size_bytes: int) -> Return:
-    """What brings back a part that was held by this kind, staged or registered. Raises Unsupported."""
+    """A `Return` for a part held by this kind, staged or registered. Raises Unsupported."""
     if part.level:
         return _kinds[name].return_for(part, extents, size_bytes)
     return CapturedReturn(part, extents, size_bytes)

@@ -1,4 +1,4 @@
-"""Takes a gang to other GPUs in one go, and back to those that it had where that fails."""
+"""Move a gang to other GPUs in one go, and back to those that it had if that fails."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gpucr.undo.steps import Meter
 
 
 def goes_from_gpu_to_gpu(choice: GpuChoice) -> bool:
-    """Whether the GPUs can copy what interposers let go: they reach each other, and there is room."""
+    """Whether the GPUs can copy the interposers' memory: they reach each other, and there is room."""
     if choice.gpu_map is None:
         return True
     free, apart = {gpu.uuid: gpu.memory_free_bytes for gpu in list_gpus()}, unreachable_pairs()
@@ -30,7 +30,7 @@ def goes_from_gpu_to_gpu(choice: GpuChoice) -> bool:
 class MoveGang:
     """CHECKPOINTED → LOCKED on other GPUs, for the members that were found LOCKED or RUNNING.
 
-    A member that is there already when another one fails goes back: it may stand where that one belongs.
+    If one fails, members already moved go back: they may occupy its place.
     """
 
     name = "move"
@@ -54,9 +54,9 @@ class MoveGang:
         return moved
 
     def undo(self) -> None:
-        """Every member is on the GPUs that it had, and as it was found.
+        """Bring every member back to the GPUs that it had, as it was found.
 
-        Where the memory of one that is interposed has arrived, all have: they stay there.
+        If the memory of an interposed one has arrived, all have arrived: they stay there.
         """
         gang = self._gang
         try:

@@ -1,8 +1,8 @@
-"""Where the processes of a job are on GPUs, what of it only gpucr knows, and where a restore takes them.
+"""The GPUs of a job's processes, what only gpucr knows about them, and where a restore takes them.
 
-The driver knows all GPUs whose device files a process could open when it started CUDA, and wants a place for each.
-After a restore elsewhere it knows others, and nothing outside of the driver tells which: so gpucr keeps a note of it,
-which belongs to the process and lasts until the next boot.
+The driver knows all GPUs whose device files a process could open when it started CUDA, and requires a place for each.
+After a restore elsewhere it knows others, which nothing outside the driver shows: so gpucr keeps a record per process
+until the next boot.
 """
 
 from __future__ import annotations
@@ -30,19 +30,20 @@ RECORDS = ProcessRecords("gpus")
 
 
 class ProcessGpus(Struct, frozen=True):
-    """The GPUs of a process. ``known``: to the driver, which wants a place for each. ``visible``: it can use these.
+    """The GPUs of a process. ``known``: to the driver, which requires a place for each.
 
-    ``CUDA_VISIBLE_DEVICES`` makes fewer visible, not fewer known (measured on driver 580: docs/hardware.md).
+    ``visible``: usable by the process. ``CUDA_VISIBLE_DEVICES`` makes fewer visible, not fewer known (measured on
+    driver 580: docs/hardware.md).
     """
 
     known: tuple[Gpu, ...]
     visible: tuple[Gpu, ...]
 
     def held_bytes(self, figures: Mapping[str, int], all_bytes: int) -> Mapping[str, int]:
-        """Device memory per UUID of the GPUs that it uses: NVML's ``figures``, or what can be said without them.
+        """Device memory per UUID of the GPUs that it uses: NVML's ``figures``, or an estimate without them.
 
-        Where it can use one GPU only, that is ``all_bytes``, its device memory in all; where it can use some of those
-        that the driver knows, these count as used. Empty: nothing is known.
+        If it can use one GPU only, that has ``all_bytes``, its total device memory; if it can use some of those that
+        the driver knows, these count as used. Empty: unknown.
         """
         if figures:
             return figures
@@ -55,8 +56,8 @@ def gpus_of(process: ProcessId, here: Sequence[Gpu], used: Collection[str] = ())
     """The GPUs of a process. ``here``: those of this machine; ``used``: UUIDs on which it has memory.
 
     Known are those whose device files it has, which in a container may be fewer than the machine's. All of these are
-    visible where nothing better is known, and where it uses one that should not be: another tool has moved it, or it
-    has changed its own environment. GPUs of another machine for a process that came from there and is suspended.
+    visible if nothing better is known, and if it uses one that should not be: another tool has moved it, or it has
+    changed its own environment. A suspended process from another machine has that machine's GPUs.
     """
     noted = _recall(process)
     if noted is not None and _uuids(noted.visible) >= set(used):
@@ -67,7 +68,7 @@ def gpus_of(process: ProcessId, here: Sequence[Gpu], used: Collection[str] = ())
 
 
 def _if_all_used(gpus: tuple[Gpu, ...], used: Collection[str]) -> tuple[Gpu, ...]:
-    """These GPUs; none, where not all of the used ones are among them."""
+    """These GPUs; none if a used one is missing."""
     return gpus if _uuids(gpus) >= set(used) else ()
 
 
@@ -76,7 +77,7 @@ def _uuids(gpus: Iterable[Gpu]) -> set[str]:
 
 
 def busy_gpus(uses: Sequence[GpuUse], own_pids: Collection[int] = ()) -> set[str]:
-    """UUIDs of the GPUs on which processes other than ``own_pids`` compute."""
+    """UUIDs of the GPUs that processes other than ``own_pids`` use."""
     return {use.gpu_uuid for use in uses if use.pid not in own_pids}
 
 
@@ -87,9 +88,9 @@ def all_gpus(of: Iterable[ProcessGpus]) -> list[Gpu]:
 
 
 class Placement:
-    """Takes the members of a gang to the GPUs that were chosen, and notes where they are then.
+    """Takes a gang's members to the chosen GPUs, and records their new place.
 
-    ``gpus``: those that each member had so far, by pid, also of those that are not restored. ``here``: this machine's.
+    ``gpus``: those that each member had so far, by pid, also for those that are not restored. ``here``: this machine's.
     """
 
     def __init__(self, choice: GpuChoice, gpus: Mapping[int, ProcessGpus], here: Sequence[Gpu]) -> None:
@@ -101,7 +102,7 @@ class Placement:
         self._narrowed: set[int] = set()
 
     def restored_as(self, pids: Mapping[int, int]) -> None:
-        """The choice was made with the pids of a snapshot: ``pids`` says, once they are there, which each has now."""
+        """The choice was made with a snapshot's pids: ``pids`` maps them to the current ones."""
         self._pids = pids
 
     def visible(self, pid: int) -> tuple[Gpu, ...]:
@@ -110,7 +111,7 @@ class Placement:
         return gpus.visible if gpus is not None else ()
 
     def new_uuid(self, uuid: str) -> str:
-        """Where memory of this GPU goes."""
+        """Where this GPU's memory goes."""
         return self.choice.gpu_map.new_for(uuid) if self.choice.gpu_map is not None else uuid
 
     def maps(self, gang: Gang) -> dict[int, GpuMap]:
@@ -122,9 +123,9 @@ class Placement:
         return {pid: gpu_map for pid, gpu_map in chosen.items() if gpu_map is not None}
 
     def narrow(self, gang: Gang) -> bool:
-        """The driver refused maps: for those members leave out the GPUs that they do not use. False: there are none.
+        """The driver refused maps: leave out the GPUs that those members do not use. False: there are none.
 
-        The driver may know fewer GPUs for a process than there are device files: a cgroup can forbid to open them.
+        The driver may know fewer GPUs for a process than there are device files: a cgroup can forbid opening them.
         """
         away = {member.pid for member in gang.members if not _is_back(gang, member.pid)}
         before = self.maps(gang)
@@ -134,9 +135,9 @@ class Placement:
         return any(narrower[pid] != before[pid] for pid in away & set(narrower))
 
     def note(self, gang: Gang) -> None:
-        """Keep what the members have now: the new GPUs where the driver has restored them, else still the old ones.
+        """Record what the members have now: the new GPUs if the driver has restored them, otherwise the old ones.
 
-        Called after a restore that failed as well: an undo that suspends a member again leaves it on the new GPUs.
+        Also called after a failed restore: an undo that suspends a member again leaves it on the new GPUs.
         """
         RECORDS.remove_ended()
         maps = self.maps(gang)
@@ -155,7 +156,7 @@ class Placement:
         return {pid: gpu_map for pid, gpu_map in self.maps(gang).items() if _is_back(gang, pid)}
 
     def stayed(self, gang: Gang) -> None:
-        """Keep that the members have the GPUs that they had: they went back."""
+        """Record that the members went back to the GPUs that they had."""
         for member in gang.members:
             self._write(member, self._gpus[self._number(member.pid)])
 
@@ -164,7 +165,7 @@ class Placement:
         RECORDS.write(member.id, _Noted(gpus.known, tuple(gpu.uuid for gpu in gpus.visible)))
 
     def _moved(self, gpus: Iterable[Gpu], gpu_map: GpuMap) -> tuple[Gpu, ...]:
-        """Where they are now; without those that the map, which the driver has taken, does not name."""
+        """Where they are now, without those that the accepted map does not name."""
         new = dict(gpu_map.pairs)
         return tuple(self._here.get(new[gpu.uuid], gpu) for gpu in gpus if gpu.uuid in new)
 
@@ -182,9 +183,9 @@ def _is_back(gang: Gang, pid: int) -> bool:
 
 
 def place_moved(members: Sequence[GangMember], held: Mapping[int, Mapping[str, int]], request: GpuRequest) -> Placement:
-    """Where the members of a job go that runs. ``held``: its device memory, per pid and GPU UUID.
+    """Where a running job's members go. ``held``: its device memory, per pid and GPU UUID.
 
-    What it holds counts as free: it has left every GPU before it comes to another one. Raises as `choose_gpus`.
+    What it holds counts as free: it leaves every GPU before it arrives on another. Raises as `choose_gpus`.
     """
     here = _without(held, list_gpus())
     gpus = {member.pid: gpus_of(member.id, here, used=held.get(member.pid, {})) for member in members}
@@ -211,9 +212,9 @@ def place_suspended(
     here: Sequence[Gpu],
     own_pids: Collection[int],
 ) -> Placement:
-    """Where members of a job go that come back. ``records``: what their suspend has left, by pid.
+    """Where a suspended job's members go. ``records``: left by their suspend, by pid.
 
-    ``own_pids``: the job's, which keep no GPU busy. Raises as `choose_gpus`.
+    ``own_pids``: the job's, which do not make a GPU busy. Raises as `choose_gpus`.
     """
     gpus: dict[int, ProcessGpus] = {}
     users: list[GpuUser] = []
@@ -234,7 +235,7 @@ class _Noted(Record, frozen=True):
 
 
 def _recall(process: ProcessId) -> ProcessGpus | None:
-    """What was noted; None where nothing was, or nothing that can be used."""
+    """The record; None if there is none, or none usable."""
     noted = RECORDS.read(process, _Noted)
     known = {gpu.uuid: gpu for gpu in noted.gpus} if noted is not None else {}
     if noted is None or not noted.visible or not known.keys() >= set(noted.visible):

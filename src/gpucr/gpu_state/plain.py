@@ -13,10 +13,9 @@ from gpucr.undo.steps import Meter
 
 
 class PlainStaging:
-    """See `Backend`. ``private`` says where the driver has left the memory in the process, after `complete`.
+    """See `Backend`. ``private``: where in the process the driver has left the memory, after `complete`.
 
-    The driver is given huge pages for it where there are any, which is faster; nothing depends on that. ``is_watched``
-    is False: the driver does all of it alone.
+    Gives the driver huge pages if available, which is only faster. If ``is_watched`` is False, the driver works alone.
     """
 
     def __init__(self, part: DevicePart, *, is_watched: bool = True) -> None:
@@ -39,11 +38,11 @@ class PlainStaging:
         return None
 
     def available_bytes(self) -> int:
-        """0: private memory cannot tell."""
+        """0: unknown for private memory."""
         return 0
 
     def prepare(self, size_bytes: int) -> int:
-        """Nothing to make room for: the driver asks for it."""
+        """Nothing: the driver allocates."""
         self._expected_bytes = size_bytes
         return size_bytes
 
@@ -51,7 +50,7 @@ class PlainStaging:
         """Nothing was begun."""
 
     def begin(self, restore_thread: int, meter: Meter, deadline: float | None) -> None:
-        """Watch the restore thread, to give the driver better staging than it asks for."""
+        """Watch the restore thread, to give the driver better staging than it requests."""
         self._before = _maps_if_alive(self.part.pid)
         if not self._is_watched:
             return
@@ -65,12 +64,12 @@ class PlainStaging:
         self._capture.begin()
 
     def wait_begun(self) -> None:
-        """Until the thread is watched."""
+        """Wait until the thread is watched."""
         if self._capture is not None:
             self._capture.wait_begun()
 
     def complete(self, meter: Meter) -> None:
-        """See where staging is."""
+        """Find the staging."""
         if self._capture is None:
             self._locate()
             return
@@ -87,7 +86,7 @@ class PlainStaging:
             self._capture.finish()
 
     def give_back(self) -> None:
-        """The driver has done so."""
+        """The driver has done it."""
 
     def close(self) -> None:
         """The memory is the process's own."""
@@ -106,4 +105,4 @@ def _maps_if_alive(pid: int) -> tuple[memory.Mapping, ...]:
     try:
         return memory.read_maps(pid)
     except (FileNotFoundError, ProcessLookupError):
-        return ()  # that it ended is the gang's to say
+        return ()  # the gang reports that it ended

@@ -1,4 +1,4 @@
-"""How a gang comes back to where it was found after gpucr has died, and what an operation says of that meanwhile."""
+"""How a gang returns to its found state after gpucr has died, and what an operation records for that."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ if TYPE_CHECKING:
     from gpucr.interposer.client import Held
 
 _DRIVER_LIMIT_S = 600.0
-"""How long calls of the driver may take in all: those that had begun, and those that bring the job back."""
+"""How long driver calls may take in total: those already begun, and those that bring the job back."""
 
 _LOOK_EVERY_S = 0.05
 
 
 class DetachedStaging(msgspec.Struct, frozen=True):
-    """Staging of a process that may be an empty reservation now."""
+    """A process's staging that may be an empty reservation now."""
 
     pid: int
     extents: tuple[StagedExtent, ...]
 
 
 class HeldBlocks(msgspec.Struct, frozen=True):
-    """Device memory of an interposed process that is in so many descriptors alone, or that the process keeps itself.
+    """Device memory of an interposed process that is only in this many descriptors, or that the process keeps itself.
 
     ``blocks`` has the fields of each `interposer.protocol.Block`, ``uuids`` the GPUs that the process sees.
     """
@@ -51,13 +51,13 @@ class HeldBlocks(msgspec.Struct, frozen=True):
 
 
 class CallAfterRestore(Action):
-    """Programs that were told of a freeze are told that they go on."""
+    """Call the "after" hooks of programs whose "before" hooks were called."""
 
     processes: tuple[ProcessId, ...]
 
     def recover(self, descriptors: Sequence[int]) -> bool:
-        """Call their functions, in those that run."""
-        from gpucr.gpu_state.interposed.hooks import call  # the agents' client is needed nowhere else here
+        """Call the functions of those that run."""
+        from gpucr.gpu_state.interposed.hooks import call  # late: only needed here
         from gpucr.interposer.protocol import Hooks
 
         call(Hooks.AFTER_RESTORE, filter(processes.goes_on, self.processes))
@@ -65,18 +65,19 @@ class CallAfterRestore(Action):
 
 
 class BringBack(Action):
-    """A gang goes back to where it was found, whatever keeps it from running.
+    """Bring a gang back to its found state and let it run.
 
-    - ``members`` go back to the state in which they were found.
-    - ``restore_threads``: per pid of a member, the one thread that may run while device memory is away.
-    - ``detached``: staging that is mapped back before the driver restores. The descriptors are its files, in order.
-    - ``copies``: who kept a file with its device memory, by pid, and keeps it again. Its descriptors follow.
-    - ``held``: what interposers have let go; its descriptors follow, block by block.
-    - ``going_on``: who has all of that again, by pid, and only has to be let go on.
-    - ``carrier``: who alone can bring back the device memory of ``carried``, by pid, and does so when it is asked.
-    - ``stopped``: processes that SIGSTOP may have stopped, and that go on.
-    - ``moving``: to which GPUs members may be on their way, by pid. When one has got there, the others follow: it may
-      stand where they had been.
+    - ``members``: return to the state in which they were found.
+    - ``restore_threads``: by member pid, the one thread that may run while device memory is away.
+    - ``detached``: staging to map back before the driver restores. The descriptors are its files, in order.
+    - ``copies``: processes, by pid, that get back a kept file with their device memory. Its descriptors follow.
+    - ``held``: memory taken by interposers; its descriptors follow, block by block.
+    - ``going_on``: processes, by pid, that have all of that again and only have to be released.
+    - ``carrier``: the only process that can bring back the device memory of ``carried``, by pid, and does so on
+      request.
+    - ``stopped``: processes that SIGSTOP may have stopped, to be continued.
+    - ``moving``: the GPUs to which members may be moving, by pid. If one has arrived, the others follow: it may occupy
+      their old place.
     """
 
     members: tuple[GangMember, ...] = ()
@@ -91,12 +92,12 @@ class BringBack(Action):
     moving: dict[int, GpuMap] = msgspec.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Raise ValueError where staging could not be mapped back."""
+        """Raise ValueError if staging could not be mapped back."""
         if any(part.pid not in self.restore_threads for part in self.detached):
             raise ValueError("detached staging of a process without a restore thread")
 
     def recover(self, descriptors: Sequence[int]) -> bool:
-        """Hold the threads, end the stop, map device memory, let the driver restore and unlock, let the threads go."""
+        """Hold the threads, end the stop, map device memory, let the driver restore and unlock, release the threads."""
         members = [member for member in self.members if processes.goes_on(member.id)]
         threads = GangThreads(agent_threads)
         given = iter(descriptors)
@@ -105,7 +106,7 @@ class BringBack(Action):
         try:
             if members:
                 self._hold(threads, members)
-                # The driver answers only while its thread runs; all others are held, and do not notice.
+                # The driver answers only while its thread runs; all other threads are held, and do not notice.
                 processes.continue_stopped(set(self.stopped) & {member.id for member in members})
                 self._attach_all(members, files)
                 self._put_back(members, copies)
@@ -125,16 +126,16 @@ class BringBack(Action):
             if member.pid in self.restore_threads:
                 try:
                     threads.hold({member.pid: self.restore_threads[member.pid]})
-                except GpucrError as error:  # it has ended, or a debugger has come: all else can and must be done
+                except GpucrError as error:  # it has ended, or a debugger traces it: everything else must still be done
                     append_to_log("guard", f"not holding threads: {error}")
 
     def _attach_all(self, members: Sequence[GangMember], descriptors: Sequence[int]) -> None:
-        """Map all detached staging back. Tries until it is done or the process has ended: the data is nowhere else.
+        """Map all detached staging back. Retries until done or the process has ended: the data is nowhere else.
 
-        Only what is a reservation is mapped: the action may be older than an attach, and mapping over anything else
-        would destroy it.
+        Only maps over reservations: an attach may have followed the action, and mapping over anything else would
+        destroy it.
         """
-        from gpucr.gpu_state import staging  # late: ptrace and what else it takes, which a suspend does not need
+        from gpucr.gpu_state import staging  # late: ptrace and more, which a suspend does not need
 
         ids = {member.pid: member.id for member in members}
         files = dict(zip((part.pid for part in self.detached), descriptors, strict=True))
@@ -147,7 +148,7 @@ class BringBack(Action):
                     if missing:
                         staging.attach(self.restore_threads[pid], files[pid], missing)
                     del waiting[pid]
-                except Exception as error:  # noqa: BLE001 - the data is safe as long as it is tried again
+                except Exception as error:  # noqa: BLE001 - the data is safe while this retries
                     if not processes.goes_on(ids[pid]):
                         del waiting[pid]
                     elif pid not in told:
@@ -157,7 +158,7 @@ class BringBack(Action):
                 time.sleep(_LOOK_EVERY_S)
 
     def _put_back(self, members: Sequence[GangMember], copies: Mapping[int, int]) -> None:
-        """Who kept a file keeps it again: it is tried until then, or until the process has ended."""
+        """Give kept files back: retries until done or the process has ended."""
         ids = {member.pid: member.id for member in members}
         waiting = [pid for pid in copies if pid in ids]
         if not waiting:
@@ -173,7 +174,7 @@ class BringBack(Action):
                 time.sleep(_LOOK_EVERY_S)
 
     def _wait_for_carrier(self, members: Sequence[GangMember]) -> None:
-        """It brings back what it has. A process of which nobody has the memory any more is killed."""
+        """Let it bring back what it has. Kills processes whose memory is lost."""
         if self.carrier is None:
             return
         processes.send_signal(self.carrier, signal.SIGTERM)
@@ -196,7 +197,7 @@ class BringBack(Action):
     def _give_back(
         self, driver: Driver, moved: Mapping[int, GpuMap], members: Sequence[GangMember], descriptors: Sequence[int]
     ) -> None:
-        """What interposers have let go. The driver has restored; a process that is not there needs nothing."""
+        """Return memory taken by interposers. The driver has restored; a process that has ended needs nothing."""
         if not self.held and not self.going_on:
             return
         from gpucr.gpu_state.interposed.blocks import held_of  # late: what a driver's own suspend does not need
@@ -220,7 +221,7 @@ class BringBack(Action):
             let_go_on(Line(pid))
 
     def _close_left_behind(self, members: Sequence[GangMember]) -> None:
-        """While the driver fills a staging file, the process has it open: its capture can close it no more."""
+        """Close staging files that a process has open since the driver filled them: the capture no longer can."""
         from gpucr.gpu_state import staging  # late, as above
 
         for member in members:
@@ -243,7 +244,7 @@ def _return_to_found(
     moving: Mapping[int, GpuMap],
     give_back: Callable[[Driver, Mapping[int, GpuMap]], None],
 ) -> None:
-    """Every member back to its found state, also where the driver is still at work on the dead gpucr's call."""
+    """Bring every member back to its found state, even if the driver still works on the dead gpucr's call."""
     end = time.monotonic() + _DRIVER_LIMIT_S
     driver = load_driver()
     gang = Gang(driver, members, deadline=end)
@@ -252,7 +253,7 @@ def _return_to_found(
     gang.before_climb = lambda pid: _take_out_again(driver, pid)
     while True:
         try:
-            if moved is None:  # once: later a process may be back because it was brought back here
+            if moved is None:  # only once: later a process may be back because of this recovery
                 moved = _finish_move(gang, {each.pid: moving[each.pid] for each in members if each.pid in moving})
             gang.return_to_found()
             gang.wait_for_calls()
@@ -265,7 +266,7 @@ def _return_to_found(
 
 
 def _finish_move(gang: Gang, moving: Mapping[int, GpuMap]) -> dict[int, GpuMap]:
-    """Where one is on its new GPUs, the others follow. The maps of all that are there then."""
+    """If one is on its new GPUs, the others follow. Returns the maps of all that are there then."""
     for pid in moving:
         with contextlib.suppress(GpucrError):  # refused, but only after the calls that the dead gpucr had begun
             gang.driver.lock(pid, 1)
@@ -274,7 +275,7 @@ def _finish_move(gang: Gang, moving: Mapping[int, GpuMap]) -> dict[int, GpuMap]:
         return {}
     try:
         gang.restore(moving, down_to=lambda member: member.found)
-    except GpucrError as error:  # then back to where they were: the driver has changed nothing
+    except GpucrError as error:  # then back to the old GPUs: the driver has changed nothing
         append_to_log("guard", f"not moved to other GPUs: {error}")
     return {pid: moving[pid] for pid in moving if gang.state(pid) not in (CudaState.CHECKPOINTED, None)}
 
@@ -291,10 +292,10 @@ def _take_out_again(driver: Driver, pid: int) -> None:
 
 
 class GangProtection:
-    """What the guard of an operation knows of its gang, kept up as the steps go on.
+    """What an operation's guard knows about its gang, updated as the steps proceed.
 
-    Each method says what holds from now on, and is called before the change that it is about. They raise as
-    `Protection.protect` does; `attached`, after a change, does not.
+    Each method announces a state, and is called before the change. They raise like `Protection.protect`; `attached`,
+    called after a change, does not.
     """
 
     def __init__(self, protection: Protection) -> None:
@@ -310,50 +311,50 @@ class GangProtection:
         self._tell()
 
     def restore_threads(self, threads: Mapping[int, int]) -> None:
-        """These threads, by pid, do the driver's work; all others may be held from now on."""
+        """These are the restore threads, by pid; all others may be held from now on."""
         self._action.restore_threads = dict(threads)
         self._tell()
 
     def detached(self, extents: Mapping[int, Sequence[StagedExtent]], files: Mapping[int, int]) -> None:
-        """The staging of these processes, by pid, may be in these files (descriptors) alone."""
+        """The staging of these processes, by pid, may only be in these files (descriptors)."""
         self._action.detached = tuple(DetachedStaging(pid, tuple(parts)) for pid, parts in extents.items())
         self._action.__post_init__()
         self._files = tuple(files[pid] for pid in extents)
         self._tell()
 
     def taken_out(self, copies: Mapping[int, int]) -> None:
-        """The files that these processes keep, by pid, may be in these descriptors alone."""
+        """The files that these processes keep, by pid, may only be in these descriptors."""
         if copies:
             self._action.copies, self._copies = tuple(copies), tuple(copies.values())
             self._tell()
 
     def attached(self) -> None:
-        """All staging is where the driver left it again, and who kept a file has it."""
+        """All staging is back where the driver left it, and kept files are back too."""
         self._action.detached, self._files = (), ()
         self._action.copies, self._copies = (), ()
         self.protection.amend(self._action, self._descriptors())
 
     def blocks(self, pid: int, uuids: Sequence[str], held: Sequence[Held]) -> None:
-        """Device memory of this process may be in these descriptors alone; none: the process has it, or keeps it."""
+        """This process's device memory may only be in these descriptors; none: the process has it, or keeps it."""
         blocks = tuple(msgspec.structs.astuple(each.block) for each in held)
         self._blocks[pid] = HeldBlocks(pid, tuple(uuids), blocks), tuple(each.descriptor for each in held)
         self._action.held = tuple(blocks for blocks, _ in self._blocks.values())
         self._tell()
 
     def going_on(self, pids: Sequence[int], members: Sequence[GangMember] = ()) -> None:
-        """These have all of their device memory again. ``members``: to what state they go now; none: as before."""
+        """These have all of their device memory again. ``members``: their new target states; none: as before."""
         self._action.going_on = tuple(pids)
         if members:
             self._action.members = tuple(members)
         self._tell()
 
     def carried(self, carrier: ProcessId, pids: Iterable[int]) -> None:
-        """Device memory of these may be in the hands of this process alone."""
+        """Only this process may hold the device memory of these."""
         self._action.carrier, self._action.carried = carrier, tuple(pids)
         self._tell()
 
     def moving(self, maps: Mapping[int, GpuMap]) -> None:
-        """These members, by pid, go to other GPUs."""
+        """These members, by pid, are moving to other GPUs."""
         self._action.moving = dict(maps)
         self._tell()
 

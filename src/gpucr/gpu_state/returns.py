@@ -1,4 +1,4 @@
-"""What brings back the device memory of a snapshot, of whatever kind."""
+"""Brings back a snapshot's device memory of any kind."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from gpucr.model import DevicePart, StagedExtent
 
 
 class StoredPart(Protocol):
-    """What the manifest says of a part (`snapshot.manifest.DeviceData`)."""
+    """A part, as in the manifest (`snapshot.manifest.DeviceData`)."""
 
     @property
     def kind(self) -> str:
-        """What held it."""
+        """The kind of backend that held it."""
 
     @property
     def extents(self) -> Sequence[StagedExtent]:
@@ -35,7 +35,7 @@ class StoredPart(Protocol):
 
 
 class Returns:
-    """Those of a restore: of processes that come back as members of this gang, where they are placed."""
+    """The returns of a restore: for processes that come back as members of this gang, on their chosen GPUs."""
 
     def __init__(self, gang: Gang, placement: Placement) -> None:
         self._interposed = RestoredBlocks(gang.driver, placement.new_uuid)
@@ -57,14 +57,14 @@ class Returns:
         return kinds.return_for(part, data.kind, data.extents, data.size_bytes)
 
     def go_on(self, pids: Mapping[int, int], shares: Sequence[Share]) -> None:
-        """All have their own memory: what their interposers have to do. See `RestoredBlocks.go_on`."""
+        """All have their own memory: let the interposers do their part. See `RestoredBlocks.go_on`."""
         self._interposed.go_on(pids, shares)
 
     def give_up(self) -> None:
-        """Whoever still reads must not wait for a place that will not come."""
+        """Wake readers: the destination will not come."""
         self._custom.give_up()
 
     def close(self) -> None:
-        """What was needed for it."""
+        """Free what it needed."""
         self._interposed.close()
         self._custom.close()

@@ -1,7 +1,7 @@
-"""Device memory while it is away from its GPU: who reads it there, and who fills it.
+"""Device memory while it is away from its GPU: reading and filling it.
 
-Neither end needs to be a file. A `Source` reads a piece into a buffer, a `Destination` takes a piece from one; both are
-asked by many threads at once.
+Neither needs to be a file. A `Source` reads a piece into a buffer, a `Destination` takes a piece from one; both are
+thread-safe.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gpucr.quantities import format_bytes
 
 
 class Source(Protocol):
-    """A part of a process's device memory, wherever it is while it is away from the GPU."""
+    """A part of a process's device memory while it is away from the GPU."""
 
     @property
     def part(self) -> DevicePart:
@@ -27,14 +27,14 @@ class Source(Protocol):
 
     @property
     def size_bytes(self) -> int:
-        """How much: a multiple of 4 KiB."""
+        """Its size: a multiple of 4 KiB."""
 
     def read_into(self, position: int, data: memoryview) -> None:
-        """Fill ``data`` with what is at ``position``; many threads do so at once. Raises SnapshotError."""
+        """Read from ``position`` into ``data``. Thread-safe. Raises SnapshotError."""
 
 
 class Destination(Protocol):
-    """Where a part of a process's device memory is put on its way back."""
+    """The place to which a part of a process's device memory returns."""
 
     @property
     def part(self) -> DevicePart:
@@ -46,46 +46,46 @@ class Destination(Protocol):
 
     @property
     def is_zeroed(self) -> bool:
-        """Whether it reads as zeros where nothing was written: then pieces of zeros are neither read nor written."""
+        """Whether it starts as zeros: then pieces of zeros are neither read nor written."""
 
     def write_from(self, position: int, data: memoryview) -> None:
-        """Take ``data``, which was checked, to ``position``; many threads do so at once. Raises SnapshotError."""
+        """Write checked ``data`` to ``position``. Thread-safe. Raises SnapshotError."""
 
 
 class Saver(Protocol):
-    """What saves device memory while it is being produced (`gpucr.snapshot.device.DeviceWriter`)."""
+    """Saves device memory while it is being produced (`gpucr.snapshot.device.DeviceWriter`)."""
 
     @property
     def keeps_files(self) -> bool:
-        """Whether what is saved can be read again by whoever has its `files`, also before there is a snapshot."""
+        """Whether saved data can be read from its `files`, even before there is a snapshot."""
 
     def files(self, part: DevicePart) -> tuple[Sequence[int], int]:
-        """Where a part that was added goes: files, to which pieces are dealt out in turn, and the size of a piece."""
+        """Where an added part goes: the files, over which pieces are distributed round-robin, and the piece size."""
 
     def add(self, source: Source) -> None:
-        """There will be this."""
+        """Announce a part."""
 
     def grow(self, source: Source) -> None:
-        """One that was added has become larger; nothing of what it has so far moved."""
+        """An added part has grown; its existing data has not moved."""
 
     def advance(self, part: DevicePart, up_to_bytes: int) -> None:
-        """So much of it is there, as far as is known."""
+        """At least this much of it is ready."""
 
     def complete(self, part: DevicePart) -> None:
-        """All of it is there, and will not change any more."""
+        """All of it is ready, and will not change any more."""
 
     def limit_threads(self, count: int | None) -> None:
-        """Take so many threads from now on (None: all)."""
+        """Use this many threads from now on (None: all)."""
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Until all of it is saved. False: out of time. Raises what ended the saving."""
+        """Wait until everything is saved. False: out of time. Raises the saver's error."""
 
     def wait_for(self, part: DevicePart, timeout_s: float | None = None) -> bool:
-        """Until all of this part is saved. False: out of time. Raises what ended the saving."""
+        """Wait until this part is saved. False: out of time. Raises the saver's error."""
 
 
 class SavedLater:
-    """Takes the place of what saves device memory (see `Saver`): all of it is saved from the frozen job."""
+    """A `Saver` that saves nothing: all device memory is saved later from the frozen job."""
 
     keeps_files = False
 
@@ -118,9 +118,9 @@ class SavedLater:
 
 
 class FileSource(Struct, frozen=True):
-    """A staging file (see `Source`). ``fd`` is the caller's, who keeps it open until all is saved.
+    """A staging file (see `Source`). The caller keeps ``fd`` open until all is saved.
 
-    Raises ValueError for a size that is not whole pages, or that the file has not.
+    Raises ValueError for a size that is not whole pages, or is larger than the file.
     """
 
     part: DevicePart
@@ -150,9 +150,9 @@ class FileSource(Struct, frozen=True):
 
 
 class FileDestination(Struct, frozen=True):
-    """A fresh staging file (see `Destination`): zeros are left as the holes that they are.
+    """A fresh staging file (see `Destination`): zeros stay holes.
 
-    ``fd`` is the caller's, who keeps it open until all is there. Raises ValueError where the file is shorter.
+    The caller keeps ``fd`` open until all is written. Raises ValueError if the file is shorter.
     """
 
     part: DevicePart
@@ -166,7 +166,7 @@ class FileDestination(Struct, frozen=True):
             raise ValueError(f"the staging file of process {self.part.pid} is shorter than its device memory")
 
     def write_from(self, position: int, data: memoryview) -> None:
-        """Write to the file. Raises SnapshotError where host memory runs out."""
+        """Write to the file. Raises SnapshotError if host memory runs out."""
         done = 0
         try:
             while done < len(data):

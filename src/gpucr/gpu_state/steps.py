@@ -26,11 +26,11 @@ from gpucr.undo.protection import Protection
 from gpucr.undo.steps import Meter
 
 MAX_ROUNDS = 5
-"""How often processes that begin to use CUDA meanwhile are taken in before the attempt is given up."""
+"""How often to add processes that begin to use CUDA meanwhile before giving up."""
 
 
 class LockGang:
-    """RUNNING → LOCKED for all. Undone by unlocking what was found RUNNING."""
+    """RUNNING → LOCKED for all. The undo unlocks those found RUNNING."""
 
     name = "lock"
 
@@ -51,16 +51,16 @@ class LockGang:
         return 0
 
     def undo(self) -> None:
-        """Every member back to where it was found: this is the first step, so nothing may be left of any."""
+        """Bring every member back to its found state: this is the first step, so nothing may be left."""
         self._gang.return_to_found()
 
 
 class CheckpointGang:
-    """LOCKED → CHECKPOINTED for all, and for those that begin to use CUDA while this goes on.
+    """LOCKED → CHECKPOINTED for all, and for those that begin to use CUDA meanwhile.
 
-    ``restore_threads`` is filled with the thread that does the driver's work, per pid. With ``threads`` all others are
-    held meanwhile, and afterwards. Children of fork lose the open devices that they have from these processes
-    (`gpucr.linux.inherited`), which are dead with the checkpoint.
+    ``restore_threads`` is filled with the restore threads, by pid. With ``threads`` all others are held, also
+    afterwards. Forked children lose the open devices that they inherited from these processes
+    (`gpucr.linux.inherited`), which are dead after the checkpoint.
     """
 
     name = "checkpoint"
@@ -97,7 +97,7 @@ class CheckpointGang:
         return f"checkpoint {_names(self._gang)}: device memory to {where}, GPUs released{final}"
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
-        """Checkpoint until the tree has no CUDA process that still runs (at most MAX_ROUNDS rounds)."""
+        """Checkpoint until the tree has no running CUDA process (at most MAX_ROUNDS rounds)."""
         meter.expect(self._expected_bytes if self._staged.use_files else 0)
         for _ in range(MAX_ROUNDS):
             self.restore_threads = self._gang.restore_threads()
@@ -125,7 +125,7 @@ class CheckpointGang:
         )
 
     def undo(self) -> None:
-        """CHECKPOINTED → LOCKED for what was not found CHECKPOINTED; unlocking is LockGang's undo."""
+        """CHECKPOINTED → LOCKED for those not found CHECKPOINTED; LockGang's undo unlocks."""
         try:
             self._gang.restore(down_to=lambda member: member.found)
         finally:
@@ -133,7 +133,7 @@ class CheckpointGang:
                 self._threads.release()
 
     def _adopt_found(self, meter: Meter) -> None:
-        """What was suspended before has its staging already, in a file where root suspended it."""
+        """A process suspended earlier has its staging already, in a file if root suspended it."""
         for member in self._gang.members:
             if member.found is not CudaState.CHECKPOINTED:
                 continue
@@ -143,7 +143,7 @@ class CheckpointGang:
                 meter.note(f"process {member.pid} was suspended in private memory: CRIU writes it")
 
     def _let_go(self, inherited: Sequence[InheritedDevices], meter: Meter) -> None:
-        """Nothing to undo: the children cannot use CUDA, and the driver has freed what the descriptors stood for."""
+        """Nothing to undo: the children cannot use CUDA, and the driver has freed what was behind the descriptors."""
         errors = let_go(inherited)
         for each in inherited:
             name = f"process {each.process.pid} ({each.process.name})"
@@ -153,9 +153,9 @@ class CheckpointGang:
                 meter.note(f"{name} let go of the GPUs that it was forked with: {len(each.fds)} descriptors")
 
     def _close_left_behind(self, meter: Meter) -> None:
-        """Captures are over, and what is open of staging files now was left by a gpucr that was killed.
+        """Close open staging files: captures are over, so these were left by a killed gpucr.
 
-        Or by a fork during the checkpoint: the child has open what its parent had then.
+        Or by a fork during the checkpoint, whose child inherited them.
         """
         if not self._staged.use_files:
             return
@@ -176,12 +176,12 @@ class CheckpointGang:
 
     def _late_members(self) -> list[GangMember]:
         known = {member.id for member in self._gang.members}
-        # Members are not asked: their threads are held by now, which looks like a process that cannot answer.
+        # Members are not queried: their threads are held by now, which looks like a process that cannot answer.
         return list(gangs.discover(self._gang.driver, [process for process in self._tree() if process.id not in known]))
 
 
 class StopThreads:
-    """Held → stopped by SIGSTOP, as CRIU, which traces the processes itself, has to find them (see threads.py)."""
+    """Held → stopped by SIGSTOP, since CRIU has to trace the processes itself (see threads.py)."""
 
     name = "stop"
 
@@ -201,7 +201,7 @@ class StopThreads:
         return 0
 
     def undo(self) -> None:
-        """Only the restore threads run again."""
+        """Let only the restore threads run again."""
         if self._threads.are_stopped:
             self._threads.hold_again()
 
@@ -209,7 +209,7 @@ class StopThreads:
 class DetachStaging:
     """CHECKPOINTED, staging files mapped → CHECKPOINTED, empty reservations in their place.
 
-    From here on the device memory is in gpucr's files alone.
+    From here on the device memory is only in gpucr's files.
     """
 
     name = "detach"
@@ -240,14 +240,14 @@ class DetachStaging:
         return 0
 
     def undo(self) -> None:
-        """Map the files again, where `attach` has not done so already."""
-        with contextlib.suppress(JobChanged):  # who has ended is told by the roll
+        """Map the files again, unless `attach` has done so."""
+        with contextlib.suppress(JobChanged):  # the roll reports ended processes
             self.attach()
 
     def attach(self) -> None:
-        """Detached → mapped again, for all. Raises one of the errors when all have been tried.
+        """Detached → mapped again, for all. Tries all, then raises one of the errors.
 
-        One that cannot be traced, or has ended, must not keep the others from getting their device memory back: the
+        One that cannot be traced, or has ended, must not prevent the others from getting their device memory back: the
         driver would restore them from nothing.
         """
         errors: list[GpucrError] = []
@@ -265,7 +265,7 @@ class DetachStaging:
                     if isinstance(error, JobChanged):  # it has ended
                         del pids[pid]
         if errors:
-            raise min(errors, key=lambda error: isinstance(error, JobChanged))  # who lives counts for more
+            raise min(errors, key=lambda error: isinstance(error, JobChanged))  # errors of living processes matter more
         self._protection.attached()
 
     def _attach(self, pid: int) -> None:
@@ -292,7 +292,7 @@ class AttachStaging:
         return 0
 
     def undo(self) -> None:
-        """Nothing: mapped is how every undo wants it."""
+        """Nothing: every undo needs them mapped."""
 
 
 class HoldThreads:
@@ -309,7 +309,7 @@ class HoldThreads:
         return "hold all threads but the driver's until device memory is back"
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
-        """Hold the threads, then end the stop, which lets only the restore threads go on."""
+        """Hold the threads, then end the stop, which lets only the restore threads continue."""
         if self._free_threads is None:
             self._threads.hold_again()
         else:
@@ -318,15 +318,15 @@ class HoldThreads:
         return 0
 
     def undo(self) -> None:
-        """Let the threads go on."""
+        """Release the threads."""
         self._threads.release()
 
 
 class ReleaseThreads:
-    """The whole tree runs: held threads are let go, and what is only stopped goes on.
+    """Let the whole tree run: release held threads and continue stopped processes.
 
-    ``is_result``: that is what was asked for. From then on the job may do its last work and end, and nothing that comes
-    later may take it back.
+    ``is_result``: this completes the operation. From then on the job may finish and end, and no later failure may undo
+    it.
     """
 
     name = "release"
@@ -345,7 +345,7 @@ class ReleaseThreads:
         self._is_result = is_result
 
     def describe(self) -> str:
-        """What goes on."""
+        """What will run."""
         return "release all threads"
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
@@ -359,7 +359,7 @@ class ReleaseThreads:
         return 0
 
     def undo(self) -> None:
-        """Nothing: a running process is where every undo wants it."""
+        """Nothing: every undo leads to running processes."""
 
 
 class RestoreGang:
@@ -401,14 +401,14 @@ class RestoreGang:
         except DriverError as error:
             if error.result != INVALID_VALUE or not placement.narrow(self._gang):
                 raise
-            # A map that the driver does not like changes nothing (measured): the process is as it was.
+            # A map that the driver refuses changes nothing (measured): the process is as it was.
             try:
                 self._gang.restore(placement.maps(self._gang), down_to=self._down_to)
             except DriverError:
-                raise error from None  # the GPUs were not the reason, and the first answer says what was
+                raise error from None  # the GPUs were not the cause; the first error says what was
 
     def undo(self) -> None:
-        """Every member back to where it was found (checkpointed again, if that is where it was)."""
+        """Bring every member back to its found state (checkpoint it again if necessary)."""
         self._gang.return_to_found()
 
 
@@ -431,7 +431,7 @@ class UnlockGang:
         return 0
 
     def undo(self) -> None:
-        """Every member back to where it was found."""
+        """Bring every member back to its found state."""
         self._gang.return_to_found()
 
 

@@ -1,4 +1,4 @@
-"""What of a job does not use CUDA stands still."""
+"""Stop a job's processes that do not use CUDA."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gpucr.undo.steps import Meter
 class StopOthers:
     """The processes of a job that do not use CUDA: running → stopped by SIGSTOP.
 
-    ``members`` tells those that do, and are stopped before. Those that were found stopped stay so in the end.
+    ``members`` returns those that do, which are stopped before. Processes found stopped stay stopped in the end.
     """
 
     name = "halt"
@@ -28,7 +28,7 @@ class StopOthers:
         self._stopped: list[ProcessId] = []
 
     def stopped(self) -> tuple[ProcessId, ...]:
-        """Those that this has stopped."""
+        """The processes that this has stopped."""
         return tuple(self._stopped)
 
     def describe(self) -> str:
@@ -36,7 +36,7 @@ class StopOthers:
         return "stop the processes that do not use CUDA"
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
-        """Stop them, until there is no new one: one that still runs may fork."""
+        """Stop them until there is no new one: a running one may fork."""
         members = [member.id for member in self._members()]
         while new := self._running({*members, *self._stopped}):
             interrupts.check()

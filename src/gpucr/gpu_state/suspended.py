@@ -1,12 +1,12 @@
-"""What a suspend leaves for the resume that follows: small private records, one a process, until the next boot.
+"""Records that a suspend leaves for the resume: small, private, one per process, until the next boot.
 
-A resume needs two things that the driver does not tell. In which state the process was found, because what was locked
-or checkpointed before the suspend stays so. And how much memory it held on which GPU: a restore that runs out of
-device memory loses the process (measured, H200, driver 580: the first attempt gives 2, every later one 304, also when
-the memory is free again), so the room is checked first.
+A resume needs two things that the driver does not report. The state in which the process was found, because one that
+was locked or checkpointed before the suspend stays so. And how much memory it held on which GPU: a restore that runs
+out of device memory loses the process (measured, H200, driver 580: the first attempt gives 2, every later one 304, even
+when the memory is free again), so the room is checked first.
 
 A record belongs to one process (pid and start time) and is removed by the resume. It is an aid, not the truth: without
-it a process is resumed to RUNNING, and the room is judged by the process's largest mapping.
+it a process is resumed to RUNNING, and its size is estimated from its largest mapping.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _FOUND_STATES = (CudaState.RUNNING, CudaState.LOCKED, CudaState.CHECKPOINTED)
 class SuspendedRecord(Record, frozen=True):
     """One process: the state in which the suspend found it, and device memory per GPU UUID at that time.
 
-    ``has_hooks``: its program wants to be told when it goes on.
+    ``has_hooks``: its program has registered functions for the resume.
     """
 
     found: CudaState
@@ -41,8 +41,8 @@ class SuspendedRecord(Record, frozen=True):
 def remember(member: GangMember, device_bytes: Mapping[str, int], *, has_hooks: bool = False) -> None:
     """Write the record of one process.
 
-    For a process found CHECKPOINTED, a record that is there already stays: it is from the suspend that counts. Found in
-    any other state, another tool has brought the process back since, and what is there says nothing any more.
+    For a process found CHECKPOINTED, an existing record stays: it is from the suspend that counts. In any other state,
+    another tool has brought the process back since, and the record is stale.
     """
     if member.found is not CudaState.CHECKPOINTED:
         forget(member.id)
@@ -50,12 +50,12 @@ def remember(member: GangMember, device_bytes: Mapping[str, int], *, has_hooks: 
 
 
 def recall(process: ProcessId) -> SuspendedRecord | None:
-    """Read the record of one process; None where there is none that can be used."""
+    """Read the record of one process; None if there is none that can be used."""
     return RECORDS.read(process, SuspendedRecord)
 
 
 def moved(process: ProcessId, gpu_map: GpuMap) -> None:
-    """The process went to other GPUs, in a resume that may be undone yet: its record names those from now on."""
+    """The process went to other GPUs, in a resume that may still be undone: update its record."""
     record = recall(process)
     if record is not None:
         held = {gpu_map.new_for(uuid): size_bytes for uuid, size_bytes in record.device_bytes.items()}

@@ -1,4 +1,4 @@
-"""The ways in which device memory leaves its GPU, where a user insists on one (``--gpu-state``)."""
+"""The ways for device memory to leave its GPU, on which a user can insist (``--gpu-state``)."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from gpucr.linux import processes
 CUSTOM = "custom"
 
 GpuState = Literal["auto", "driver", "captured", "interposed", "custom"]
-"""``auto``: for each process its interposer, else the driver's custom storage, else captured staging, else its own."""
+"""``auto``: for each process the first that works: its interposer, custom storage, captured staging, plain staging."""
 
 
 def require_possible(gpu_state: str) -> None:
-    """Raise InvalidRequest for a way that there is not, and Unsupported for one that this user cannot go."""
+    """Raise InvalidRequest for an unknown way, and Unsupported for one that this user cannot use."""
     if gpu_state not in get_args(GpuState):
         raise InvalidRequest(f"gpu_state is {gpu_state!r}", hint="give one of " + ", ".join(get_args(GpuState)))
     if gpu_state in (CAPTURED, CUSTOM) and not processes.can_checkpoint_processes():
@@ -27,7 +27,7 @@ def require_possible(gpu_state: str) -> None:
 
 
 def first_choice(pid: int, driver: Driver) -> GpuState:
-    """The way that device memory of this process, which runs, would go as far as can be told without asking it."""
+    """The way that this running process's device memory would probably go, without asking the process."""
     if is_interposed(pid):
         return "interposed"
     if not processes.can_checkpoint_processes():
@@ -36,18 +36,18 @@ def first_choice(pid: int, driver: Driver) -> GpuState:
 
 
 def no_custom_storage() -> str | None:
-    """What keeps memory that the driver has handed over from coming back: it comes back in the same way alone."""
+    """Why handed-over memory cannot come back here: it can only come back the same way."""
     try:
         has_it = load_driver().capabilities().custom_storage
     except DriverUnavailable:
-        return None  # which is said of any GPU state
+        return None  # applies to any GPU state
     if not has_it:
         return "this machine's driver has no custom storage, which came with driver 615"
     return None if processes.can_checkpoint_processes() else "the driver's custom storage is for root alone"
 
 
 def may_be_interposed(gpu_state: GpuState) -> bool:
-    """Whether device memory may leave by interposers."""
+    """Whether interposers may take device memory."""
     return gpu_state in ("auto", INTERPOSED)
 
 
@@ -57,7 +57,7 @@ def uses_files(gpu_state: GpuState) -> bool:
 
 
 def refused(why: str, what_to_do: str) -> Unsupported:
-    """The way that was insisted on cannot be gone."""
+    """The way that the user insists on is not possible."""
     return Unsupported(
         why, hint=f"{what_to_do}, or leave the way to gpucr (`--gpu-state auto`)", code="GPUCR-GPU-STATE"
     )

@@ -237,7 +237,7 @@ def _converse(
 
 
 class _Conversation:
-    """One request at work: its hooks are answered, and it is told to end where it must not go on."""
+    """A running request: answers its hooks, and tells it to end if it must not continue."""
 
     def __init__(
         self,
@@ -286,7 +286,7 @@ class _Conversation:
         try:
             if self._on_notify is not None:
                 self._on_notify(hook.name, hook.pid if self._hook_pid is None else self._hook_pid)
-        except BaseException as e:  # noqa: BLE001 - whatever it is, CRIU must undo before it goes on to the caller
+        except BaseException as e:  # noqa: BLE001 - CRIU must undo before any error reaches the caller
             self._reason = e
             return False
         return True

@@ -17,13 +17,13 @@ _REMOVE = b"remove"
 
 
 def main(keys: str, work: str) -> None:
-    """Serve the request of this connection. Returns when it is served: the child may be the keeper of a job then."""
+    """Serve this connection's request. Returns when it is served; the child may then be a job's keeper."""
     connected = socket.socket(fileno=fcntl.fcntl(0, fcntl.F_DUPFD_CLOEXEC, _FIRST_FREE_FD))
     null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
     os.dup2(null, 0)
     served.prepare_process()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    child = os.fork()  # a service manager counts requests at work, not jobs that were restored
+    child = os.fork()  # a service manager counts running requests, not restored jobs
     if child == 0:
         ours.close()
         try:

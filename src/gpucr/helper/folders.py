@@ -1,4 +1,4 @@
-"""The helper's folders: the user's, in which it works by descriptors, and its own, in which nobody else does."""
+"""The helper's folders: the user's, which it uses through descriptors, and its own, which only it uses."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Announce = Callable[[int, str], Callable[[], None]]
 
 
 def require_users_folder(fd: int, peer: Peer) -> None:
-    """Raise Refused unless it is a folder of the peer's, on a file system that only this machine's kernel serves."""
+    """Raise Refused unless it is the peer's folder, on a file system served only by this machine's kernel."""
     status = os.fstat(fd)
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != peer.uid:
         raise Refused("the folder for the images is not one of the caller's own")
@@ -47,7 +47,7 @@ def require_users_folder(fd: int, peer: Peer) -> None:
 
 
 def _file_system(fd: int) -> str:
-    """Its type; ``another mount namespace's`` where it is none of ours."""
+    """Its type; ``another mount namespace's`` if it is not in ours."""
     lines = Path(f"/proc/self/fdinfo/{fd}").read_text().splitlines()
     number = next(line.split()[1] for line in lines if line.startswith("mnt_id:"))
     for line in Path("/proc/self/mountinfo").read_text(errors="surrogateescape").splitlines():
@@ -58,7 +58,7 @@ def _file_system(fd: int) -> str:
 
 
 def require_log(fd: int) -> None:
-    """Raise Refused unless a log can be written there as by the peer, who has opened it."""
+    """Raise Refused unless the peer, who has opened it, could write a log there."""
     import fcntl
 
     status = os.fstat(fd)
@@ -135,7 +135,7 @@ def make_log_folder(private: Path, peer: Peer) -> int:
 
 @contextlib.contextmanager
 def private_folder(work: Path) -> Iterator[Path]:
-    """A new folder of root's below ``work`` for a block. What killed helpers have left there is removed."""
+    """A new root-owned folder below ``work`` for a block. Leftovers of killed helpers are removed."""
     trusted_paths.make_private(work)
     trusted_paths.require_ours(work)
     _remove_left_behind(work)
@@ -162,7 +162,7 @@ def _remove_left_behind(work: Path) -> None:
 
 
 def described(folder_fd: int, names: tuple[str, ...], check: Check) -> tuple[SignedFile, ...]:
-    """Size and digest of files that nobody else can change."""
+    """Sizes and digests of files that nobody else can change."""
     return tuple(_hashed(name, folder_fd, None, check) for name in names)
 
 
@@ -182,7 +182,7 @@ def read_signature(users_fd: int) -> bytes:
 
 
 def copy_verified(users_fd: int, files: tuple[SignedFile, ...], folder: Path, check: Check) -> None:
-    """Copy these files out of the user's folder: what is in ``folder`` then is what was signed. Raises Refused."""
+    """Copy these files out of the user's folder: ``folder`` then contains exactly what was signed. Raises Refused."""
     room = os.statvfs(folder)
     needed_bytes = sum(each.size_bytes for each in files)
     if needed_bytes + ROOM_LEFT_BYTES > room.f_bavail * room.f_frsize:

@@ -1,6 +1,6 @@
-"""CRIU's images of a job, held against the rules for its processes: root's CRIU does what they say.
+"""Check CRIU's images of a job against the rules for its processes: root's CRIU obeys the images.
 
-CRIU gets much of it from code that runs in the job's own memory, where the job's user can write at any time.
+CRIU gets much of it from code that runs in the job's own memory, if the job's user can write at any time.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _OTHER_KINDS = {
 
 
 def image_names(folder: Path) -> tuple[str, ...]:
-    """The images that a restore needs. Raises Refused where there is one that the helper does not work with."""
+    """The images that a restore needs. Raises Refused if there is one that the helper does not work with."""
     names = sorted(name for name in os.listdir(folder) if name not in _NEVER_READ)
     for name in names:
         if _NAMES.fullmatch(name) is None:
@@ -66,10 +66,10 @@ def image_names(folder: Path) -> tuple[str, ...]:
 
 
 def require_inspected(folder: Path, peer: Peer, kernel: Mapping[int, Rights] | None = None) -> bool:
-    """Raise Refused unless a restore of these images gives the peer nothing but what an own process of his can have.
+    """Raise Refused unless a restore of these images gives the peer only what a process of his own can have.
 
-    ``kernel``: what each thread may do, of the tree that was just dumped and is held still. Returns whether there is a
-    system call filter.
+    ``kernel``: what each thread of the just dumped, still stopped tree may do. Returns whether there is a system call
+    filter.
     """
     names, open_image = image_names(folder), images_in(folder)
     try:

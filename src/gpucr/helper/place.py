@@ -11,7 +11,7 @@ SOCKET = Path("/run/gpucr-helper/socket")
 
 
 def socket_path() -> Path | None:
-    """``GPUCR_HELPER``, or its usual place; None where there is none for this user, or it is ``off``."""
+    """``GPUCR_HELPER``, or its usual place; None if there is none for this user, or it is ``off``."""
     named = os.environ.get(ENVIRONMENT_VARIABLE)
     if named == OFF:
         return None

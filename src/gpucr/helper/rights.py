@@ -1,4 +1,4 @@
-"""What a thread may do, by the kernel or by CRIU's images: the same rules for both, so that neither says more."""
+"""A thread's rights, from the kernel or from CRIU's images: the same rules for both."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SETS = ("CapInh", "CapPrm", "CapEff", "CapAmb")
 
 
 class Refused(Exception):
-    """The helper does not do it; the text says why, and is for the user."""
+    """The helper refuses; the text says why, for the user."""
 
 
 class Rights(Struct, frozen=True):
@@ -32,7 +32,7 @@ class Rights(Struct, frozen=True):
 
 
 def rights_of(pid: int, tid: int) -> Rights:
-    """Of a thread, from /proc. Raises OSError where it has ended, or Refused where the kernel says too little."""
+    """A thread's rights, from /proc. Raises OSError if it has ended, or Refused if the kernel says too little."""
     fields = capabilities.status_fields(Path(f"/proc/{pid}/task/{tid}/status"))
     try:
         held = 0
@@ -68,7 +68,7 @@ def require_no_special(rights: Rights, uid: int, groups: Collection[int], boundi
 
 
 def label_of(pid: int) -> str:
-    """What the LSM calls a process; empty where there is none, or it says nothing."""
+    """What the LSM calls a process; empty if there is none, or it says nothing."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/attr/current").read_bytes().rstrip(b"\0\n").decode(errors="replace")
     return ""

@@ -1,1 +1,1 @@
-"""The library that a CUDA process is started with (C, `native`), and the one side of its socket that speaks to it."""
+"""The library preloaded into a CUDA process (C, `native`), and gpucr's client for it."""

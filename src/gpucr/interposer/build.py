@@ -1,4 +1,4 @@
-"""Compile the interposer: a shared library for LD_PRELOAD, which needs the C library alone."""
+"""Compile the interposer: a shared library for LD_PRELOAD that needs only the C library."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _TIMEOUT_S = 120
 
 
 def build_digest() -> str:
-    """What names a library that was compiled here: its sources and how it is compiled."""
+    """Identifies a compiled library: a digest of its sources and compiler options."""
     digest = hashlib.sha256(repr((FLAGS, LINK_FLAGS, os.environ.get("CC"), platform.machine())).encode())
     for path in sorted(SOURCES.iterdir()):
         digest.update(f"\0{path.name}\0".encode() + path.read_bytes())
@@ -33,7 +33,7 @@ def build_digest() -> str:
 def compile_library(folder: Path, *, compiler: str | None = None, machine: str | None = None) -> Path:
     """The library, made in ``folder``. ``compiler`` defaults to ``$CC`` or cc, ``machine`` to this one's processor.
 
-    Raises OSError where there is no compiler, and RuntimeError with its first error where it fails.
+    Raises OSError if there is no compiler, and RuntimeError with its first error if it fails.
     """
     output = folder / LIBRARY
     gate = f"gate_{machine or platform.machine()}.S"
@@ -49,7 +49,7 @@ def compile_library(folder: Path, *, compiler: str | None = None, machine: str |
 
 
 def platform_tag(library: Path) -> str:
-    """Of a wheel with this library: the oldest C library that has all the functions it was linked with (PEP 600)."""
+    """The wheel's platform tag: the oldest C library that has all the functions it was linked with (PEP 600)."""
     found = re.findall(rb"\0GLIBC_(\d+)\.(\d+)", library.read_bytes())
     major, minor = max((int(major), int(minor)) for major, minor in found)
     return f"manylinux_{major}_{minor}_{platform.machine()}"

@@ -1,4 +1,4 @@
-"""Speak with the agent of one process: close its gate, take its device memory over, and give it back."""
+"""Client of one process's agent: close its gate, take over its device memory, and give it back."""
 
 from __future__ import annotations
 
@@ -37,30 +37,30 @@ _LISTENS_AGAIN_S, _POLL_S = 5.0, 0.02  # native/agent.c looks every half second
 FOLDER_VARIABLE = "GPUCR_INTERPOSER_DIR"
 _ANSWER_S = 30.0
 _BUSY_S = 1.0
-"""How long another client is waited for: one that only looks is soon gone."""
+"""How long to wait for another client: one that only queries is soon done."""
 
 GIVEN_AT_ONCE = 8
-"""So many blocks are renewed at once: as much room they take twice on the GPU."""
+"""How many blocks are renewed at once: they need twice their room on the GPU."""
 
 _LOOK_S = 2.0
 _TRY_AGAIN_S = 0.01
 
 
 class Held(Struct):
-    """A block whose memory is kept alive by ``descriptor``, which belongs to whoever has this."""
+    """A block whose memory ``descriptor`` keeps alive. The holder of this object owns the descriptor."""
 
     block: Block
     descriptor: int
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Close the descriptor."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
 
 
 class Closed(Struct, frozen=True):
-    """What the gate of a process was found at after closing it."""
+    """The state of a process's gate after closing it."""
 
     inside: int
     captures: int
@@ -74,16 +74,16 @@ class Closed(Struct, frozen=True):
 
     @property
     def pending(self) -> str:
-        """Why it is not empty, as what the process still did."""
+        """Why it is not empty: what the process was still doing."""
         if self.thread:
             return f"was in {self.function} (thread {self.thread})"
         return "captured a stream" if self.captures else "was inside the driver"
 
 
 def socket_path(pid: int) -> Path:
-    """Where the agent of the process listens, seen from here. It may not be there, or not yet after a restore.
+    """The path of the agent's socket, seen from here. It may not exist, or not yet after a restore.
 
-    Raises OSError where the process is gone or not ours to look into.
+    Raises OSError if the process is gone or may not be inspected.
     """
     process = Path("/proc") / str(pid)
     status = dict(line.split(":\t", 1) for line in (process / "status").read_text().splitlines() if ":\t" in line)
@@ -94,9 +94,9 @@ def socket_path(pid: int) -> Path:
 
 
 def ask_status(pid: int) -> Status | None:
-    """What the interposer of the process counts now.
+    """The current counters of the process's interposer.
 
-    None where it has none, one that does not answer, or one that need not have seen all.
+    None if it has none, if it does not answer, or if it may have missed calls.
     """
     try:
         with Agent(pid, answer_s=_LOOK_S) as agent:
@@ -116,15 +116,15 @@ def _environment(process: Path) -> dict[str, str]:
 
 
 class Agent:
-    """A connection to the agent of process ``pid``. While it lasts no other client is served.
+    """A connection to the agent of process ``pid``, which serves one client at a time.
 
-    When it is closed, or this process dies, a closed gate opens, but for where memory is away.
+    When it is closed, or this process dies, a closed gate opens, unless memory is away.
     """
 
     def __init__(self, pid: int, *, answer_s: float = _ANSWER_S) -> None:
-        """Connect; each answer is waited for so long.
+        """Connect. The timeout applies to each answer.
 
-        Raises OSError where nobody listens, PermissionError where another process does, Refused where it is busy.
+        Raises OSError if nobody listens, PermissionError if another process does, Refused if it is busy.
         """
         self.pid = pid
         self._answer_s = answer_s
@@ -133,7 +133,7 @@ class Agent:
             try:
                 self._open()
                 return
-            except (Refused, ConnectionResetError) as e:  # reset: it listens anew, and the old socket is gone
+            except (Refused, ConnectionResetError) as e:  # reset: it listens again, and the old socket is gone
                 if (isinstance(e, Refused) and e.code != Code.BUSY) or time.monotonic() > until:
                     raise
                 time.sleep(_TRY_AGAIN_S)
@@ -150,8 +150,8 @@ class Agent:
         self.own_pid, self.thread = hello.a, hello.b
 
     def _find(self) -> None:
-        """An agent that CRIU has just brought back, or whose name a clone has taken, listens again within a moment."""
-        from gpucr.interposer.presence import is_interposed  # what reads manifests imports this module, too
+        """Retry: an agent that CRIU has just restored, or whose name a clone has taken, soon listens again."""
+        from gpucr.interposer.presence import is_interposed  # code that reads manifests imports this module too
 
         end, pause_s = time.monotonic() + _LISTENS_AGAIN_S, _POLL_S
         while True:
@@ -164,10 +164,10 @@ class Agent:
             self._socket = _new_socket()
             self._socket.settimeout(self._answer_s)
             time.sleep(pause_s)
-            pause_s = min(2 * pause_s, 8 * _POLL_S)  # who listens there and does not accept gets no crowd of us
+            pause_s = min(2 * pause_s, 8 * _POLL_S)  # do not flood a listener that does not accept
 
     def _connect(self) -> None:
-        """By a descriptor of the folder: its path may be longer than a socket's, and nobody exchanges it meanwhile."""
+        """Through a descriptor of the folder: its path may be too long for a socket, and nobody can replace it."""
         path = socket_path(self.pid)
         owner = (Path("/proc") / str(self.pid)).stat().st_uid
         folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -242,9 +242,9 @@ class Agent:
         return self._ask(Operation.STATUS).status()
 
     def close_gate(self, wait_s: float) -> Closed:
-        """No driver call begins any more; wait until those under way have ended, ``wait_s`` at most.
+        """Block new driver calls, and wait up to ``wait_s`` until running ones have ended.
 
-        The gate stays closed in each case: `open_gate`, or hang up.
+        The gate stays closed in any case: `open_gate` or hang up.
         """
         self._socket.settimeout(self._answer_s + wait_s)
         try:
@@ -255,13 +255,13 @@ class Agent:
         return Closed(answer.a, answer.b, thread, function)
 
     def open_gate(self) -> None:
-        """Let the process go on. Raises Refused while memory is away."""
+        """Let the process continue. Raises Refused while memory is away."""
         self._ask(Operation.OPEN)
 
     def export(self, *, shared_only: bool = False) -> Iterator[list[Held]]:
         """Descriptors of all memory that can leave, a batch at a time; the caller closes them.
 
-        ``shared_only``: of the blocks that the program gave to other processes.
+        ``shared_only``: only blocks that the program gave to other processes.
         """
         first, last, total = 0, 0, 0
         while not last:
@@ -278,9 +278,9 @@ class Agent:
             yield [Held(block, descriptor) for block, descriptor in zip(blocks, descriptors, strict=True)]
 
     def drop(self, *, imported_too: bool = False) -> None:
-        """Unmap and release what was exported on this connection. From here on only the descriptors hold it.
+        """Unmap and release what was exported on this connection. Then only the descriptors hold it.
 
-        ``imported_too``: also what other processes own. Who gives it back must know their blocks (`sharing.find`).
+        ``imported_too``: also what other processes own. Giving it back needs their blocks (`sharing.find`).
         """
         self._ask(Operation.DROP, Drops.ALL if imported_too else Drops.OWN)
 
@@ -289,12 +289,12 @@ class Agent:
         self._ask(Operation.DROP, Drops.IMPORTED)
 
     def give_back(self, held: Sequence[Held], *, renew: bool) -> None:
-        """Map memory at its addresses again. What the agent has is closed here, batch by batch.
+        """Map memory at its addresses again. Descriptors that the agent has received are closed here, batch by batch.
 
-        ``renew``: the process copies it into memory of its own, so that it can be exported another time. Without room
-        for that on the GPU it keeps what it got.
+        ``renew``: the process copies it into its own memory, so that it can be exported again. Without room for that on
+        the GPU it keeps what it got.
 
-        Raises Refused; what is back by then has a descriptor of -1.
+        Raises Refused; blocks that are back by then have descriptor -1.
         """
         at_once = GIVEN_AT_ONCE if renew else MOST_RECORDS
         for start in range(0, len(held), at_once):
@@ -312,7 +312,7 @@ class Agent:
                 raise Refused(Operation.IMPORT, answer.code)
 
     def blocks(self) -> list[Block]:
-        """All that the process has, also what is away, by index."""
+        """All of the process's blocks, including those away, by index."""
         found: list[Block] = []
         first, last = 0, 0
         while not last:
@@ -325,16 +325,16 @@ class Agent:
         return found
 
     def open_to_tracers(self, *, is_open: bool) -> None:
-        """Let processes of its user trace this one, whatever Yama says; else whom the program has chosen itself.
+        """Let processes of its user trace this one despite Yama; False: restore the program's own choice.
 
-        Raises Refused where the kernel has no Yama, and so no such limit.
+        Raises Refused if the kernel has no Yama, and so no limit.
         """
         self._ask(Operation.TRACE, int(is_open))
 
     def call_hooks(self, which: Hooks, wait_s: float) -> tuple[int, int]:
-        """Call functions of the program's own, and wait for them. Returns how many there are, and how many have failed.
+        """Call the program's registered functions, and wait for them. Returns how many there are, and how many failed.
 
-        Raises Refused (TOO_SLOW) where they take longer; they go on. The gate must be open.
+        Raises Refused (TOO_SLOW) if they take longer; they keep running. The gate must be open.
         """
         self._socket.settimeout(self._answer_s + wait_s)
         try:
@@ -344,9 +344,9 @@ class Agent:
         return answer.a, answer.b
 
     def keep(self, descriptor: int | None, what: Kept = Kept.MEMORY) -> None:
-        """Have the process hold this descriptor for whoever fetches it, also when we are gone: its gate stays closed.
+        """Have the process hold this descriptor for a later client, even after we are gone; its gate stays closed.
 
-        None: it lets go of all that it keeps.
+        None: it closes all that it keeps.
         """
         answer, given = self._exchange(Operation.KEEP, what, descriptors=() if descriptor is None else (descriptor,))
         _close_all(given)
@@ -362,7 +362,7 @@ class Agent:
         return given[0] if given else None
 
     def hang_up(self) -> None:
-        """As `close`, but the agent has closed its end when this returns: CRIU finds no connection. Raises OSError."""
+        """Like `close`, but returns after the agent has closed its end, so CRIU sees no connection. Raises OSError."""
         try:
             self._socket.shutdown(socket.SHUT_WR)
             while self._socket.recv(1):
@@ -371,7 +371,7 @@ class Agent:
             self.close()
 
     def create(self, blocks: Sequence[Block]) -> Iterator[list[Held]]:
-        """New memory at the blocks' addresses, and descriptors by which to fill it, a batch at a time."""
+        """Make new memory at the blocks' addresses, with descriptors to fill it, a batch at a time."""
         done = 0
         while done < len(blocks):
             batch = blocks[done : done + MOST_RECORDS]

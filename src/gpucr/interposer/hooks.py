@@ -1,6 +1,6 @@
-"""For the program itself: functions that are called before gpucr freezes it, and when it runs again.
+"""For programs: register functions to call before gpucr freezes the program, and when it runs again.
 
-Loaded in a job, so it needs next to nothing. Without the interposer both functions do nothing.
+Loaded in a job, so it imports almost nothing. Without the interposer both functions do nothing.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from gpucr.linux import libc
 
 _HOOK = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
 _registered: list[object] = []
-"""What C calls must not be collected."""
+"""Keep C callbacks from being garbage-collected."""
 
 
 def before_freeze(function: Callable[[], object]) -> Callable[[], object]:
-    """Have it called before this process is frozen: for a suspend, a dump, a move, `gpucr.freeze`. Also a decorator.
+    """Register a function to call before this process is frozen: for a suspend, a dump, a move, `gpucr.freeze`.
 
-    It runs in a thread of its own while the others keep running, and may use CUDA. An exception is printed;
-    it, or a function that takes more than 10 s, is a warning of gpucr's, and the freeze proceeds. Without the
-    interposer nothing calls it. A forked child has none. Raises ValueError where there are 16 already.
+    Also a decorator. It runs in its own thread while the others keep running, and may use CUDA. An exception is
+    printed. After an exception or 10 s gpucr warns, and the freeze proceeds. Without the interposer it is never called.
+    A forked child inherits no functions. Raises ValueError if there are 16 already.
     """
     return _register("gpucr_before_freeze", function)
 
 
 def after_restore(function: Callable[[], object]) -> Callable[[], object]:
-    """Have it called when this process runs again: after a resume or restore, and after a freeze that failed.
+    """Register a function to call when this process runs again: after a resume or restore, and after a failed freeze.
 
-    As `before_freeze` in all else. The process runs already when it is called.
+    Otherwise like `before_freeze`. The process runs already when it is called.
     """
     return _register("gpucr_after_restore", function)
 
@@ -44,7 +44,7 @@ def _register(name: str, function: Callable[[], object]) -> Callable[[], object]
     def hook(_: int | None) -> int:
         try:
             function()
-        except BaseException:  # noqa: BLE001 - nothing above takes it
+        except BaseException:  # noqa: BLE001 - the caller is C
             traceback.print_exc(file=sys.stderr)
             return 1
         return 0

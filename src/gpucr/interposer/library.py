@@ -1,8 +1,8 @@
-"""Where the interposer's library lies for the programs that are started with it, and what cannot be started with it.
+"""Install the interposer's library for programs to load, and find programs that cannot load it.
 
-A process that was dumped has the library mapped and needs the very same file when it comes back. So it lies in a folder
-that is named after its content and outlives an upgrade of gpucr. Below it, ``$LIB`` is what the C library makes of it
-(``lib64``, ``lib/x86_64-linux-gnu``, ...): musl's does not, finds no such file, and starts its programs without it.
+A dumped process has the library mapped and needs exactly the same file at the restore. So the folder is named after its
+content and survives an upgrade of gpucr. The path contains ``$LIB``, which glibc expands (``lib64``,
+``lib/x86_64-linux-gnu``, ...); musl does not, finds no such file, and starts programs without it.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ _SHIPPED = Path(__file__).parent / LIBRARY
 """Made when the wheel was built."""
 
 _LINKS = ("lib", "lib64", f"{platform.machine()}-linux-gnu")
-"""Links to their own folder: so each of the names that ``$LIB`` stands for leads back to it."""
+"""Links to their own folder, so that every expansion of ``$LIB`` leads back to it."""
 
 _MACHINES = {"x86_64": 62, "aarch64": 183}  # elf.h: EM_X86_64, EM_AARCH64
 _PT_INTERP = 3
 
 
 def installed() -> Path:
-    """The folder of the library, where every user may read it; put there, or compiled, where it is missing.
+    """The library's folder, readable by every user; installs or compiles the library if missing.
 
-    It is below ``$XDG_DATA_HOME/gpucr/interposer``, root's below ``/var/lib/gpucr/interposer``. Several processes may
-    do it at once. Raises BrokenInstall where there is neither a built library nor a compiler, or the folder cannot be
+    It is below ``$XDG_DATA_HOME/gpucr/interposer``, root's below ``/var/lib/gpucr/interposer``. Safe for several
+    processes at once. Raises BrokenInstall if there is neither a built library nor a compiler, or the folder cannot be
     used.
     """
     try:
@@ -50,7 +50,7 @@ def installed() -> Path:
                 hint="set XDG_DATA_HOME to a folder without a colon, a blank or a dollar in its name",
                 code="GPUCR-NO-INTERPOSER",
             )
-        trusted_paths.require_ours(folder / LIBRARY)  # every program that is started with it executes it
+        trusted_paths.require_ours(folder / LIBRARY)  # every program started with it executes it
         if not os.path.isfile(folder / LIBRARY):
             _put(folder)
     except OSError as e:
@@ -63,10 +63,10 @@ def installed() -> Path:
 
 
 def put_back(path: PurePath) -> None:
-    """Put this gpucr's library where a process of a snapshot had it mapped, where only this user and root can write.
+    """Install this gpucr's library where a snapshot's process had it mapped, if only this user and root can write.
 
-    Changes nothing where it is there, where another version of it was mapped, or where others can write. Raises
-    BrokenInstall where it has to be compiled and cannot be.
+    Does nothing if it exists, if another version was mapped, or if others can write. Raises BrokenInstall if it must be
+    compiled and cannot be.
     """
     folder = Path(path).parent
     if path.name != LIBRARY or folder.parts[-3:-1] != _HOME or folder.name != _digest():
@@ -78,18 +78,18 @@ def put_back(path: PurePath) -> None:
 
 
 def preload_path(folder: Path) -> str:
-    """What names the library to the C library's loader."""
+    """The library's name for the dynamic loader (LD_PRELOAD)."""
     return f"{folder}/$LIB/{LIBRARY}"
 
 
 def preloaded(environment: Mapping[str, str], path: str) -> dict[str, str]:
-    """The environment with the library in front of what is preloaded already."""
+    """The environment with the library prepended to LD_PRELOAD."""
     given = environment.get(PRELOAD_VARIABLE, "")
     return {**environment, PRELOAD_VARIABLE: f"{path}:{given}" if given else path}
 
 
 def why_not_loaded(program: str) -> str | None:
-    """Why this program would start without the library; None: it loads it, or cannot be looked at."""
+    """Why this program would start without the library; None: it loads it, or cannot be inspected."""
     with contextlib.suppress(OSError, struct.error), open(program, "rb") as file:
         if os.fstat(file.fileno()).st_mode & (stat.S_ISUID | stat.S_ISGID):
             return f"{program} runs with another user's privileges, and such programs load nothing that is asked for"
@@ -116,13 +116,13 @@ def _home() -> Path:
     data_home = os.environ.get("XDG_DATA_HOME") or ""
     if data_home.startswith("/"):
         return Path(data_home, *_HOME)
-    if os.geteuid() == 0:  # root's home is closed to the other users that a job may change to
+    if os.geteuid() == 0:  # a job may switch to users who cannot read root's home
         return Path("/var/lib", *_HOME)
     return Path.home().joinpath(".local/share", *_HOME)
 
 
 def _put(folder: Path) -> None:
-    """Under another name first, so that no program ever finds half of it."""
+    """Write it under another name first, so that no program ever sees a partial file."""
     for each in reversed(folder.parents):
         if not os.path.isdir(each):
             with contextlib.suppress(FileExistsError):

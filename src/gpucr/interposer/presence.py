@@ -1,4 +1,4 @@
-"""Whether a process has the interposer, told from outside."""
+"""Whether a process has the interposer, seen from outside."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ def has_library(pid: int) -> bool:
 
 
 def agent_threads(pid: int) -> tuple[int, ...]:
-    """The agent's thread in this process: it calls the driver when it is asked to, and only then."""
+    """The agent's thread in this process, which calls the driver only on request."""
     return tuple(tid for tid in processes.threads(pid) if _name_of(tid) == AGENT_THREAD) if has_library(pid) else ()
 
 
 def is_interposed(pid: int) -> bool:
-    """Whether the process has an agent. Without one none of its memory is away, nor will be.
+    """Whether the process has an agent. Without one, its memory cannot be away.
 
-    An agent starts with the first call of CUDA, and ends with the process. Where it can make no socket, or the calls go
-    around the library, the library is loaded and there is no agent.
+    An agent starts with the first CUDA call, and ends with the process. If it cannot make a socket, or calls bypass the
+    library, the library is loaded without an agent.
     """
     return bool(agent_threads(pid))
 

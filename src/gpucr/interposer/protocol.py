@@ -1,4 +1,4 @@
-"""Messages on the agent's socket, as native/protocol.h lays them out."""
+"""Messages on the agent's socket, as defined in native/protocol.h."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAGIC = 0x49555047
 VERSION = 1
 MOST_RECORDS = 128
 MOST_BLOCKS = 1 << 20
-"""In one process: 2 TiB in pieces of 2 MiB."""
+"""Maximum per process: 2 TiB in pieces of 2 MiB."""
 
 _MOST_BLOCK_BYTES = 1 << 42
 DRIVER_ERROR = 0x10000
@@ -27,7 +27,7 @@ MOST_BYTES = _HEAD.size + MOST_RECORDS * _RECORD.size
 
 
 class Operation(enum.IntEnum):
-    """What can be asked."""
+    """Requests."""
 
     HELLO = 1
     STATUS = 2
@@ -45,7 +45,7 @@ class Operation(enum.IntEnum):
 
 
 class Drops(enum.IntEnum):
-    """What a DROP takes: what was exported on this connection, what other processes own, or both."""
+    """What a DROP releases: what was exported on this connection, what other processes own, or both."""
 
     OWN = 0
     ALL = 1
@@ -53,21 +53,21 @@ class Drops(enum.IntEnum):
 
 
 class Hooks(enum.IntEnum):
-    """When functions of the program's own are called."""
+    """When the program's functions are called."""
 
     BEFORE_FREEZE = 0
     AFTER_RESTORE = 1
 
 
 class Kept(enum.IntEnum):
-    """What a process can keep for whoever brings it back: the bytes of its memory, and whose memory is whose."""
+    """What a process can keep for its restore: the bytes of its memory, and who shares it."""
 
     MEMORY = 0
     SHARES = 1
 
 
 class Code(enum.IntEnum):
-    """Why something was not done."""
+    """Why a request failed."""
 
     DONE = 0
     MALFORMED = 1
@@ -87,7 +87,7 @@ class Code(enum.IntEnum):
 
 
 class Flag(enum.IntFlag):
-    """What a block is besides memory of this process that can leave."""
+    """Properties of a block other than the process's own movable memory."""
 
     IMPORTED = 1
     CANNOT_LEAVE = 2
@@ -97,7 +97,7 @@ class Flag(enum.IntFlag):
 
 
 class Refused(Exception):
-    """The agent did not do it: ``code`` is a Code, or the driver's CUresult above DRIVER_ERROR."""
+    """The agent refused or failed: ``code`` is a Code, or the driver's CUresult plus DRIVER_ERROR."""
 
     def __init__(self, operation: Operation, code: int) -> None:
         self.operation, self.code = operation, code
@@ -105,7 +105,7 @@ class Refused(Exception):
 
     @property
     def result(self) -> int | None:
-        """The driver's result; None: it was not the driver."""
+        """The driver's result; None: not a driver error."""
         return self.code - DRIVER_ERROR if self.code >= DRIVER_ERROR else None
 
     @property
@@ -120,18 +120,18 @@ class Refused(Exception):
 
 
 class BadAnswer(Exception):
-    """What came is not of this protocol."""
+    """The message violates the protocol."""
 
 
 class OtherVersion(BadAnswer):
-    """The library in the process is of another gpucr: a job keeps the one that it was started with."""
+    """The process has another gpucr's library: a job keeps the one that it was started with."""
 
 
 class Block(Struct, frozen=True):
-    """One piece of physical memory of the process, seen from ``address`` on (0: from nowhere).
+    """One piece of the process's physical memory, mapped at ``address`` (0: not mapped).
 
-    ``size_bytes`` is 0 where it was imported. ``descriptor`` is the number of a descriptor in that process by which a
-    block is recognised that other processes have, or own (`sharing`); -1: there is none.
+    ``size_bytes`` is 0 if it was imported. ``descriptor``: number of a descriptor in that process that identifies a
+    block shared with other processes (`sharing`); -1: none.
     """
 
     index: int
@@ -145,7 +145,7 @@ class Block(Struct, frozen=True):
     descriptor: int
 
     def pack(self) -> bytes:
-        """As the agent reads it."""
+        """Encoded for the agent."""
         return _RECORD.pack(
             self.index, self.generation, self.size_bytes, self.location_type, self.location, self.flags,
             self.mappings, self.address, self.descriptor, 0,
@@ -153,7 +153,7 @@ class Block(Struct, frozen=True):
 
 
 class Status(Struct, frozen=True):
-    """What the process has, and where its gate stands."""
+    """What the process has, and the state of its gate."""
 
     gate_closed: int
     inside: int
@@ -183,7 +183,7 @@ class Status(Struct, frozen=True):
 
 
 class Answer(Struct, frozen=True):
-    """A message of the agent's: its two numbers and what follows them."""
+    """The agent's message: two numbers and the rest."""
 
     code: int
     a: int
@@ -192,7 +192,7 @@ class Answer(Struct, frozen=True):
     payload: bytes
 
     def blocks(self) -> list[Block]:
-        """The records. Raises BadAnswer where there are fewer than it says."""
+        """The records. Raises BadAnswer if there are fewer than it says."""
         if len(self.payload) != self.count * _RECORD.size:
             raise BadAnswer("the agent's records are cut short")
         found = [
@@ -204,7 +204,7 @@ class Answer(Struct, frozen=True):
         return found
 
     def inside(self) -> tuple[int, str]:
-        """A thread that is inside the driver, as its process counts it, and the function; 0: none was found any more.
+        """A thread inside the driver, as numbered in its process, and the function; 0: none is left.
 
         Raises BadAnswer.
         """
@@ -228,7 +228,7 @@ def request(operation: Operation, a: int = 0, b: int = 0, blocks: Sequence[Block
 
 
 def parse(packet: bytes, operation: Operation) -> Answer:
-    """The agent's packet. Raises BadAnswer where it is none, or the answer to something else."""
+    """The agent's packet. Raises BadAnswer if it is malformed or answers another request."""
     if len(packet) < _HEAD.size:
         raise BadAnswer("the agent's answer is cut short")
     magic, version, answered, code, count, a, b = _HEAD.unpack_from(packet)

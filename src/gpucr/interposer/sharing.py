@@ -1,8 +1,8 @@
-"""Whose memory an imported block is: the descriptors by which blocks went out and came in are one open file.
+"""Find the owner of an imported block: the exporter's and the importer's descriptor are the same open file.
 
 At a freeze importers drop what they imported, and creators what they made. At a thaw the creators come first; then each
-exports anew what it had given out, and its importers get those descriptors. Nothing shows any more then whose memory is
-whose, so it is written down before: `Share`, plain data by numbers of processes and blocks.
+exports again what it had given out, and its importers get those descriptors. By then nothing shows who owns what, so it
+is recorded before: `Share`, plain data with the numbers of processes and blocks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Place(Struct, frozen=True):
 
 
 class Part(Struct, frozen=True, array_like=True):
-    """A block of process ``pid``, by the numbers under which its agent knows it."""
+    """A block of process ``pid``, by its agent's numbers."""
 
     pid: int
     index: int
@@ -35,19 +35,19 @@ class Part(Struct, frozen=True, array_like=True):
 
 
 class Share(Struct, frozen=True, array_like=True):
-    """What one process imported, and whose memory it is."""
+    """What one process imported, and from whom."""
 
     imported: Part
     owner: Part
 
 
 def part_of(place: Place) -> Part:
-    """What names this block as long as it lives."""
+    """Identifies this block during its lifetime."""
     return Part(place.pid, place.block.index, place.block.generation)
 
 
 class Sharing(Struct, frozen=True):
-    """Imported blocks and what they show: ``owned`` maps each to its owner's; ``unowned`` have no owner in the gang."""
+    """Imported blocks: ``owned`` maps each to its owner's block; ``unowned`` have no owner in the gang."""
 
     owned: Mapping[Place, Place]
     unowned: tuple[Place, ...]
@@ -58,12 +58,12 @@ class Sharing(Struct, frozen=True):
 
 
 def find(blocks: Mapping[int, Sequence[Block]]) -> Sharing:
-    """Match the imported blocks of all processes of a gang, by pid, with the blocks that its processes gave out.
+    """Match a gang's imported blocks, by pid, with the blocks that its processes exported.
 
-    Needs ptrace access (read) to them; their gates are closed, so that no number changes. A block has no owner if that
-    one is outside of the gang or has released its own, and if no descriptor was free for it.
+    Needs ptrace access (read) and closed gates, so that no number changes. A block has no owner if the owner is outside
+    the gang or has released it, or if no descriptor was free for it.
 
-    Raises OSError where the kernel does not tell.
+    Raises OSError if the kernel cannot tell.
     """
     from gpucr.interposer.protocol import Flag  # every manifest can hold a `Share`, and few do
 
@@ -92,7 +92,7 @@ def ask(pids: Iterable[int]) -> Sharing | None:
             with Agent(pid) as agent:
                 blocks[pid] = agent.blocks()
         return find(blocks)
-    except (OSError, Refused, BadAnswer):  # it has ended, is busy, or has closed what it was recognised by just now
+    except (OSError, Refused, BadAnswer):  # ended, busy, or just closed the identifying descriptor
         return None
 
 

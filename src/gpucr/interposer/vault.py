@@ -29,7 +29,7 @@ WORKERS = 12
 """Measured (H200 machine, 16 processors, 25 GiB): 37 GiB/s down and 43 up."""
 
 VAULT_BYTES = 640 << 20
-"""What a vault takes of its GPU. Measured (H200, driver 580): 530 MiB."""
+"""Device memory used by a vault. Measured (H200, driver 580): 530 MiB."""
 
 _READ_WRITE, _PINNED, _POSIX_DESCRIPTOR, _NON_BLOCKING, _PORTABLE = 3, 1, 1, 1, 1
 
@@ -37,7 +37,7 @@ _POINTER, _SIZE, _LONG = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint64
 
 
 class VaultFailed(InterposerError):
-    """A call of the driver failed in gpucr's own process; what it holds of others' memory is unchanged."""
+    """A driver call failed in gpucr's own process; others' memory that it holds is unchanged."""
 
 
 class _Access(ctypes.Structure):
@@ -87,11 +87,11 @@ class _Library:
     def __init__(self) -> None:
         self._library = ctypes.CDLL("libcuda.so.1")
         for name, types in self._TYPES.items():
-            with contextlib.suppress(AttributeError):  # said when it is called
+            with contextlib.suppress(AttributeError):  # reported when it is called
                 getattr(self._library, name).argtypes = types
 
     def is_initialized(self) -> bool:
-        """Whether somebody has called cuInit in this process."""
+        """Whether cuInit has been called in this process."""
         return bool(self._library.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) == 0)
 
     def __call__(self, name: str, *arguments: object) -> None:
@@ -110,7 +110,7 @@ class _Library:
 
 
 class Shown(Struct, frozen=True):
-    """Device memory that this process sees."""
+    """Device memory mapped in this process."""
 
     address: int
     size_bytes: int
@@ -118,7 +118,7 @@ class Shown(Struct, frozen=True):
 
 
 class Vault:
-    """For one GPU; many threads may use it at once."""
+    """For one GPU; thread-safe."""
 
     def __init__(self, uuid: str, *, pins_ring: bool = True) -> None:
         """Start a context (0.3 s, 530 MiB of device memory), and pin the ring now or when it is needed first.
@@ -170,21 +170,21 @@ class Vault:
         return stream
 
     def free_bytes(self) -> int:
-        """What is free on the GPU now. Raises VaultFailed."""
+        """Free memory on the GPU. Raises VaultFailed."""
         free, total = _SIZE(), _SIZE()
         self._cuda("cuCtxSetCurrent", self._context)
         self._cuda("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
         return free.value
 
     def see(self, descriptor: int, size_bytes: int) -> Shown:
-        """Another process's memory, which the descriptor stands for. Raises VaultFailed."""
+        """Map another process's memory from its descriptor. Raises VaultFailed."""
         self._cuda("cuCtxSetCurrent", self._context)
         handle = _LONG()
         self._cuda("cuMemImportFromShareableHandle", ctypes.byref(handle), descriptor, _POSIX_DESCRIPTOR)
         return self._show(handle.value, size_bytes)
 
     def make(self, size_bytes: int, *, on_host: bool = False) -> Shown:
-        """New memory, all zeros, which another process can be given. Raises VaultFailed."""
+        """New, zeroed memory that can be given to another process. Raises VaultFailed."""
         self._cuda("cuCtxSetCurrent", self._context)
         handle = _LONG()
         kind, place = (ON_HOST_NODE, 0) if on_host else (ON_DEVICE, self.ordinal)
@@ -208,14 +208,14 @@ class Vault:
         return shown
 
     def export(self, shown: Shown) -> int:
-        """A descriptor of what `make` made. Raises VaultFailed."""
+        """A descriptor of memory from `make`. Raises VaultFailed."""
         descriptor = ctypes.c_int()
         self._cuda("cuCtxSetCurrent", self._context)
         self._cuda("cuMemExportToShareableHandle", ctypes.byref(descriptor), shown.handle, _POSIX_DESCRIPTOR, 0)
         return descriptor.value
 
     def forget(self, shown: Shown) -> None:
-        """Where nobody else has the memory it is gone. Idempotent."""
+        """Unmap it; the memory is freed unless somebody else holds it. Idempotent."""
         if self._shown.pop(shown.address, None) is not None:
             self._cuda("cuCtxSetCurrent", self._context)
             self._cuda("cuMemUnmap", shown.address, shown.size_bytes)
@@ -223,7 +223,7 @@ class Vault:
             self._cuda("cuMemAddressFree", shown.address, shown.size_bytes)
 
     def read(self, address: int, size_bytes: int, take: Callable[[int, int, int], object]) -> None:
-        """Hand device memory out in pieces: ``take(host address, offset, size)``. Raises VaultFailed."""
+        """Read device memory in pieces: ``take(host address, offset, size)``. Raises VaultFailed."""
 
         def one(slot: int, stream: ctypes.c_void_p, offset: int, size: int) -> None:
             self._cuda("cuMemcpyDtoHAsync_v2", slot, address + offset, size, stream)
@@ -233,7 +233,7 @@ class Vault:
         self._by_slots(size_bytes, one)
 
     def write(self, address: int, size_bytes: int, give: Callable[[int, int, int], object]) -> None:
-        """The other way: ``give(host address, offset, size)`` fills it. Raises VaultFailed."""
+        """Write device memory: ``give(host address, offset, size)`` supplies the pieces. Raises VaultFailed."""
 
         def one(slot: int, stream: ctypes.c_void_p, offset: int, size: int) -> None:
             give(slot, offset, size)
@@ -299,7 +299,7 @@ class Vault:
             return self._buffers[id(buffer)][1] != 0
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Free everything."""
         for shown in list(self._shown.values()):
             with contextlib.suppress(VaultFailed):
                 self.forget(shown)
@@ -323,7 +323,7 @@ class Vault:
 
 
 class Vaults:
-    """One for each GPU, started when it is needed first, by whoever comes first."""
+    """One vault per GPU, started at first use."""
 
     def __init__(self, *, pin_rings: bool = True) -> None:
         """``pin_rings``: at their start (see `Vault`)."""
@@ -332,7 +332,7 @@ class Vaults:
         self._pin_rings = pin_rings
 
     def of(self, uuid: str) -> Vault:
-        """That of this GPU. Raises as `Vault`."""
+        """This GPU's vault. Raises as `Vault`."""
         with self._lock:
             if uuid not in self._vaults:
                 self._vaults[uuid] = Vault(uuid, pins_ring=self._pin_rings)
@@ -350,7 +350,7 @@ class Vaults:
 
 
 def in_parallel(calls: Sequence[Callable[[], None]], threads: int = WORKERS) -> None:
-    """All of them, in some threads; the first error is raised when all threads have ended."""
+    """Run all of them in several threads; raises the first error when all threads have ended."""
     waiting, errors = queue.SimpleQueue[Callable[[], None]](), list[BaseException]()
     for call in calls:
         waiting.put(call)

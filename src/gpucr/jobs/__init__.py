@@ -1,1 +1,1 @@
-"""Which processes are a job, the names that jobs have, and the namespaces in which they live."""
+"""Which processes form a job, the jobs' names, and the namespaces in which they run."""

@@ -1,4 +1,4 @@
-"""The end of a job that stands still, when a snapshot has it."""
+"""End a stopped job that is in a snapshot."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gpucr.undo.steps import Meter
 
 
 class EndFrozenJob:
-    """A job that stands still, and is in a snapshot that is committed, ends: all of its trees."""
+    """End all trees of a stopped job that is in a committed snapshot."""
 
     name = "end"
 
@@ -27,9 +27,9 @@ class EndFrozenJob:
         return f"kill {counted(len(self._job.processes), 'process')}"
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
-        """Kill all processes. Raises JobDamaged where one does not end: it hangs in the kernel."""
+        """Kill all processes. Raises JobDamaged if one does not end: it hangs in the kernel."""
         ids = [process.id for tree in processes.trees(self._job.root_pids) for process in tree]
-        # A guard must not wake half of a job.
+        # A guard must not resume half of a job.
         self._protection.protect(EndJob(tuple(ids)))
         self._protection.withdraw(BringBack)
         if left := processes.kill_and_wait(ids):
@@ -42,4 +42,4 @@ class EndFrozenJob:
         return 0
 
     def undo(self) -> None:
-        """Nothing: there is the snapshot."""
+        """Nothing: the snapshot has the job."""

@@ -1,7 +1,7 @@
 """The environment variables without which a job of NCCL and PyTorch cannot be frozen and brought back.
 
-Only what this driver needs: what memory it brings back was measured on driver 580 (docs/adr/0014-launcher.md), and is
-taken from a probe of this very machine where there is one. A variable that the user has set is left alone.
+Only what this driver needs: which memory it brings back was measured on driver 580 (docs/adr/0014-launcher.md); a probe
+of this machine, if there is one, overrides that. A variable that the user has set is left alone.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SINGLE_HOST = "a rank that has failed ends its launcher (torchrun) as before"
 
 
 class EnvironmentChange(Struct, frozen=True):
-    """One variable: the value that gpucr wants, why, and what becomes of a job that has another one.
+    """One variable: the value that gpucr recommends, why, and what happens to a job with another value.
 
     ``given`` is the user's own value (None: not set). Where there is one, it stays.
     """
@@ -35,12 +35,12 @@ class EnvironmentChange(Struct, frozen=True):
 
     @property
     def is_set(self) -> bool:
-        """Whether gpucr sets it: the user has not."""
+        """Whether gpucr sets it, because the user has not."""
         return self.given is None
 
     @property
     def is_harmful(self) -> bool:
-        """Whether the user's value is another one."""
+        """Whether the user's value differs."""
         return self.given is not None and self.given.strip() != self.value
 
 
@@ -54,10 +54,10 @@ def choose_environment(
 ) -> tuple[EnvironmentChange, ...]:
     """What a job needs in its environment on this machine.
 
-    ``driver_version`` is the NVIDIA driver's (``580.159.04``); None where there is none, and then nothing is chosen for
-    NCCL. ``comes_back`` says of the canaries that were tried on this machine whether they came back; it goes before the
-    rules by version. ``io_uring_is_refused``: by a system call filter (linux/seccomp.py). ``interposed``: its programs
-    load the interposer, which takes device memory out of them also where they share it.
+    ``driver_version`` is the NVIDIA driver's (``580.159.04``); None: no driver, so nothing is chosen for NCCL.
+    ``comes_back``: which of the canaries tried on this machine came back; it overrides the rules by version.
+    ``io_uring_is_refused``: by a system call filter (linux/seccomp.py). ``interposed``: its programs load the
+    interposer, which takes device memory out of them also where they share it.
     """
     wanted: list[EnvironmentChange] = []
     if driver_version is not None:
@@ -106,7 +106,7 @@ def _nccl(driver_version: str, comes_back: Mapping[str, bool]) -> Iterator[Envir
 
 
 def _why_not_peer(driver_version: str, comes_back: Mapping[str, bool]) -> str | None:
-    """Why memory of another GPU may not be used; None where this machine brings it back."""
+    """Why memory of another GPU may not be used; None if this machine brings it back."""
     tried = [comes_back[name] for name in PEER_CANARIES if name in comes_back]
     if not all(tried):
         return "it did not come back when it was tried on this machine"
@@ -118,7 +118,10 @@ def _why_not_peer(driver_version: str, comes_back: Mapping[str, bool]) -> str | 
 
 
 def _torch_timers() -> Iterator[EnvironmentChange]:
-    """PyTorch's own timers go on while a job is suspended. A restored job's go on where they stood (ADR 17)."""
+    """PyTorch's own timers keep running while a job is suspended.
+
+    A restored job's continue where they stopped (ADR 17).
+    """
     yield EnvironmentChange(
         "TORCH_NCCL_ENABLE_MONITORING",
         "0",
@@ -135,7 +138,7 @@ def _torch_timers() -> Iterator[EnvironmentChange]:
 
 
 def _branch(driver_version: str) -> int:
-    """The number before the first dot; 0 where there is none."""
+    """The number before the first dot; 0 if there is none."""
     number = driver_version.partition(".")[0]
     return int(number) if number.isascii() and number.isdecimal() else 0
 

@@ -1,4 +1,4 @@
-"""Running a command inside a job's namespaces."""
+"""Run a command inside a job's namespaces."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from gpucr.undo.interrupts import interrupted
 def run_inside(job: int | str, command: Sequence[str], *, cancel: Cancellation | None = None) -> int:
     """Run a command in the pid, mount, IPC, network and time namespaces of a job, and return its exit code.
 
-    Ended by a signal: 128 and its number. It has the credentials and capabilities of the job's process, whose own file
-    it may be, and the caller's input, output, working folder, and environment without GPUCR_PASSPHRASE. The calling
-    process must have one thread, and its children are in that pid namespace afterwards. Needs CAP_SYS_ADMIN and
-    CAP_SYS_CHROOT where the job has namespaces of its own, and what another user's credentials need.
+    Ended by a signal: 128 plus its number. It gets the credentials and capabilities of the job's process, since the
+    program may be the job's file, and the caller's input, output, working folder, and environment without
+    GPUCR_PASSPHRASE. The calling process must have one thread; its children are in that pid namespace afterwards. Needs
+    CAP_SYS_ADMIN and CAP_SYS_CHROOT if the job has namespaces of its own, and what another user's credentials need.
 
     Raises InvalidRequest, ProcessNotFound, NotPermitted (also for a job in another user namespace, in which a user is
     root who is not root here): then nothing was run. With ``cancel``, which a signal handler may use, the command gets

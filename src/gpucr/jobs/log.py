@@ -1,4 +1,4 @@
-"""Reading the log of a registered job, also while it grows."""
+"""Read the log of a registered job, even while it grows."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _POLL_S = 0.2
 def job_log(job: int | str, *, last_lines: int | None = None, follow: bool = False) -> Iterator[bytes]:
     """The bytes of a job's log, in pieces: all of it, or its ``last_lines`` lines.
 
-    ``follow``: then what the job writes, as it comes, until it has ended; while it is dumped, its restore is waited
-    for. A log that was cut short in the meantime is read from its new beginning.
+    ``follow``: then what the job writes, as it arrives, until the job has ended; if it is dumped, waits for its
+    restore. A log that was truncated meanwhile is read from its new start.
 
-    Raises InvalidRequest where there is no such job or no log.
+    Raises InvalidRequest if there is no such job or no log.
     """
     found = find_by_pid_or_name(job)
     if found.record is None:
@@ -31,7 +31,7 @@ def job_log(job: int | str, *, last_lines: int | None = None, follow: bool = Fal
             code="GPUCR-REGISTRY",
         )
     try:
-        fd = open_file(found.record.log_path, os.O_RDONLY | os.O_NONBLOCK)  # a named pipe would have us wait
+        fd = open_file(found.record.log_path, os.O_RDONLY | os.O_NONBLOCK)  # the open of a named pipe would block
     except OSError as e:
         raise InvalidRequest(
             f"the log {found.record.log_path} of the job {found.name} cannot be read: {e.strerror}",
@@ -53,7 +53,7 @@ def job_log(job: int | str, *, last_lines: int | None = None, follow: bool = Fal
 
 
 def _has_ended(record: JobRecord) -> bool:
-    """Whether nothing more will come: it has ended, was forgotten, or its name is another job's."""
+    """Whether there will be no more output: it has ended, was forgotten, or its name is another job's."""
     with registry_in_use():
         now = registry().look(record.name)
     if now is None or now.record is None or now.record.log_path != record.log_path:
@@ -62,7 +62,7 @@ def _has_ended(record: JobRecord) -> bool:
 
 
 def _start_of_last_lines(fd: int, lines: int) -> int:
-    """Where the last so many lines begin; a last line without its end counts."""
+    """The offset of the last N lines; an incomplete last line counts."""
     position = end = os.fstat(fd).st_size
     if lines == 0:
         return end

@@ -1,8 +1,8 @@
-"""Is what was named one job? Processes of several users, jobs or logins are not frozen by the pid above them.
+"""Check that the named processes are one job: never freeze several users' processes, jobs or logins by their parent.
 
-A pid given by mistake (of an init, a login service, a terminal multiplexer) would take everything below it: `gpucr
-suspend 1` would suspend every CUDA process of the machine. What a launcher, a script or a supervisor has started is one
-job, also in sessions and process groups of its own, or as another user by sudo.
+A pid given by mistake (of an init, a login service, a terminal multiplexer) would include everything below it: `gpucr
+suspend 1` would suspend every CUDA process on the machine. What a launcher, a script or a supervisor has started is one
+job, even in other sessions and process groups, or as another user through sudo.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ CODE = "GPUCR-NOT-ONE-JOB"
 _STARTERS_OF_SESSIONS = frozenset(
     ("systemd", "init", "login", "sshd", "sshd-session", "dropbear", "cron", "crond", "atd", "tmux: server", "screen")
 )
-"""Names of programs that start sessions for whoever asks. What they have started is no job of theirs."""
+"""Names of programs that start sessions for users. Their children are not one job."""
 
 _NO_LOGIN = (1 << 32) - 1  # AUDIT_UID_UNSET of include/uapi/linux/audit.h
 
 
 def require_one_job(trees: Sequence[Sequence[ProcessInfo]], *, cgroup: str | None = None) -> None:
-    """Raise InvalidRequest, with what was found, where these trees are of several users or jobs.
+    """Raise InvalidRequest, with what was found, if these trees belong to several users or jobs.
 
-    ``cgroup``: they were found in it; else each of them was named, and only what is below one and the same root can be
-    there by mistake.
+    ``cgroup``: they were found in it; otherwise each was named, and only what is below one root can be there by
+    mistake.
     """
     found = next(_evidence(trees, in_cgroup=cgroup is not None), None)
     if found is not None:
@@ -61,7 +61,7 @@ def _evidence(trees: Sequence[Sequence[ProcessInfo]], *, in_cgroup: bool) -> Ite
 
 
 def _evidence_below(root: ProcessInfo, below: Sequence[ProcessInfo]) -> Iterator[str]:
-    """What one process has below it that does not belong to it: each of these has a beginning of its own."""
+    """Separate jobs below one process."""
     own_unit = cgroups.unit_of(root.pid)
     units = {unit for each in below if (unit := cgroups.unit_of(each.pid)) not in (None, own_unit)}
     if len(units) > 1:
@@ -76,16 +76,15 @@ def _evidence_below(root: ProcessInfo, below: Sequence[ProcessInfo]) -> Iterator
 
 
 def _of_this_machine(tree: Sequence[ProcessInfo]) -> list[ProcessInfo]:
-    """Without what is in a pid namespace of its own, seen from here: a container, whose inside is its own business."""
+    """Without processes in another pid namespace: a container's inside counts as one."""
     return [process for process in tree if len(process.ns_pids) == 1]
 
 
 def _users(tree: Sequence[ProcessInfo]) -> set[int]:
-    """The users whose processes these are, where that can be more than one job's.
+    """The users whose processes these are, if that can be more than one job's.
 
-    Who logged in counts, whatever a process has become since (sudo, su). Otherwise root does not: launchers, container
-    runtimes and login services run as root, above the processes of whoever they work for. What somebody's process has
-    started as somebody else belongs to it.
+    The login user counts, even after sudo or su. Otherwise root does not count: launchers, container runtimes and login
+    services run as root, above their users' processes. A process started by one user as another belongs to the first.
     """
     here = _of_this_machine(tree)
     logins = {login for process in here if (login := _login_uid(process.pid)) is not None}
@@ -98,7 +97,7 @@ def _users(tree: Sequence[ProcessInfo]) -> set[int]:
 
 
 def _login_uid(pid: int) -> int | None:
-    """Who logged in to the session that the process comes from (pam_loginuid(8)); None where nobody did."""
+    """The login user of the process's session (pam_loginuid(8)); None if there is none."""
     with contextlib.suppress(OSError, ValueError):  # it has ended; a kernel without CONFIG_AUDIT has no such file
         login = int((processes.PROC / str(pid) / "loginuid").read_text())
         return login if login != _NO_LOGIN else None

@@ -1,7 +1,7 @@
 """The jobs of other users, for root: by the name ``USER/JOB``, as their own registries have them.
 
-Whatever lies in a user's registry may be a lie. So nothing of it is followed: no link, no path that a record names. A
-record counts for a process that runs here and is the user's own, and for nothing else. Nothing is written there.
+A user can forge his registry. So no link in it and no path in a record is followed. A record counts only for a running
+process of that user. Nothing is written there.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def running_jobs() -> tuple[ListedJob, ...]:
 
 
 def find_running(target: str) -> ListedJob:
-    """The job ``USER/JOB``, which runs. Root only. Raises InvalidRequest where there is none."""
+    """The job ``USER/JOB``, which runs. Root only. Raises InvalidRequest if there is none."""
     _require_root("name the jobs of other users")
     name, _, job_name = target.partition(SEPARATOR)
     try:
@@ -53,7 +53,7 @@ def find_running(target: str) -> ListedJob:
 
 
 def names_elsewhere(job_name: str) -> list[str]:
-    """What a job of this name is called that other users have running; nothing for whoever is not root."""
+    """Full names of other users' running jobs with this name; empty unless root calls."""
     if os.geteuid() != 0:
         return []
     return [job.name for user in _users() for job in _jobs_of(user) if job.name.endswith(SEPARATOR + job_name)]
@@ -68,7 +68,7 @@ def _require_root(what: str) -> None:
 
 
 def _users() -> list[pwd.struct_passwd]:
-    """Those who have a process: nobody else has a job that runs. A directory service need not list all its users."""
+    """Users with a process: nobody else has a running job. A directory service may not list all its users."""
     uids: set[int] = set()
     for pid in processes.all_pids():
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
@@ -115,7 +115,7 @@ def _read(path: Path, uid: int) -> bytes:
     fd = trusted_paths.open_file(path, os.O_RDONLY | os.O_NONBLOCK)
     with os.fdopen(fd, "rb") as file:
         status = os.fstat(fd)
-        # A hard link could show root another file; one of the user's own tells him nothing.
+        # A hard link could show root another file; a link to the user's own file reveals nothing.
         if not stat.S_ISREG(status.st_mode) or status.st_uid != uid or status.st_size > MAX_RECORD_BYTES:
             raise RecordError("it is no record of this user's")
         return file.read(MAX_RECORD_BYTES)

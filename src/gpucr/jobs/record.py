@@ -1,4 +1,4 @@
-"""What the registry keeps of one job, and what has become of the job."""
+"""The registry's record of one job, and the job's fate."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def check_priority(priority: int) -> int:
 
 
 def boot_id() -> str:
-    """What tells this boot of this machine from every other."""
+    """Identifies this boot of this machine."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
@@ -48,9 +48,9 @@ def pid_namespace() -> int:
 
 
 class Lent(Record, frozen=True):
-    """That a borrower has the GPUs of a job, which is suspended meanwhile, or dumped (``key_file`` opens the store).
+    """Marks a job as lent: a borrower has its GPUs, and it is suspended or dumped (``key_file`` opens the store).
 
-    ``gpus`` are the UUIDs of all that it was on. Written before the job is touched.
+    ``gpus``: UUIDs of all GPUs that it used. Written before the job is touched.
     """
 
     gpus: tuple[Text, ...]
@@ -61,8 +61,8 @@ class JobRecord(Record, frozen=True):
     """One job that gpucr started or restored.
 
     ``pid`` names the job; ``root`` and ``keeper`` are the identities of its first process and of the process that waits
-    for it (None: restored without one, its exit status will not be known). Both hold under ``boot_id`` of ``host`` and
-    in one pid namespace. ``environment`` is what gpucr set in it. ``snapshot`` is the last one that was made of it, and
+    for it (None: restored without one, so its exit status will be unknown). Both are valid under ``boot_id`` of
+    ``host`` and in one pid namespace. ``environment``: what gpucr set in it. ``snapshot`` is its last one, and
     ``dumped`` says that this ended it. Jobs of a higher ``priority`` may borrow its GPUs; ``lent``: one has.
     """
 
@@ -94,17 +94,17 @@ class JobRecord(Record, frozen=True):
 
     @property
     def log(self) -> Path:
-        """The file that its output goes to."""
+        """Its output file."""
         return Path(self.log_path)
 
 
 class JobState(Struct, frozen=True):
-    """What has become of a job.
+    """A job's fate.
 
-    ``running``: its first process is there, and where its CUDA state is known to be CHECKPOINTED ``suspended``.
-    ``ended``: with ``exit_code``, or by ``signal``; with neither where nobody waited for it. ``dumped``: a snapshot has
-    it. ``lost``: it ended without a trace, by a reboot or together with its keeper. ``elsewhere``: it was started on
-    another machine or in another container. ``damaged``: the record cannot be read, ``problem`` says why.
+    ``running``: its first process exists; ``suspended`` if its CUDA state is known to be CHECKPOINTED. ``ended``: with
+    ``exit_code``, or by ``signal``; with neither if nobody waited for it. ``dumped``: it is in a snapshot. ``lost``: it
+    ended without a trace, by a reboot or together with its keeper. ``elsewhere``: started on another machine or in
+    another container. ``damaged``: the record is unreadable, ``problem`` says why.
     """
 
     word: StateWord
@@ -127,12 +127,12 @@ def decode(data: bytes) -> JobRecord:
 
 
 def state_of(record: JobRecord) -> JobState:
-    """What has become of the job, without asking the driver. A process that has its pid now is not taken for it."""
+    """The job's fate, without querying the driver. A process that reused its pid does not count."""
     is_here = record.boot_id == boot_id() and record.pid_namespace == pid_namespace()
     if is_here and processes.is_alive(record.root):
-        return JobState("running")  # of a dump, perhaps, that is about to end it, or whose gpucr was killed in time
+        return JobState("running")  # perhaps of a dump that is about to end it, or whose gpucr was killed before that
     ended = _read_status(record)
-    if record.dumped and (ended is None or ended.signal == signal.SIGKILL):  # so CRIU ends what it has dumped
+    if record.dumped and (ended is None or ended.signal == signal.SIGKILL):  # CRIU ends dumped processes this way
         return JobState("dumped")
     if ended is not None:
         return ended
@@ -141,12 +141,12 @@ def state_of(record: JobRecord) -> JobState:
         return JobState("elsewhere" if same_boot or record.host != os.uname().nodename else "lost")
     if record.keeper is None:
         return JobState("ended")
-    # Its first process has just ended, and its keeper is about to write how.
+    # Its first process has just ended, and its keeper is about to record how.
     return JobState("running") if processes.is_alive(record.keeper) else _read_status(record) or JobState("lost")
 
 
 def _read_status(record: JobRecord) -> JobState | None:
-    """How it ended, as its keeper wrote it; None where there is no such file, or one that cannot be used."""
+    """Its exit status from its keeper's file; None if that is missing or unusable."""
     with contextlib.suppress(OSError, UnicodeDecodeError, RecursionError, msgspec.MsgspecError):
         with Path(record.status_path).open("rb") as file:
             ended = decoder(_Status).decode(file.read(_MAX_STATUS_BYTES))
@@ -156,7 +156,7 @@ def _read_status(record: JobRecord) -> JobState | None:
 
 
 class _Status(msgspec.Struct):
-    """How the first process ended: a keeper writes one of the two, and more that nobody reads."""
+    """How the first process ended: a keeper writes one of the two, and more that is not read."""
 
     exit_code: Annotated[int, Meta(ge=0, lt=1 << 32)] | None = None
     signal: Annotated[int, Meta(ge=0, lt=1 << 32)] | None = None

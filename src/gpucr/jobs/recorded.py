@@ -1,4 +1,4 @@
-"""What a manifest says of a job's processes and of its sandbox."""
+"""A manifest's records of a job's processes and sandbox."""
 
 from __future__ import annotations
 

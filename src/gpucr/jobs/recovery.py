@@ -1,4 +1,4 @@
-"""What becomes of a job that is being ended, and of a sandbox that is being filled, where gpucr dies."""
+"""Recovery of a job that is being ended, and of a sandbox that is being filled, if gpucr dies."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from gpucr.undo.recovery import Action
 
 
 class EndJob(Action):
-    """A job that stands still, and that is in a snapshot, ends. Half of it must not run."""
+    """End a stopped job that is in a snapshot. Half of it must not run."""
 
     processes: tuple[ProcessId, ...]
 
     def recover(self, descriptors: Sequence[int]) -> bool:
-        """Kill what is left of it. Raises JobChanged where one does not end."""
+        """Kill the rest of it. Raises JobChanged if a process does not end."""
         if left := processes.kill_and_wait(self.processes):
             raise JobChanged(f"a job that was dumped does not end: {left[0].pid}", pids=[each.pid for each in left])
         return True
 
 
 class CloseToTracers(Action):
-    """Processes that their agents have opened to tracers are closed again (tracing.py)."""
+    """Revoke permission to trace that agents have granted (tracing.py)."""
 
     outlives_job = True
     processes: tuple[ProcessId, ...]
 
     def recover(self, descriptors: Sequence[int]) -> bool:
-        """Ask the agents of those that run."""
+        """Tell the agents of running processes."""
         from gpucr.jobs.tracing import set_open  # the agents' client is needed nowhere else here
 
         for each in filter(processes.goes_on, self.processes):
@@ -38,12 +38,12 @@ class CloseToTracers(Action):
 
 
 class EndSandbox(Action):
-    """The keeper of a half-filled sandbox ends, and with it everything in there, CRIU too."""
+    """End a half-filled sandbox's keeper, and so everything in it, including CRIU."""
 
     keeper: ProcessId
 
     def recover(self, descriptors: Sequence[int]) -> bool:
-        """Kill it. Raises JobChanged where it does not end."""
+        """Kill it. Raises JobChanged if it does not end."""
         if processes.kill_and_wait([self.keeper]):
             raise JobChanged(f"a half-filled sandbox does not end: {self.keeper.pid}", pids=[self.keeper.pid])
         return False

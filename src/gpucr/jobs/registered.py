@@ -1,4 +1,4 @@
-"""Jobs that `gpucr run` started: their names in place of pids, and what a dump and a restore leave in the registry."""
+"""Jobs that `gpucr run` started: names instead of pids, and what dumps and restores record in the registry."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from gpucr.snapshot.manifest import LaunchRecord
 
 
 def registry() -> Registry:
-    """This user's registry, in the state folder. Raises InvalidRequest where the user has no home folder."""
+    """This user's registry, in the state folder. Raises InvalidRequest if the user has no home folder."""
     try:
         return Registry(state_folder() / "jobs")
     except OSError as e:
@@ -32,7 +32,7 @@ def registry() -> Registry:
 
 @contextlib.contextmanager
 def registry_in_use() -> Iterator[None]:
-    """An OSError of the block is Unsupported: the registry cannot be read or written."""
+    """Turn the block's OSErrors into Unsupported: the registry cannot be read or written."""
     try:
         yield
     except OSError as e:
@@ -46,17 +46,17 @@ def registry_in_use() -> Iterator[None]:
 def resolve_pid(target: int | str) -> int:
     """The pid that ``target`` means: itself, or that of the registered job of this name, for root also ``USER/JOB``.
 
-    Raises InvalidRequest where no such job runs.
+    Raises InvalidRequest if no such job runs.
     """
     if isinstance(target, int) or target.isdecimal():
         return int(target)
     job = others.find_running(target) if others.SEPARATOR in target else find_running(target)
-    assert job.record is not None  # noqa: S101 - what runs has a record
+    assert job.record is not None  # noqa: S101 - a running job has a record
     return job.record.pid
 
 
 def find_running(name: str) -> ListedJob:
-    """The registered job of this name, which runs. Raises InvalidRequest where it does not, and says what it does."""
+    """The running registered job of this name. Otherwise raises InvalidRequest with its state."""
     with registry_in_use():
         try:
             job = registry().find(name)
@@ -99,9 +99,9 @@ def find_running(name: str) -> ListedJob:
 
 
 def is_gone(snapshot: str) -> bool:
-    """Whether a snapshot of which a record tells is not there any more, as far as can be seen without opening a store.
+    """Whether a recorded snapshot no longer exists, judged without opening a store.
 
-    Of one in a store on this machine, that is said only where the whole store is gone.
+    For a store on this machine, only if the whole store is gone.
     """
     folder, _, in_store = snapshot.partition("#")
     if "://" in folder:
@@ -116,7 +116,7 @@ def is_gone(snapshot: str) -> bool:
 
 
 def find_by_pid_or_name(target: int | str) -> ListedJob:
-    """The registered job that is meant, whatever has become of it. Raises InvalidRequest where there is none."""
+    """The registered job, in any state. Raises InvalidRequest if there is none."""
     if isinstance(target, str) and not target.isdecimal():
         user, separator, name = target.partition(others.SEPARATOR)
         if separator:
@@ -140,14 +140,14 @@ def find_by_pid_or_name(target: int | str) -> ListedJob:
 
 
 def record_of(root: ProcessId) -> JobRecord | None:
-    """The record of the running job with this first process; None where it is not in this user's registry."""
+    """The record of the running job with this first process; None if it is not in this user's registry."""
     with contextlib.suppress(OSError, InvalidRequest):
         return registry().find_process(root)
     return None
 
 
 def launch_record(record: JobRecord) -> LaunchRecord:
-    """What a snapshot says of how the job was started."""
+    """A snapshot's record of how the job was started."""
     return LaunchRecord(
         name=record.name,
         command=record.command,
@@ -160,11 +160,11 @@ def launch_record(record: JobRecord) -> LaunchRecord:
 
 
 class DumpNote:
-    """What the registry is told of a dump. Where it cannot be told, there is a ``warning``: the snapshot is no worse.
+    """Record a dump in the registry. A failure is only a ``warning``: the snapshot is fine.
 
-    Told of every tree of the job that is registered; ``of_root`` is the record of the first one. Written as soon as the
-    snapshot is committed, and before the job is ended: whenever gpucr is killed, a job that was ended for a snapshot is
-    known as dumped. While it still runs, that is what counts (record.py).
+    Covers every registered tree of the job; ``of_root`` is the first one's record. Written as soon as the snapshot is
+    committed, and before the job is ended: whenever gpucr is killed, a job ended for a snapshot is known as dumped.
+    While it still runs, it counts as running (record.py).
     """
 
     def __init__(self, job: Job) -> None:
@@ -175,13 +175,13 @@ class DumpNote:
         self.warning: str | None = None
 
     def write(self, snapshot: JobSnapshot, *, left_running: bool) -> None:
-        """There is a snapshot of the job, which ends it unless it is left running."""
+        """The snapshot exists; it ends the job unless that is left running."""
         self._is_written = True
         for record in self._records:
             self._update(record, snapshot=snapshot.where, dumped=not left_running)
 
     def withdraw(self) -> None:
-        """The snapshot is removed again, if there was one, and the job goes on."""
+        """The snapshot, if any, is removed again, and the job keeps running."""
         if self._is_written:
             for record in self._records:
                 self._update(record, snapshot=record.snapshot, dumped=record.dumped)
@@ -196,10 +196,10 @@ class DumpNote:
 def restored_name_or_warning(
     snapshot: JobSnapshot, opened: contextlib.ExitStack, *, name: str | None = None, clone: bool = False
 ) -> tuple[RestoredName | None, tuple[str, ...]]:
-    """`restored_name`, entered; a registry that cannot be written is a warning then, and no reason not to restore.
+    """Enter `restored_name`; an unwritable registry is only a warning and does not prevent a restore.
 
-    For a ``name`` or a ``clone``, which need it, that is raised: InvalidRequest or Unsupported. So is, always, that
-    another gpucr works on this job: it may be about to restore it.
+    With a ``name`` or ``clone``, which need it, raises InvalidRequest or Unsupported. Always raises if another gpucr
+    works on this job: it may be about to restore it.
     """
     try:
         if name is not None or clone:
@@ -215,9 +215,9 @@ def restored_name_or_warning(
 
 
 class RestoredName:
-    """The name that a job which is being restored will have, and its files.
+    """The future name of a job being restored, and its files.
 
-    ``log_path`` is the log that it had, or for a clone one of its own. ``status_path`` is for its new keeper.
+    ``log_path``: its old log, or for a clone a new one. ``status_path``: for its new keeper.
     """
 
     def __init__(
@@ -234,7 +234,7 @@ class RestoredName:
     def register_or_warn(
         self, root: ProcessId, keeper: ProcessId | None, *, isolated: bool, network: Network
     ) -> tuple[str, ...]:
-        """The job runs: from now on it has the name. Returns a warning where that cannot be written."""
+        """The job runs: give it the name. Returns a warning if that cannot be written."""
         record = JobRecord(
             name=self.name,
             command=self._launch.command,
@@ -262,12 +262,11 @@ class RestoredName:
 def restored_name(
     snapshot: JobSnapshot, *, name: str | None = None, clone: bool = False
 ) -> Iterator[RestoredName | None]:
-    """Keep the name for the job of a snapshot; None where no `gpucr run` had started it.
+    """Reserve the name for a snapshot's job; None if it was not started by `gpucr run`.
 
-    It is the name that the job had, unless another job has it now or this is a ``clone``: then NAME-2, NAME-3, ... A
-    ``name`` that the user gives must be free. Unless this is a clone, its log is there when the block begins: CRIU
-    opens it by its name. Unless the block registers the job, the registry stays as it is. Raises InvalidRequest and
-    OSError.
+    It is the job's old name, unless another job has it now or this is a ``clone``: then NAME-2, NAME-3, ... A user's
+    ``name`` must be free. Unless this is a clone, its log exists when the block begins: CRIU opens it by name. Unless
+    the block registers the job, the registry stays as it is. Raises InvalidRequest and OSError.
     """
     launch = snapshot.manifest.launch
     if launch is None:
@@ -291,7 +290,7 @@ def restored_name(
 def _reserved(
     snapshot: JobSnapshot, old_name: str, name: str | None, log_path: Path | None
 ) -> contextlib.AbstractContextManager[Reservation]:
-    """The name of the job that goes on with the log ``log_path``; None: of a clone."""
+    """The name of the job that continues the log ``log_path``; None: a clone's."""
     jobs = registry()
 
     def is_free(taken_by: ListedJob) -> bool:
@@ -306,9 +305,9 @@ def _reserved(
 
 
 def _is_same_job(job: ListedJob, snapshot: JobSnapshot, log_path: Path | None) -> bool:
-    """Whether this is the job of the snapshot, which was dumped: every start has a log of its own, and keeps it.
+    """Whether this is the snapshot's dumped job: every start has its own log and keeps it.
 
-    Unless the user has named the log: then another job may have the same one, and the snapshot tells them apart.
+    Unless the user has named the log: then another job may share it, and the snapshot distinguishes them.
     """
     if job.state.word != "dumped" or job.record is None or log_path is None or job.record.log != log_path:
         return False
@@ -317,12 +316,12 @@ def _is_same_job(job: ListedJob, snapshot: JobSnapshot, log_path: Path | None) -
 
 
 def now() -> str:
-    """The time, as records have it."""
+    """The time, in the records' format."""
     return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
 
 def _make_log(path: Path) -> bool:
-    """Make an empty log where the job's own is gone. Where that cannot be done, CRIU says what it misses."""
+    """Make an empty log if the job's own is gone. If that fails, CRIU reports the missing file."""
     with contextlib.suppress(OSError):
         if not path.parent.exists():
             trusted_paths.make_private(path.parent)
@@ -332,7 +331,7 @@ def _make_log(path: Path) -> bool:
 
 
 def _warnings_of_lost_log(snapshot: JobSnapshot, log_path: Path) -> tuple[str, ...]:
-    """That the job does not write to the log that was made for it: its own had been removed before the dump."""
+    """A warning: the job does not write to the new log, since its own was removed before the dump."""
     if any(Path(file.path).name == log_path.name for file in snapshot.manifest.open_files):
         return ()
     return (
@@ -342,7 +341,7 @@ def _warnings_of_lost_log(snapshot: JobSnapshot, log_path: Path) -> tuple[str, .
 
 
 def _unmake_log(path: Path, reservation: Reservation) -> None:
-    """Remove the log that was made, where there is no job for it after all and nothing is in it."""
+    """Remove the new log if there is no job for it after all and it is empty."""
     with contextlib.suppress(OSError):
         if not reservation.is_registered:
             with trusted_paths.opened_folder(path.parent) as folder:

@@ -1,9 +1,9 @@
-"""The jobs that gpucr started or restored: one private folder each, with its record, its logs and how it ended.
+"""The jobs that gpucr started or restored: one private folder each, with its record, its logs and its exit status.
 
-A folder holds ``record.json``, which is written to another name, synced and renamed; ``lock``, which whoever changes
-the folder holds (flock(2)); and for every start a log and a status file with the time in their names. So a job that
-takes an old name over writes to no file of the old one, and a late keeper of the old one to none of the new one's.
-A folder without a record is a start under way, or one that was killed: it counts for nothing.
+A folder holds ``record.json``, replaced atomically; ``lock`` (flock(2)), held while changing the folder; and for every
+start a log and a status file with the time in their names. So a job that takes over an old name writes to none of the
+old one's files, and a late keeper of the old one to none of the new one's. A folder without a record is a start in
+progress, or a killed one, and is ignored.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _REMOVALS = 5
 
 
 class ListedJob(Struct, frozen=True):
-    """One job and what has become of it. ``record`` is None where it is damaged."""
+    """One job and its fate. ``record`` is None if it is damaged."""
 
     name: str
     record: JobRecord | None
@@ -47,12 +47,12 @@ class ListedJob(Struct, frozen=True):
 
 
 def is_replaceable(job: ListedJob) -> bool:
-    """Whether another job can have its name."""
+    """Whether another job can take its name."""
     return job.state.word in _REPLACEABLE
 
 
 class Reservation:
-    """A name that nobody else can take meanwhile, and the files of the job that will have it."""
+    """A reserved name, and the files of the job that will have it."""
 
     def __init__(self, name: str, folder: Path, log_path: Path | None) -> None:
         stem = time.strftime("%Y%m%d-%H%M%S")
@@ -69,9 +69,9 @@ class Reservation:
         self.is_registered = False
 
     def register(self, record: JobRecord) -> JobRecord:
-        """From now on the job has the name: write its record. Raises OSError.
+        """Give the job the name: write its record. Raises OSError.
 
-        To be called before the job runs, so that no job ever runs without a record; `withdraw` takes it back.
+        Call it before the job runs, so that no job ever runs without a record; `withdraw` undoes it.
         """
         record = replace(record, name=self.name, status_path=str(self.status_path))
         with contextlib.suppress(FileNotFoundError):
@@ -81,7 +81,7 @@ class Reservation:
         return record
 
     def withdraw(self) -> None:
-        """The job does not run after all: what had the name before has it again. Raises OSError."""
+        """The job does not run after all: restore the name's earlier record. Raises OSError."""
         if not self.is_registered:
             return
         self.is_registered = False
@@ -92,21 +92,21 @@ class Reservation:
 
 
 class Registry:
-    """The registry below ``folder``, which is made when the first job is.
+    """The registry below ``folder``, which is created with the first job.
 
-    Safe against other gpucr's at the same time. All methods that change something raise Unsupported where another one
-    keeps the same job's record for longer than LOCK_TIMEOUT_S, and OSError where the folder cannot be written.
+    Safe with concurrent gpucr processes. All methods that change something raise Unsupported if another one holds the
+    same job's record for longer than LOCK_TIMEOUT_S, and OSError if the folder cannot be written.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def jobs(self) -> tuple[ListedJob, ...]:
-        """All jobs, by name. Raises OSError where the folder is there and cannot be read."""
+        """All jobs, by name. Raises OSError if the folder exists but cannot be read."""
         return tuple(job for job in map(self.look, self._names()) if job is not None)
 
     def look(self, name: str) -> ListedJob | None:
-        """The job of this name; None where there is none."""
+        """The job of this name; None if there is none."""
         try:
             record = self._read(name) if is_name(name) else None
         except RecordError as e:
@@ -114,7 +114,7 @@ class Registry:
         return None if record is None else ListedJob(name, record, state_of(record))
 
     def find(self, name: str) -> ListedJob:
-        """As `look`, but raises InvalidRequest where there is none, with the names that may have been meant."""
+        """Like `look`, but raises InvalidRequest if there is none, with similar names."""
         job = self.look(name)
         if job is not None:
             return job
@@ -128,7 +128,7 @@ class Registry:
         )
 
     def find_process(self, process: ProcessId) -> JobRecord | None:
-        """The record of the job that runs with this first process (or keeper)."""
+        """The record of the running job with this first process (or keeper)."""
         for job in self.jobs():
             if (
                 job.record is not None
@@ -142,12 +142,12 @@ class Registry:
     def reserve(
         self, name: str, *, log_path: Path | None = None, replaces: Callable[[ListedJob], bool] = is_replaceable
     ) -> Iterator[Reservation]:
-        """Keep a name for the job that the block starts and registers.
+        """Reserve a name for the job that the block starts and registers.
 
-        If the block registers none, or ends with an error, everything is as before.
+        If the block registers none, or raises, everything is as before.
 
-        ``replaces``: whether it can be had from the job that has it now. ``log_path`` is the log file where it is not a
-        new one of gpucr's own. Raises InvalidRequest where the name cannot be had.
+        ``replaces``: whether it can be taken from its current job. ``log_path``: the log file, if not a new one of
+        gpucr's. Raises InvalidRequest if the name is not available.
         """
         check_name(name)
         with self._locked(name) as folder:
@@ -158,7 +158,7 @@ class Registry:
             try:
                 yield reservation
             except BaseException:
-                with contextlib.suppress(OSError):  # a full disk: the record says "lost" then, which is true
+                with contextlib.suppress(OSError):  # a full disk: the record then says "lost", which is true
                     reservation.withdraw()
                 raise
             else:
@@ -170,7 +170,7 @@ class Registry:
 
     @contextlib.contextmanager
     def reserve_numbered(self, base: str, *, first: int = 1, log_path: Path | None = None) -> Iterator[Reservation]:
-        """As `reserve`, with the first of the names ``BASE-1``, ``BASE-2``, ... that no job has or had."""
+        """Like `reserve`, with the first unused name of ``BASE-1``, ``BASE-2``, ..."""
         trusted_paths.make_private(self._folder)
         for name in numbered_names(base, first):
             try:
@@ -189,16 +189,16 @@ class Registry:
                 _write(folder, records.encode(replace(now.record, **changes)))
 
     def forget(self, name: str, *, force: bool = False) -> ListedJob:
-        """Remove the record and the logs of a job that is no more, also one that was dumped. Returns what it was.
+        """Remove the record and the logs of an ended or dumped job. Returns its entry.
 
-        Logs that are those of other jobs stay: of one that was restored under another name, say. So do all of them
-        where the record is damaged, for its job may run, and unless ``force`` that of a job that was dumped, for a
-        restore goes on with it. Raises as `require_gone`.
+        Keeps logs that other jobs use, such as one restored under another name. Keeps all of them if the record is
+        damaged, since its job may run, and, without ``force``, the log of a dumped job, which a restore continues.
+        Raises as `require_gone`.
         """
         self.require_gone(name, force=force)
         with self._locked(name) as folder:
             job = self.look(name)
-            if job is None:  # another gpucr was faster
+            if job is None:  # another gpucr has removed it
                 _remove(folder, self._logs_in_use())
                 return self.find(name)
             _require_gone(job, force=force)
@@ -209,19 +209,19 @@ class Registry:
                 in_use.add(job.record.log.resolve())
             _remove(folder, logs if job.record is None else logs & in_use)
         if job.record is not None and not is_kept:
-            with contextlib.suppress(Unsupported):  # a job that is being started there: the log goes with that one
+            with contextlib.suppress(Unsupported):  # a job is being started there: it owns the log
                 self._remove_what_was_kept_for(job.record)
         return job
 
     def require_gone(self, name: str, *, force: bool = False) -> None:
-        """Raise InvalidRequest where there is no such job, it runs, or unless ``force`` may run on another machine."""
+        """Raise InvalidRequest if there is no such job, it runs, or (without ``force``) may run on another machine."""
         _require_gone(self.find(name), force=force)
 
     def _logs_in_use(self, *, but_of: str | None = None) -> set[Path]:
         return {job.record.log.resolve() for job in self.jobs() if job.record is not None and job.name != but_of}
 
     def _remove_what_was_kept_for(self, record: JobRecord) -> None:
-        """Remove its log from the folder of the name that it had before, if the job of that name is forgotten."""
+        """Remove its log from the folder of its earlier name, if the job of that name is forgotten."""
         name = record.log.parent.name
         is_kept = record.log.parent.parent == self._folder and name != record.name and record.log.exists()
         if is_kept and is_name(name) and self.look(name) is None:
@@ -238,7 +238,7 @@ class Registry:
             return []
 
     def _read(self, name: str) -> JobRecord | None:
-        """The record of this name; None where there is none. Raises RecordError where there is one that is no use."""
+        """The record of this name; None if there is none. Raises RecordError if it is unusable."""
         try:
             fd = os.open(self._folder / name / RECORD_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
             with os.fdopen(fd, "rb") as file:
@@ -256,7 +256,7 @@ class Registry:
 
     @contextlib.contextmanager
     def _locked(self, name: str) -> Iterator[Path]:
-        """The folder of this name, made where it is missing, with its lock held."""
+        """The folder of this name, made if missing, with its lock held."""
         folder = self._folder / name
         deadline = time.monotonic() + LOCK_TIMEOUT_S
         with contextlib.ExitStack() as held:
@@ -270,7 +270,7 @@ class Registry:
                         hint="wait until it has finished, then try again",
                         code="GPUCR-BUSY",
                     ) from e
-                # Whoever held the lock before may have removed the folder: then this is the lock of nothing.
+                # The previous holder of the lock may have removed the folder: then this lock is stale.
                 with contextlib.suppress(FileNotFoundError):
                     if (folder / _LOCK).stat().st_ino == os.fstat(fd).st_ino:
                         break
@@ -288,12 +288,12 @@ def _lock_file(folder: Path) -> Iterator[int]:
 
 
 def _write(folder: Path, data: bytes) -> None:
-    """The lock is held: so what a gpucr left that was killed here can be replaced."""
+    """The lock is held, so a killed gpucr's leftovers can be replaced."""
     durable.write(folder / RECORD_NAME, data, temporary=_NEW_RECORD)
 
 
 def _clean(folder: Path, reservation: Reservation, *, keep_folder: bool) -> None:
-    """Remove what a start left that failed."""
+    """Remove what a failed start left."""
     with contextlib.suppress(OSError):
         reservation.status_path.unlink(missing_ok=True)
         if reservation.has_own_log:
@@ -305,17 +305,17 @@ def _clean(folder: Path, reservation: Reservation, *, keep_folder: bool) -> None
 
 
 def _remove_older_statuses(folder: Path, reservation: Reservation) -> None:
-    """Remove how those ended that had the name before: every restore adds one, and nobody asks for them any more."""
+    """Remove status files of the name's earlier jobs: every restore adds one, and they are not needed any more."""
     with contextlib.suppress(OSError):
-        for path in folder.glob("*.status*"):  # also one that a keeper which was killed had begun to write
+        for path in folder.glob("*.status*"):  # also a partial one of a killed keeper
             if not path.name.startswith(reservation.status_path.name):
                 path.unlink(missing_ok=True)
 
 
 def _remove(folder: Path, kept: Collection[Path] = ()) -> None:
-    """Remove a job's folder, but not what is to be ``kept`` of it.
+    """Remove a job's folder, except files that are ``kept``.
 
-    Its keeper may be about to write how the job ended there: two files, one rename.
+    Its keeper may be about to write the exit status there: two files, one rename.
     """
     paths = sorted(folder.iterdir(), key=lambda path: path.name == _LOCK)  # the lock last: it is held
     others = [path for path in paths if path.resolve() not in kept]
@@ -326,7 +326,7 @@ def _remove(folder: Path, kept: Collection[Path] = ()) -> None:
     for _ in range(_REMOVALS):
         try:
             shutil.rmtree(folder)
-        except FileNotFoundError:  # something in it: it is looked through anew
+        except FileNotFoundError:  # not empty: look through it again
             if not folder.exists():
                 return
         except OSError as e:
@@ -343,7 +343,7 @@ def _require_gone(job: ListedJob, *, force: bool) -> None:
 
 
 def _in_the_way(job: ListedJob, therefore: str) -> InvalidRequest:
-    """A job stands in the way: what has become of it, and what to do about it."""
+    """The error for a name in use: the job's state, and what to do about it."""
     hint = f"`gpucr jobs --forget {job.name}` removes its record and its log"
     if job.record is not None:
         hint = {

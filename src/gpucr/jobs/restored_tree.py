@@ -1,4 +1,4 @@
-"""The processes that CRIU has made again: which they are, and their end where the restore fails."""
+"""The processes restored by CRIU: identify them, and end them if the restore fails."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class RestoredTree(Struct, frozen=True):
-    """The processes that CRIU has made, the root first. ``pids``: which pid each of the manifest has now.
+    """The processes made by CRIU, the root first. ``pids``: the current pid for each of the manifest's.
 
     ``other_roots`` are the roots of all trees but the first.
     """
@@ -32,11 +32,11 @@ class RestoredTree(Struct, frozen=True):
 
     @property
     def root_pid(self) -> int:
-        """Of the first process."""
+        """The first process's pid."""
         return self.processes[0].pid
 
     def now(self, records: Iterable[ProcessRecord]) -> list[ProcessId]:
-        """Which processes these of the manifest are now."""
+        """The current processes for these of the manifest."""
         pids = {self.pids.get(record.pid) for record in records}
         return [each for each in self.processes if each.pid in pids]
 
@@ -44,7 +44,7 @@ class RestoredTree(Struct, frozen=True):
 def take_stock(
     root_pids: Sequence[int], manifest: Manifest, gang: Gang | None, protection: Protection | None
 ) -> RestoredTree:
-    """Find the processes of the manifest in the trees of ``root_pids``, which have just been restored.
+    """Find the manifest's processes in the just restored trees of ``root_pids``.
 
     Those with CUDA become the members of ``gang``.
     """
@@ -73,11 +73,11 @@ def take_stock(
 
 
 def end_restored(root_pids: Sequence[int], tree: RestoredTree | None) -> None:
-    """End every process of the restored trees (None: not looked at yet). Raises JobDamaged where one lives."""
+    """End every process of the restored trees (None: not examined yet). Raises JobDamaged if one lives."""
     known = tree.processes if tree is not None else ()
     now: set[ProcessId] = set()
     for root_pid in root_pids:
-        with contextlib.suppress(ProcessNotFound):  # a root may have ended by itself, and its pid be another's by now
+        with contextlib.suppress(ProcessNotFound):  # a root may have ended by itself, and its pid been reused
             found = processes.tree(root_pid)
             now |= {process.id for process in found if not known or found[0].id in known}
     left = processes.kill_and_wait(now | set(known))
@@ -98,7 +98,7 @@ def _member(record: ProcessRecord, restored: ProcessId | None) -> GangMember:
 
 
 def restore_threads(snapshot: JobSnapshot, tree: RestoredTree) -> dict[int, int]:
-    """The thread that does the driver's work, per pid of the gang. Raises SnapshotDamaged."""
+    """The restore threads, by pid of the gang. Raises SnapshotDamaged."""
     found: dict[int, int] = {}
     for record in snapshot.manifest.processes:
         if record.found_state is None or record.restore_thread is None:

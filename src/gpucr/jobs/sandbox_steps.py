@@ -1,4 +1,4 @@
-"""The steps of a restore into a sandbox, and what they need to know before anything is started."""
+"""The steps of a restore into a sandbox, and their plan."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ if TYPE_CHECKING:
     from gpucr.helper.client import HelperCriu
 
 LEFTOVER_LIMIT_S = 5.0
-"""How long a restore waits for what one that was killed has left to end."""
+"""How long a restore waits for a killed restore's remains to end."""
 
 _CORE_IMAGE = re.compile(r"core-(\d+)\.img")
 
 
 class SandboxPlan(Struct, frozen=True):
-    """The sandbox that a job will be restored into.
+    """The sandbox for a restored job.
 
-    ``old_log`` is the file that its output went to (None: not known), ``log_path`` the one that it goes to from now on.
-    ``alone``: there must be no other sandbox with this job.
+    ``old_log``: its former output file (None: unknown); ``log_path``: the new one. ``alone``: there must be no other
+    sandbox with this job.
     """
 
     network: Network
@@ -59,7 +59,7 @@ class SandboxPlan(Struct, frozen=True):
 
     @property
     def outputs(self) -> dict[Path, Path]:
-        """What takes the place of which file in the restored job."""
+        """Files that replace others in the restored job."""
         if self.old_log is None or self.log_path is None or self.old_log == self.log_path:
             return {}
         return {Path(self.old_log): Path(self.log_path)}
@@ -68,9 +68,9 @@ class SandboxPlan(Struct, frozen=True):
 def plan_sandbox(
     snapshot: JobSnapshot, name: RestoredName | None, *, isolate: bool, clone: bool, shell_job: bool
 ) -> SandboxPlan | None:
-    """The sandbox that this restore needs; None where the job was in none and is not to be in one.
+    """The sandbox for this restore; None if the job had none and gets none.
 
-    Raises InvalidRequest where it cannot be: the job runs already and this is no clone, and the like.
+    Raises InvalidRequest if impossible: for example, the job runs already and this is not a clone.
     """
     manifest = snapshot.manifest
     if manifest.sandbox is None and not isolate:
@@ -111,7 +111,7 @@ def _old_log(manifest: Manifest) -> str | None:
 
 
 def _lineage_of(snapshot: JobSnapshot) -> str:
-    """For a job that was in no sandbox: the same for every restore of this snapshot into one."""
+    """The lineage for a job that had no sandbox: the same for every restore of this snapshot into one."""
     name = f"{snapshot.where} {snapshot.manifest.created}"
     return hashlib.sha256(os.fsencode(name)).hexdigest()[:32]
 
@@ -129,9 +129,9 @@ def _require_alone(manifest: Manifest, lineage: str) -> None:
 
 
 def _require_first(lineage: str, own: ProcessId) -> None:
-    """Raise Unsupported where another restore of the job is under way: its sandbox is there, or was when it looked.
+    """Raise Unsupported if another restore of the job is in progress: its sandbox exists.
 
-    To be called when one's own is there as well: so of two restores at once at least one sees the other.
+    Call it when our own exists too: so of two concurrent restores at least one sees the other.
     """
     for other in sandbox.copies(lineage, also_awaited=True):
         if other.keeper != own and (other.root is not None or not other.wait_ended(LEFTOVER_LIMIT_S)):
@@ -143,7 +143,7 @@ def _require_first(lineage: str, own: ProcessId) -> None:
 
 
 def _is_original(manifest: Manifest) -> bool:
-    """Whether the process with the pid of a job that was in no sandbox looks like that very job."""
+    """Whether the process with the pid of an unsandboxed job looks like that job."""
     record = next(process for process in manifest.processes if process.pid == manifest.root_pid)
     try:
         now = processes.describe(record.pid)
@@ -153,14 +153,14 @@ def _is_original(manifest: Manifest) -> bool:
 
 
 def check_clone(manifest: Manifest) -> list[preflight.Finding]:
-    """What a copy shares with the job that it is of, though it should not."""
+    """What a copy undesirably shares with its original."""
     if not manifest.folders:
         return []
     return [facts.CLONE_SOCKETS.seen(f"in {manifest.folders[-1].path}")]
 
 
 class RestoreSite(Struct, frozen=True):
-    """Where a job is restored: what keeps it, and how CRIU, which makes it there, is started.
+    """Where a job is restored: its keeper, and how to start CRIU there.
 
     ``shared_root`` is the folder of shared memory that the job will see; ``outputs``: which files take the place of
     others in it. ``helper``: that same CRIU, where it is the privileged helper's.
@@ -261,7 +261,7 @@ class StartKeeper:
         self.site: Result[RestoreSite] = Result()
 
     def describe(self) -> str:
-        """What for."""
+        """What it does."""
         if self._install.origin == "helper":
             return "ask the privileged helper to restore the job, and to become its parent"
         return "start the process that will be the job's parent"
@@ -309,7 +309,7 @@ class StartKeeper:
         return 0
 
     def undo(self) -> None:
-        """End it, and what is left below it."""
+        """End it and everything below it."""
         if self._made is not None and not self._made.end():
             pid = self._made.id.pid
             raise JobDamaged(
@@ -319,9 +319,9 @@ class StartKeeper:
 
 
 class KeepJob:
-    """The job gets its name, and its keeper takes it over: it does not depend on gpucr any more.
+    """Give the job its name, and hand it over to its keeper: it no longer depends on gpucr.
 
-    In this order, so that no job goes on without a record.
+    In this order, so that no job runs without a record.
     """
 
     name = "keep"
@@ -342,7 +342,7 @@ class KeepJob:
         self.warnings: tuple[str, ...] = ()
 
     def describe(self) -> str:
-        """Who takes it."""
+        """What it does."""
         return "hand the job over to its keeper"
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
@@ -357,16 +357,16 @@ class KeepJob:
         if self._protection is not None:
             self._protection.withdraw(EndSandbox)
         inner = {process.pid: process.ns_pids[-1] for process in manifest.processes}
-        roots = (tree.root_pid, *tree.other_roots)  # each may have ended: then it cannot be asked
+        roots = (tree.root_pid, *tree.other_roots)  # each may have ended: then it cannot be queried
         site.keeper.adopt(roots, inner_pids=[inner[pid] for pid in manifest.root_pids])
         return 0
 
     def undo(self) -> None:
-        """Nothing: CriuRestore ends the processes, and with the first of them the sandbox ends."""
+        """Nothing: CriuRestore's undo ends the processes, and so the sandbox."""
 
 
 def _last_pid(source: RestoreSource) -> int:
-    """A pid above which CRIU's own processes get in the way of none of the job's."""
+    """A pid above which CRIU's own processes do not collide with the job's."""
     with images_read_from(source.image_folders[0]):
         images = [path for folder in source.image_folders for path in folder.iterdir()]
     ids = [int(match[1]) for path in images if (match := _CORE_IMAGE.fullmatch(path.name))]

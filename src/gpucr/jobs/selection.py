@@ -1,4 +1,4 @@
-"""Finding the job that a pid, or another selector, stands for, and the driver that its CUDA processes need."""
+"""Find the job of a pid or another selector, and the driver that its CUDA processes need."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from gpucr.linux.descriptor_limit import Reserve
 from gpucr.model import Job, ProcessInfo
 
 LONGEST_TIMEOUT_S = 1e6
-"""Eleven days. poll(2) takes its milliseconds as an int, which ends at twenty-four."""
+"""Eleven days. poll(2) takes milliseconds as an int, which overflows at twenty-four."""
 
 
 _DESCRIPTORS_TO_LOOK = 8
 
 
 class FoundJob(Struct, frozen=True):
-    """A job as it was found. ``driver`` is None where the machine has none; then no process can use CUDA.
+    """A job as found. ``driver`` is None if the machine has none; then no process can use CUDA.
 
-    ``sandbox`` is the one that it lives in. ``claims`` are the descriptors that keep other gpucr's off it.
-    ``has_us``: gpucr runs in one of its trees, and was left out.
+    ``sandbox``: its sandbox. ``claims``: descriptors that keep other gpucr processes off it. ``has_us``: gpucr runs in
+    one of its trees, and is left out.
     """
 
     job: Job
@@ -45,7 +45,7 @@ class FoundJob(Struct, frozen=True):
     has_us: bool = False
 
     def require_without_us(self) -> None:
-        """Raise InvalidRequest where the job cannot stand still as a whole, since this gpucr is in it."""
+        """Raise InvalidRequest if the job cannot be stopped as a whole because this gpucr is in it."""
         if self.has_us:
             raise InvalidRequest(
                 "gpucr runs in the job, and a dump would stop it, too",
@@ -54,9 +54,9 @@ class FoundJob(Struct, frozen=True):
             )
 
     def require_one_namespace(self) -> None:
-        """Raise InvalidRequest where its trees are in several pid namespaces: a restore has one for all of them.
+        """Raise InvalidRequest if its trees are in several pid namespaces: a restore uses one for all of them.
 
-        And ProcessNotFound where one has ended.
+        Raises ProcessNotFound if one has ended.
         """
         if len({_pid_namespace(pid) for pid in self.job.root_pids}) > 1:
             roots = ", ".join(map(str, self.job.root_pids))
@@ -67,7 +67,7 @@ class FoundJob(Struct, frozen=True):
             )
 
     def one_tree_instead(self) -> str:
-        """What to do where several trees cannot be dumped: their launcher may be the job."""
+        """What to do if several trees cannot be dumped: their launcher may be the job."""
         lines = [processes.ancestors(pid) for pid in self.job.root_pids]
         for pid in sorted(set.intersection(*lines), key=lambda each: -len(processes.ancestors(each))):
             with contextlib.suppress(GpucrError):
@@ -82,18 +82,18 @@ class FoundJob(Struct, frozen=True):
 def find_job(job: int | str | JobSelector, *, only: bool = False, force: bool = False) -> FoundJob:
     """The processes of a job and the CUDA state of each.
 
-    A thread id stands for its process, a keeper and the name of a registered job for the job's first one. ``only``
-    leaves the descendants out. ``force`` takes also what is not one job. Raises ProcessNotFound, InvalidRequest (also
-    for what is not one job) or NotPermitted; changes nothing.
+    A thread id means its process; a keeper and the name of a registered job mean the job's first process. ``only``
+    excludes descendants. ``force`` also accepts processes that are not one job. Raises ProcessNotFound, InvalidRequest
+    (also if it is not one job) or NotPermitted; changes nothing.
     """
     return _examine(_trees_of(JobSelector.of(job), only=only, force=force))
 
 
 @contextlib.contextmanager
 def claimed_job(job: int | str | JobSelector, *, only: bool = False, force: bool = False) -> Iterator[FoundJob]:
-    """As `find_job`, for an operation that changes the job: no other gpucr works on its processes meanwhile.
+    """Like `find_job`, for an operation that changes the job: claims its processes.
 
-    Raises Unsupported where another one does.
+    Raises Unsupported if another gpucr works on them.
     """
     trees = _trees_of(JobSelector.of(job), only=only, force=force)
     with claimed(process.pid for tree in trees for process in tree) as claims:
@@ -129,7 +129,7 @@ def _pid_namespace(pid: int) -> int:
 
 
 def _roots_in(cgroup: str) -> list[int]:
-    """The processes of a cgroup whose parents are not in it. A keeper stands for its job, where it is alone."""
+    """The processes of a cgroup whose parents are not in it. A keeper alone means its job."""
     hint = "name the folder of a cgroup below /sys/fs/cgroup in which a job runs"
     try:
         pids = cgroups.pids_in(cgroup)
@@ -147,7 +147,7 @@ def _roots_in(cgroup: str) -> list[int]:
 
 
 def _is_there_still(process: ProcessInfo) -> bool:
-    """Whether it has not ended since the tree was listed: some jobs start and end small processes all the time."""
+    """Whether it still exists: some jobs constantly start short-lived processes."""
     try:
         processes.require_access(process)
     except ProcessNotFound:
@@ -156,7 +156,7 @@ def _is_there_still(process: ProcessInfo) -> bool:
 
 
 def _examine(trees: Sequence[tuple[ProcessInfo, ...]]) -> FoundJob:
-    # Without descriptors the driver says of every process that it does not use CUDA (seen on the simulator).
+    # Without free descriptors the driver reports that no process uses CUDA (seen on the simulator).
     Reserve(_DESCRIPTORS_TO_LOOK).release()
     everything = tuple(process for tree in trees for process in tree)
     found = tuple(process for process in everything if process.pid != os.getpid())
@@ -167,7 +167,7 @@ def _examine(trees: Sequence[tuple[ProcessInfo, ...]]) -> FoundJob:
 
 
 def load_driver_for(tree: Sequence[ProcessInfo]) -> Driver | None:
-    """The machine's driver; None where there is none and no process of the tree has libcuda loaded."""
+    """The machine's driver; None if there is none and no process of the tree has libcuda loaded."""
     try:
         return load_driver()
     except DriverUnavailable:
@@ -189,5 +189,5 @@ def deadline_after(timeout_s: float | None) -> float | None:
 
 
 def findings_before_freeze(job: Job, needs: Sequence[preflight.MemoryNeed]) -> list[preflight.Finding]:
-    """What stands in the way of freezing this job, with the host memory that its device memory needs."""
+    """Findings against freezing this job, including the host memory that its device memory needs."""
     return [*preflight.check_states(job), *preflight.check_host_memory(needs)]

@@ -1,4 +1,4 @@
-"""What names a job: a tree of processes, or several that are one gang."""
+"""Job selectors: one process tree, or several that form one gang."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from gpucr.errors import InvalidRequest
 
 @dataclass(frozen=True, init=False)
 class JobSelector:
-    """A job, by its trees or by its cgroup.
+    """Selects a job by its trees or by its cgroup.
 
-    ``trees``: pids, or names of registered jobs. Each stands for its whole tree; all of them are one job, whose CUDA
-    processes are handled as one gang. ``cgroup``: a folder below /sys/fs/cgroup; the job is what runs in that cgroup
-    and in those below it, with its descendants. A job is named in one of the two ways: raises InvalidRequest.
+    ``trees``: pids, or names of registered jobs. Each means its whole tree; together they are one job, whose CUDA
+    processes form one gang. ``cgroup``: a folder below /sys/fs/cgroup; the job is everything in that cgroup and those
+    below it, with descendants. Raises InvalidRequest unless exactly one of the two is given.
     """
 
     trees: tuple[int | str, ...]
@@ -30,5 +30,5 @@ class JobSelector:
 
     @classmethod
     def of(cls, job: int | str | JobSelector) -> JobSelector:
-        """The selector that is meant by a pid, or by the name of a registered job."""
+        """The selector for a pid or the name of a registered job."""
         return job if isinstance(job, JobSelector) else cls(job)

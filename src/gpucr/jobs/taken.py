@@ -1,4 +1,4 @@
-"""A job that an operation works on: claimed, under guard, and with a roll of its processes."""
+"""A job that an operation works on: claimed, guarded, and with a roll of its processes."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from gpucr.undo.roll import Roll
 
 
 class TakenJob(Struct, frozen=True, kw_only=True):
-    """A job that this gpucr works on, and no other one. ``protection`` is None for one tree without CUDA.
+    """A job on which only this gpucr works. ``protection`` is None for one tree without CUDA.
 
-    Such a job does not depend on gpucr: CRIU undoes by itself when gpucr dies. A job that is frozen as a whole does.
+    Such a job does not depend on gpucr: CRIU undoes by itself if gpucr dies. A job frozen as a whole does.
     """
 
     found: FoundJob
@@ -28,7 +28,7 @@ class TakenJob(Struct, frozen=True, kw_only=True):
     protection: Protection | None
 
     def guard(self) -> Protection:
-        """What the guard knows of a job that was taken ``guarded``."""
+        """The protection of a job taken with ``guarded``."""
         if self.protection is None:
             raise ValueError("the job was not taken under guard")
         return self.protection
@@ -57,7 +57,7 @@ def taken_job(
     force: bool = False,
     guarded: bool = False,
 ) -> Iterator[TakenJob]:
-    """The job is this operation's in the block. ``each``: TO_CHANGE or TO_MOVE. ``guarded``: also without CUDA.
+    """Take the job for this operation during the block. ``each``: TO_CHANGE or TO_MOVE. ``guarded``: also without CUDA.
 
     Raises as `selection.claimed_job`.
     """

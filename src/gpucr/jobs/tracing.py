@@ -1,8 +1,8 @@
-"""A job's processes with an interposer let gpucr trace them where Yama would not.
+"""Let processes with an interposer allow gpucr to trace them despite Yama.
 
-Yama (ptrace_scope 1) allows a process to be traced by its ancestors, and by whom it names itself. gpucr is no ancestor
-of most jobs, and neither are its guard and CRIU, so the agent opens the process to its user's other processes for the
-time of an operation. That gives nobody more than before: who can be that user's process can ask the agent as well.
+Yama (ptrace_scope 1) lets a process be traced by its ancestors, and by a tracer that it names. gpucr, its guard and
+CRIU are not ancestors of most jobs, so the agent admits its user's other processes during an operation. That grants no
+new access: every process of that user can ask the agent too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ANSWER_S = 2.0
 
 @contextlib.contextmanager
 def open_to_us(gang: Sequence[GangMember], protection: Protection) -> Iterator[None]:
-    """In the block gpucr, and what it starts, may trace the processes that have an agent, if that takes their leave."""
+    """During the block gpucr and its children may trace processes with an agent, if that needs permission."""
     asked = [each.id for each in gang if is_interposed(each.pid)] if gang and tracing.takes_a_grant() else []
     if not asked:
         yield
@@ -40,6 +40,6 @@ def open_to_us(gang: Sequence[GangMember], protection: Protection) -> Iterator[N
 
 
 def set_open(pid: int, *, is_open: bool) -> None:
-    """Ask the agent of this process. One that does not answer leaves it as it was: who traces finds that out."""
+    """Ask this process's agent. Without an answer nothing changes: the tracer will notice."""
     with contextlib.suppress(OSError, Refused, BadAnswer), Agent(pid, answer_s=ANSWER_S) as agent:
         agent.open_to_tracers(is_open=is_open)

@@ -1,4 +1,4 @@
-"""A command as a visitor in a job's namespaces: how it is started there, waited for, and ended."""
+"""Start a command in a job's namespaces, wait for it, and end it."""
 
 from __future__ import annotations
 
@@ -22,33 +22,33 @@ from gpucr.undo.cancellation import Cancellation
 from gpucr.undo.interrupts import interrupted
 
 NOT_RUN = 127
-"""The exit code where the command could not be run, as that of a shell."""
+"""Exit codes, as a shell's, if the command cannot be run."""
 
 _PASSED_ON = (signal.SIGTERM, signal.SIGHUP)
 _LOOK_EVERY_S, _TERM_LIMIT_S = 0.1, 10.0
 
 
 class Visit(Struct, frozen=True):
-    """What is to be run, where, and as whom."""
+    """What to run, where, and with which credentials."""
 
     command: Sequence[str]
     folder: str
     as_whom: Credentials
 
     def programs(self) -> list[str]:
-        """The paths under which the program may be, as a shell would look for it."""
+        """The candidate paths of the program, as a shell would search."""
         name = self.command[0]
         return [name] if "/" in name else [os.path.join(each, name) for each in os.get_exec_path()]
 
 
 def start_inside(visit: Visit, fds: Mapping[Kind, int]) -> tuple[int, int]:
-    """The pid of the command, and a pipe in which it says why it is not tried."""
+    """The command's pid, and a pipe for errors before exec."""
     read, write = os.pipe()
-    # What comes before there is somebody to pass it on to, and before this process does that, waits.
+    # Signals that arrive before there is a process to pass them to stay pending.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGCHLD, *_PASSED_ON))
     if "pid" in fds:
         credentials.hide_from_tracers()  # the container must not reach this Python through its /proc
-        namespaces.enter(fds["pid"], "pid")  # a process enters a pid namespace by being born there
+        namespaces.enter(fds["pid"], "pid")  # a process enters a pid namespace by being forked there
     programs, environment = visit.programs(), without_passphrase(os.environ)
     child = os.fork()
     if child == 0:
@@ -64,10 +64,10 @@ def start_inside(visit: Visit, fds: Mapping[Kind, int]) -> tuple[int, int]:
 def _become(
     visit: Visit, fds: Mapping[Kind, int], programs: Sequence[str], environment: Mapping[str, str], failures: int
 ) -> NoReturn:
-    """Nothing is imported from here on: the files are those of the job."""
+    """Import nothing from here on: the files are the job's."""
     part = "enter"
     try:
-        # The mounts come last: the others' descriptors are open, and /proc may be another one then.
+        # The mounts come last: the others' descriptors are open, and /proc may differ then.
         for kind in sorted(fds.keys() - {"pid"}, key=lambda kind: kind == "mnt"):
             namespaces.enter(fds[kind], kind)
         part = "credentials"
@@ -102,7 +102,7 @@ def _execute(programs: Sequence[str], command: Sequence[str], environment: Mappi
 
 
 def raise_failure(failures: int, child: int, pid: int, folder: str) -> None:
-    """Raise what kept the command from being tried."""
+    """Raise the error that prevented the exec."""
     with open(failures, "rb") as stream:
         part, _, number = stream.read().decode().partition(" ")
     if not part:
@@ -121,8 +121,8 @@ def raise_failure(failures: int, child: int, pid: int, folder: str) -> None:
 def wait_for_command(child: int, cancel: Cancellation | None) -> int:
     """Wait for the command. A Ctrl-C on the terminal reaches it without gpucr; other signals are passed on.
 
-    They stay blocked, as SIGCHLD does, and are fetched: a handler of Python's runs only after waitpid(2), if the signal
-    comes right before that.
+    They and SIGCHLD stay blocked and are fetched: a Python handler would run only after waitpid(2) if the signal came
+    right before it.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     status = _wait(child) if cancel is None else _wait_or_end(child, cancel)
@@ -141,7 +141,7 @@ def _wait(child: int) -> int:
 
 
 def _wait_or_end(child: int, cancel: Cancellation) -> int:
-    """Raises Interrupted when it was cancelled, and the command has ended.
+    """Raises Interrupted if it was cancelled, once the command has ended.
 
     Without `signal.sigtimedwait`: where a handler of Python's runs until the time is over it returns a signal that
     never came, with an arbitrary number (seen with CPython 3.8 to 3.13).

@@ -1,1 +1,1 @@
-"""What the kernel tells and lets us do: processes, memory maps. Nothing here knows of GPUs or snapshots."""
+"""Kernel interfaces: processes, memory maps, namespaces, system calls. Nothing here knows about GPUs or snapshots."""

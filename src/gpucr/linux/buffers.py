@@ -34,7 +34,7 @@ def address_of(view: bytes | bytearray | memoryview) -> int:
 
 
 def at_address(address: int, size_bytes: int) -> memoryview:
-    """Memory of this process that something else has allocated, and keeps."""
+    """Memory of this process that something else has allocated and owns."""
     return memoryview((ctypes.c_ubyte * size_bytes).from_address(address)).cast("B")
 
 

@@ -13,10 +13,10 @@ from msgspec import Struct
 STATUS = Path("/proc/self/status")
 
 _OF_FILE = "security.capability"
-_FILE_SETS = struct.Struct("<5I")  # struct vfs_cap_data of uapi/linux/capability.h; what follows is a user namespace
+_FILE_SETS = struct.Struct("<5I")  # struct vfs_cap_data of uapi/linux/capability.h; a root id may follow
 _REVISION_2, _REVISION_3, _EFFECTIVE = 0x02000000, 0x03000000, 1
 
-_NAMES = [  # by number: include/uapi/linux/capability.h
+_NAMES = [  # indexed by number: include/uapi/linux/capability.h
     "CHOWN", "DAC_OVERRIDE", "DAC_READ_SEARCH", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID", "SETPCAP",
     "LINUX_IMMUTABLE", "NET_BIND_SERVICE", "NET_BROADCAST", "NET_ADMIN", "NET_RAW", "IPC_LOCK", "IPC_OWNER",
     "SYS_MODULE", "SYS_RAWIO", "SYS_CHROOT", "SYS_PTRACE", "SYS_PACCT", "SYS_ADMIN", "SYS_BOOT", "SYS_NICE",
@@ -38,13 +38,13 @@ class Capabilities(Struct, frozen=True):
     no_new_privs: bool
 
     def has(self, name: str) -> bool:
-        """Whether it can use this one: ``SYS_ADMIN``."""
+        """Whether this capability (``SYS_ADMIN``) is in effect."""
         return bool(self.effective >> _NAMES.index(name) & 1)
 
     def after_exec(self) -> int:
-        """What a plain program has that this process starts ("Transformation of capabilities during execve()").
+        """What a plain program that this process starts gets ("Transformation of capabilities during execve()").
 
-        Root gets back all that the bounding set allows, whatever it has dropped from the other sets.
+        Root regains everything in the bounding set, even what it dropped from the other sets.
         """
         if not self.is_root:
             return self.ambient
@@ -58,13 +58,13 @@ def own() -> Capabilities:
 
 
 def status_fields(path: Path) -> dict[str, str]:
-    """What a ``/proc/PID/status`` says, by name. Raises OSError."""
+    """The fields of a ``/proc/PID/status``, by name. Raises OSError."""
     lines = path.read_text(errors="replace").splitlines()
     return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
 
 def in_status(fields: Mapping[str, str]) -> Capabilities:
-    """The sets that `status_fields` tell of."""
+    """The sets in `status_fields`."""
     sets = {name: int(fields[name], 16) for name in ("CapPrm", "CapEff", "CapInh", "CapBnd", "CapAmb")}
     return Capabilities(
         permitted=sets["CapPrm"],
@@ -78,7 +78,7 @@ def in_status(fields: Mapping[str, str]) -> Capabilities:
 
 
 def names_of(mask: int) -> tuple[str, ...]:
-    """The capabilities of a bit mask, by their names: ``CAP_SYS_ADMIN``. One that is not known keeps its number."""
+    """The capabilities of a bit mask, by their names: ``CAP_SYS_ADMIN``. An unknown one is shown as its number."""
     return tuple(
         f"CAP_{_NAMES[bit]}" if bit < len(_NAMES) else f"capability {bit}"
         for bit in range(mask.bit_length())
@@ -92,7 +92,7 @@ def mask(*names: str) -> int:
 
 
 def of_file(path: Path) -> int:
-    """What every user has in effect who starts this program, as a bit mask. Needs no privileges. Raises OSError."""
+    """The capabilities that this program gives to every user, as a bit mask. Needs no privileges. Raises OSError."""
     try:
         data = os.getxattr(path, _OF_FILE)
     except OSError as e:
@@ -108,7 +108,7 @@ def of_file(path: Path) -> int:
 
 
 def set_of_file(path: Path, *names: str) -> None:
-    """Give these, and no others, to everybody who starts this program. Needs CAP_SETFCAP. Raises OSError."""
+    """Set the program's file capabilities, which every user of it gets. Needs CAP_SETFCAP. Raises OSError."""
     wanted = mask(*names)
     data = _FILE_SETS.pack(_REVISION_2 | _EFFECTIVE, wanted & 0xFFFFFFFF, 0, wanted >> 32, 0)
     os.setxattr(path, _OF_FILE, data)

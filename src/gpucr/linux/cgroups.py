@@ -1,8 +1,8 @@
-"""What cgroups do to a process: how much memory it still gets, on which CPUs it runs, and whether it is frozen.
+"""How cgroups limit a process: how much memory it can still get, which CPUs it may use, and whether it is frozen.
 
-Sources: cgroups(7); the kernel's cgroup-v2.rst, cgroup-v1/memory.rst and cgroup-v1/freezer-subsystem.rst. A cgroup over
-its limit gets no error: the kernel kills a process of it, also for pages of files in memory. So whoever is about to
-allocate much has to look first.
+Sources: cgroups(7); the kernel's cgroup-v2.rst, cgroup-v1/memory.rst and cgroup-v1/freezer-subsystem.rst. A cgroup that
+exceeds its limit gets no error: the kernel kills one of its processes, even for pages of files in memory. So check
+before allocating much.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _NO_LIMIT_BYTES = 1 << 62  # cgroup v1 writes "none" as the largest multiple of 
 _FREEZE = "cgroup.freeze"
 _ESCAPED = re.compile(r"\\([0-7]{3})")
 
-# What the kernel drops before it kills anyone, and what MemAvailable counts for the whole machine: the page cache of
-# files, active or not (a data set that is read again every epoch is active), and slab caches. Files in memory (tmpfs)
-# are on the lists of anonymous memory, which can only be swapped. Version 1 tells its own slabs from nobody's; its
-# fields with "total_" include the cgroups below, as its usage does.
+# What the kernel reclaims before it kills anyone, which MemAvailable counts for the whole machine: the page cache of
+# files, active or not (a data set read every epoch is active), and slab caches. Files in memory (tmpfs) are on the
+# anonymous lists, which can only be swapped. Version 1 has no field for slabs; its "total_" fields include the cgroups
+# below, as its usage does.
 _RECLAIMABLE: dict[Literal[1, 2], tuple[str, ...]] = {
     1: ("total_active_file", "total_inactive_file"),
     2: ("active_file", "inactive_file", "slab_reclaimable"),
@@ -36,8 +36,8 @@ _RECLAIMABLE: dict[Literal[1, 2], tuple[str, ...]] = {
 class MemoryLimit(Struct, frozen=True):
     """One limit of one cgroup. ``path`` is the file that sets it.
 
-    ``is_hard``: the kernel kills beyond it; else (memory.high) it slows the processes down until they hardly move.
-    ``available_bytes`` is what can still be allocated, when everything that the kernel can drop has been dropped.
+    ``is_hard``: the kernel kills beyond it. Otherwise (memory.high) it throttles the processes almost to a standstill.
+    ``available_bytes``: what can still be allocated after the kernel has reclaimed everything it can.
     """
 
     path: Path
@@ -47,7 +47,7 @@ class MemoryLimit(Struct, frozen=True):
 
 
 def join(pid: int) -> None:
-    """The caller goes where this process is, in each hierarchy where it is elsewhere. Needs root. Raises OSError."""
+    """Move the caller into this process's cgroup, in each hierarchy where they differ. Needs root. Raises OSError."""
     own, wanted = ((PROC / name / "cgroup").read_text(errors="surrogateescape") for name in ("self", str(pid)))
     for line in sorted(set(wanted.splitlines()) - set(own.splitlines())):
         hierarchy, controllers, path = line.split(":", maxsplit=2)
@@ -62,10 +62,10 @@ def join(pid: int) -> None:
 
 
 def memory_limits(pid: int | None = None) -> tuple[MemoryLimit, ...]:
-    """The limits that apply to a process (None: the caller): those of its cgroup and of all above it.
+    """The limits that apply to a process (None: the caller): those of its cgroup and all above it.
 
-    Sees what is mounted: a container does not see the limits of the cgroups around its own namespace, nor a process
-    those of a cgroup outside of it. Empty where the process has ended.
+    Only mounted cgroups are seen: not the limits above a container's own cgroup namespace, nor those of a cgroup
+    outside of it. Empty if the process has ended.
     """
     found: list[MemoryLimit] = []
     for version, level in _levels(pid, "memory"):
@@ -84,7 +84,7 @@ def _levels(pid: int | None, controller: str) -> Iterator[tuple[Literal[1, 2], P
 def _cgroups_of(pid: int | None, controller: str) -> Iterator[tuple[Literal[1, 2], Path, Path]]:
     """(version, the process's folder, the folder where that hierarchy is mounted), at most one per version.
 
-    A hybrid machine has both; the one without the controller has no files of it.
+    A hybrid machine has both versions; the one without the controller has none of its files.
     """
     try:
         lines = (PROC / ("self" if pid is None else str(pid)) / "cgroup").read_text(errors="surrogateescape")
@@ -92,7 +92,7 @@ def _cgroups_of(pid: int | None, controller: str) -> Iterator[tuple[Literal[1, 2
         return
     mounted: dict[Literal[1, 2], tuple[PurePosixPath, Path]] = {}
     for version, place in _mounts(controller):
-        mounted.setdefault(version, place)  # the system's own; a later one may be gone before it is read (CRIU's are)
+        mounted.setdefault(version, place)  # the system's own; later mounts (CRIU's) may be gone before they are read
     for line in lines.splitlines():
         hierarchy, controllers, path = line.split(":", maxsplit=2)
         if hierarchy == "0" and not controllers:
@@ -109,9 +109,9 @@ def _cgroups_of(pid: int | None, controller: str) -> Iterator[tuple[Literal[1, 2
 
 
 def _mounts(controller: str) -> Iterator[tuple[Literal[1, 2], tuple[PurePosixPath, Path]]]:
-    """Where the hierarchies with (v1) or perhaps with (v2) this controller are mounted, and which part of each.
+    """Where hierarchies that have (v1) or may have (v2) this controller are mounted, and which part of each.
 
-    The fields of proc_pid_mountinfo(5): a part of variable length ends at a lone hyphen.
+    The fields of proc_pid_mountinfo(5): the optional fields end at a lone hyphen.
     """
     for line in (PROC / "self" / "mountinfo").read_text(errors="surrogateescape").splitlines():
         before, _, after = line.partition(" - ")
@@ -126,7 +126,7 @@ def _mounts(controller: str) -> Iterator[tuple[Literal[1, 2], tuple[PurePosixPat
 
 
 def _below(path: PurePosixPath, root: PurePosixPath) -> PurePosixPath | None:
-    """``path`` seen from the mounted ``root``. None where it is outside: of the mount, or of our cgroup namespace."""
+    """``path`` seen from the mounted ``root``. None if it is outside the mount or our cgroup namespace."""
     if ".." in path.parts or not path.is_relative_to(root):
         return None
     return path.relative_to(root)
@@ -144,9 +144,9 @@ def _limits_of(folder: Path, version: Literal[1, 2]) -> Iterator[MemoryLimit]:
 
 
 def assigned_cpus(pid: int) -> str | None:
-    """The CPUs that a process's cgroup has (cpuset), as the kernel lists them; None where it has no such limit."""
+    """The CPUs of a process's cgroup (cpuset), as the kernel lists them; None if there is no such limit."""
     for version, level in _levels(pid, "cpuset"):
-        with contextlib.suppress(OSError):  # in version 2 only some levels have it
+        with contextlib.suppress(OSError):  # in version 2 only some levels have the file
             name = "cpuset.cpus.effective" if version == 2 else "cpuset.effective_cpus"
             if cpus := (level / name).read_text().strip():
                 return cpus
@@ -154,7 +154,7 @@ def assigned_cpus(pid: int) -> str | None:
 
 
 def unit_of(pid: int) -> str | None:
-    """The unit of systemd's (a service, or a scope) that a process runs in, by its path; None where it is in none."""
+    """The systemd unit (service or scope) that a process runs in, as a cgroup path; None if there is none."""
     try:
         lines = (PROC / str(pid) / "cgroup").read_text(errors="surrogateescape").splitlines()
     except (FileNotFoundError, ProcessLookupError):
@@ -166,9 +166,10 @@ def unit_of(pid: int) -> str | None:
 
 
 def pids_in(folder: str) -> tuple[int, ...]:
-    """The processes in this cgroup and in those below it. 0 is one of another pid namespace, which has no pid here.
+    """The processes in this cgroup and in those below it.
 
-    Raises OSError; NotADirectoryError also where the folder is none of a cgroup's.
+    A process of another pid namespace, which has no pid here, is 0. Raises OSError; NotADirectoryError also if the
+    folder is not a cgroup.
     """
     path = Path(os.path.realpath(folder, strict=True))
     devices = {path.stat().st_dev for path in _hierarchies()}
@@ -177,7 +178,7 @@ def pids_in(folder: str) -> tuple[int, ...]:
     found = _pids_of(path)
     for level, names, _ in os.walk(path):
         for name in names:
-            with contextlib.suppress(OSError):  # removed meanwhile; or of threads, whose processes a level above lists
+            with contextlib.suppress(OSError):  # removed meanwhile; or threaded: an upper level lists its processes
                 found |= _pids_of(Path(level, name))
     return tuple(sorted(found))
 
@@ -187,7 +188,7 @@ def _pids_of(folder: Path) -> set[int]:
 
 
 def _hierarchies() -> Iterator[Path]:
-    """Where cgroups are mounted, of any version and controller."""
+    """Mount points of cgroup file systems, of either version and any controller."""
     for line in (PROC / "self" / "mountinfo").read_text(errors="surrogateescape").splitlines():
         before, _, after = line.partition(" - ")
         if after.split()[0] in ("cgroup", "cgroup2"):
@@ -195,7 +196,7 @@ def _hierarchies() -> Iterator[Path]:
 
 
 def _read_number(file: Path) -> int | None:
-    """The number in a file of a cgroup; None for "max", and where there is no such file (root, removed cgroup)."""
+    """The number in a file of a cgroup; None for "max" and for a missing file (root, removed cgroup)."""
     try:
         text = file.read_text().strip()
     except OSError:
@@ -218,7 +219,7 @@ def _unescaped(path: str) -> str:
 
 
 def legacy_freezer(pid: int) -> str | None:
-    """The cgroup in which version 1's freezer would stop this process; None where it is in none of its own."""
+    """This process's own cgroup in version 1's freezer hierarchy; None if it has none."""
     try:
         lines = (PROC / str(pid) / "cgroup").read_text().splitlines()
     except (FileNotFoundError, ProcessLookupError):
@@ -231,9 +232,9 @@ def legacy_freezer(pid: int) -> str | None:
 
 
 def frozen_by(pid: int) -> Path | None:
-    """The cgroup whose freezer holds this process, or is about to: its own or one above it. None where none does.
+    """The cgroup whose freezer holds this process or is about to: its own or one above. None if none does.
 
-    ``/proc/PID/stat`` does not tell: what version 2 has frozen looks asleep there (seen with Linux 6.18).
+    ``/proc/PID/stat`` does not show it: a process frozen by version 2 looks asleep there (seen with Linux 6.18).
     """
     for version, level in _levels(pid, "freezer"):
         if _read_number(level / (_FREEZE if version == 2 else "freezer.self_freezing")) == 1:
@@ -242,10 +243,10 @@ def frozen_by(pid: int) -> Path | None:
 
 
 def thaw(cgroup: Path) -> None:
-    """FROZEN → thawed, for a cgroup of version 2. Needs write access. Raises OSError."""
+    """FROZEN → thawed, for a version 2 cgroup. Needs write access. Raises OSError."""
     (cgroup / _FREEZE).write_text("0")
 
 
 def freeze(cgroup: Path) -> None:
-    """Thawed → FROZEN, or about to be, for a cgroup of version 2. Needs write access. Raises OSError."""
+    """Thawed → FROZEN, or about to be, for a version 2 cgroup. Needs write access. Raises OSError."""
     (cgroup / _FREEZE).write_text("1")

@@ -1,8 +1,8 @@
-"""Who works on a process: one gpucr at a time, whatever /proc mount, mount, pid or user namespace each of them is in.
+"""Claims: one gpucr at a time works on a process, across /proc mounts and mount, pid and user namespaces.
 
-Two at once would each take the other's half-way states for those in which it found the job. A claim is a lock on an
-object that the kernel has once a process, or once a pid namespace, and not once a mount. It lasts until the last copy
-of its descriptor is closed: it ends with its holder, or with the guard that was given a copy.
+Two at once would each mistake the other's intermediate states for the state in which it found the job. A claim is a
+lock on a kernel object that exists once per process, or once per pid namespace, but not once per mount. It lasts until
+the last copy of its descriptor is closed: it ends with its holder, or with the guard that got a copy.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _FLOCK = struct.Struct("@hhqqi4x")
 
 @contextlib.contextmanager
 def claimed(pids: Iterable[int]) -> Iterator[tuple[int, ...]]:
-    """Keep every other gpucr off these processes during the block, which gets the descriptors of the claims.
+    """Keep every other gpucr off these processes during the block. Yields the descriptors of the claims.
 
-    Whoever is given a copy of a descriptor holds that claim as well. Processes that have ended are passed over. Raises
-    Unsupported where a process is claimed already, and names the holder where it can be seen.
+    A process with a copy of a descriptor holds that claim too. Processes that have ended are skipped. Raises
+    Unsupported if a process is claimed already, and names the holder if it is visible.
     """
     with contextlib.ExitStack() as opened:
         fds = []
@@ -40,9 +40,9 @@ def claimed(pids: Iterable[int]) -> Iterator[tuple[int, ...]]:
 
 
 def at_work_on(pids: Iterable[int]) -> dict[int, ProcessInfo]:
-    """Those of these processes that a gpucr works on now, and which, as far as the caller may look.
+    """Which of these processes are claimed now, if the caller may see it.
 
-    Takes nothing: nobody is refused for it.
+    It claims nothing, so nobody is refused for it.
     """
     objects = {}
     for pid in pids:
@@ -56,10 +56,10 @@ def at_work_on(pids: Iterable[int]) -> dict[int, ProcessInfo]:
 
 @contextlib.contextmanager
 def claimed_pids(pids: Iterable[int]) -> Iterator[None]:
-    """No other gpucr restores processes with these pids, of this pid namespace, during the block.
+    """Keep every other gpucr from restoring processes with these pids, in this pid namespace, during the block.
 
-    Both would find the pids free, and the one that loses takes back what it has put into /dev/shm, under the other's
-    job. Raises Unsupported where a pid is claimed.
+    Otherwise both would find the pids free, and the undo of the one that loses would remove files in /dev/shm that the
+    other's job uses. Raises Unsupported if a pid is claimed.
     """
     fd = os.open(PROC / "self" / "ns" / "pid", os.O_RDONLY)
     try:
@@ -77,7 +77,7 @@ def claimed_pids(pids: Iterable[int]) -> Iterator[None]:
 
 @functools.cache
 def pidfds_are_processes() -> bool:
-    """Whether the pidfds of a process have an inode of their own (pidfs, Linux 6.9), not that of all eventfds."""
+    """Whether each process's pidfds have their own inode (pidfs, Linux 6.9) instead of the shared anonymous inode."""
     pidfd, eventfd = os.pidfd_open(os.getpid()), os.eventfd(0)
     try:
         return not os.path.sameopenfile(pidfd, eventfd)
@@ -89,7 +89,7 @@ def pidfds_are_processes() -> bool:
 def _object_of(pid: int) -> tuple[int, int | None]:
     """What is locked for a process: a descriptor, and the byte; None: all of it (flock(2) on a pidfd).
 
-    Older kernels have all pidfds in one inode; there it is a byte, at the process's own number, of its pid namespace.
+    On older kernels all pidfds share one inode. There it is one byte of the pid namespace's file, at the process's pid.
     """
     if pidfds_are_processes():
         return os.pidfd_open(pid), None
@@ -102,7 +102,7 @@ def _object_of(pid: int) -> tuple[int, int | None]:
 
 
 def _claim(pid: int) -> int:
-    """Who comes second is told so by the kernel, or by `_lock_number`."""
+    """The second caller is refused by the kernel, or by `_lock_number`."""
     fd, number = _object_of(pid)
     try:
         if not (_lock_whole(fd) if number is None else _lock_number(fd, number)):
@@ -123,10 +123,10 @@ def _lock_whole(fd: int) -> bool:
 
 
 def _lock_number(fd: int, number: int) -> bool:
-    """Lock one byte of a file that nobody can open for writing, so that a write lock (F_OFD_SETLK) is out of reach.
+    """Lock one byte of a file that nobody can open for writing, which rules out write locks (F_OFD_SETLK).
 
-    Everyone sets a read lock first and looks for those of others then. So two never go on; two that come in the same
-    moment may both be refused.
+    Everyone sets a read lock first, then looks for those of others. So two never both succeed; two that come at the
+    same moment may both be refused.
     """
     fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, number, 1, 0))
     others = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, number, 1, 0))
@@ -146,7 +146,7 @@ def _busy(pid: int, holder: ProcessInfo | None) -> Unsupported:
 
 
 def _span(fd: int, number: int | None) -> str:
-    """A lock of all of this file, or of this byte, as the kernel writes it."""
+    """A pattern for a lock on this whole file, or on this byte, as the kernel prints it."""
     found = os.fstat(fd)
     where = "0 EOF" if number is None else f"{number} {number}"
     return f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino} {where}"
@@ -155,8 +155,8 @@ def _span(fd: int, number: int | None) -> str:
 def _holders(spans: Set[str]) -> dict[str, ProcessInfo]:
     """Who holds these locks (proc_pid_fdinfo(5)).
 
-    The kernel's own note of who took it comes last: that process may have ended, and left its guard with a copy. But
-    it is there for everyone to see, and says of processes of other users as well that there is a lock (proc_locks(5)).
+    The process that the kernel notes as the owner comes last: it may have ended and left a copy to its guard. But
+    everyone can see that note, also for locks of other users' processes (proc_locks(5)).
     """
     found: dict[str, ProcessInfo] = {}
     for pid in sorted(processes.all_pids()) if spans else ():
@@ -181,6 +181,6 @@ def _locks_of(pid: int) -> set[str]:
 
 
 def _taker_and_span(line: str) -> tuple[int, str]:
-    """Of ``1: FLOCK  ADVISORY  WRITE 27713 00:05:260072 0 EOF``; a lock of several bytes is none of ours."""
+    """Parse ``1: FLOCK  ADVISORY  WRITE 27713 00:05:260072 0 EOF``. A lock of several bytes is not ours."""
     taker, *span = line.split()[-4:]
     return int(taker), " ".join(span)

@@ -49,9 +49,9 @@ def of(pid: int | Literal["self"]) -> Credentials:
 
 
 def take_on(wanted: Credentials) -> None:
-    """The calling thread gets these credentials, but no capability that it has not got itself.
+    """Give the calling thread these credentials, but no capability that it lacks itself.
 
-    No way leads back. Raises OSError where it may not (another user's without CAP_SETUID, a smaller bounding set
+    Irreversible. Raises OSError if it is not allowed to (another user's without CAP_SETUID, a smaller bounding set
     without CAP_SETPCAP).
     """
     own = of("self")
@@ -76,9 +76,9 @@ def take_on(wanted: Credentials) -> None:
 
 
 def set_ambient(wanted: int) -> None:
-    """These capabilities of the permitted ones are in effect for the calling thread, and for programs that it starts.
+    """Make exactly these of the permitted capabilities effective, for the calling thread and programs that it starts.
 
-    No others are; those that are permitted stay so. Raises OSError.
+    The permitted set stays. Raises OSError.
     """
     own = capabilities.own()
     _prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL)
@@ -97,7 +97,7 @@ def reduce_to(wanted: int) -> None:
 
 
 def hide_from_tracers() -> None:
-    """Until its next execve(2) nobody but root of the machine reads or writes this process through /proc."""
+    """Until its next execve(2), only the machine's root can read or write this process through /proc."""
     _prctl(_PR_SET_DUMPABLE, 0)
 
 

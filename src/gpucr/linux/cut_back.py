@@ -1,4 +1,4 @@
-"""Cut a file back to a size that it had, and keep what is cut off in a file beside it."""
+"""Truncate a file to an earlier size, and keep what is cut off in a file beside it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _COPY_BYTES = 1 << 20
 
 
 class CutOff(Struct, frozen=True):
-    """What was cut off: the file, its size since, and the file in which the rest is kept."""
+    """What was cut off: the file, its size after the cut, and the file that holds the rest."""
 
     path: Path
     size_bytes: int
@@ -23,10 +23,10 @@ class CutOff(Struct, frozen=True):
 
 
 def cut_back(path: Path, size_bytes: int, *, stamp: str) -> CutOff:
-    """Save what is behind ``size_bytes`` as ``PATH.gpucr-STAMP``, with the file's owner and mode, and cut it off.
+    """Save what lies beyond ``size_bytes`` as ``PATH.gpucr-STAMP``, with the file's owner and mode, and cut it off.
 
-    It is durable before anything is cut off. Symbolic links on the way are followed only where no other user can change
-    them: with root's privileges another file could be meant. Raises OSError; the file is as it was then.
+    The copy is durable before anything is cut off. Symbolic links on the way are followed only if no other user can
+    change them: they could lead root to another file. Raises OSError; the file is then unchanged.
     """
     with opened_folder(path.parent) as folder:
         file = os.open(path.name, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
@@ -45,7 +45,7 @@ def cut_back(path: Path, size_bytes: int, *, stamp: str) -> CutOff:
 def put_back(cut: CutOff) -> None:
     """Undo `cut_back`: append what was cut off, and remove the file that kept it.
 
-    Raises OSError; where the file has got another size meanwhile (EBUSY), nothing is changed and both stay.
+    Raises OSError; if the file has got another size meanwhile (EBUSY), nothing is changed and both stay.
     """
     with opened_folder(cut.path.parent) as folder:
         file = os.open(cut.path.name, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
@@ -66,7 +66,7 @@ def put_back(cut: CutOff) -> None:
 
 
 def _copy_rest(file: int, size_bytes: int, folder: int, name: str, status: os.stat_result) -> str:
-    """Returns the name of the new file: ``name``, or with a number where that is taken."""
+    """Returns the name of the new file: ``name``, with a number if that is taken."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     for number in range(1000):
         chosen = f"{name}-{number}" if number else name

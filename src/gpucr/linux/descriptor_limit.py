@@ -1,7 +1,7 @@
-"""How many files this process may have open (RLIMIT_NOFILE): more during an operation, and some kept for its undo.
+"""The open-file limit (RLIMIT_NOFILE): raised during an operation, with some descriptors reserved for its undo.
 
-A process that is out of descriptors cannot ask where another one is, let alone bring it back. So an operation raises
-its soft limit, and takes what its undo may need before it changes anything.
+A process that is out of descriptors cannot ask if another one is, let alone bring it back. So an operation raises its
+soft limit, and takes what its undo may need before it changes anything.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import threading
 from collections.abc import Iterator
 
 OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
-"""Errors that say that no more files can be opened: by this process, on this machine."""
+"""Errors for "no more files can be opened": by this process, on this machine."""
 
-_WANTED = 1 << 16  # thousands of ranks; beyond that, programs that walk all numbers up to the limit become slow
+_WANTED = 1 << 16  # thousands of ranks; beyond that, programs that loop up to the limit become slow
 
 _turn = threading.Lock()
 _users = 0
@@ -25,9 +25,9 @@ _found: tuple[int, int] | None = None
 
 @contextlib.contextmanager
 def raised() -> Iterator[None]:
-    """The soft limit is the hard one (but at most 65536) during the block. Several may overlap, in several threads.
+    """Raise the soft limit to the hard one (at most 65536) during the block. Blocks may overlap, in several threads.
 
-    Processes that are started meanwhile inherit it: what outlives the block gets `of_others` instead.
+    Processes started meanwhile inherit it; one that outlives the block gets `of_others` instead.
     """
     global _users, _found  # noqa: PLW0603 - the limit is the process's, too
     with _turn:
@@ -48,13 +48,13 @@ def raised() -> Iterator[None]:
 
 
 def of_others() -> int:
-    """The soft limit that this process was started with: what programs of users get."""
+    """The soft limit that this process was started with, which users' programs get."""
     with _turn:
         return _found[0] if _found is not None else resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 class Reserve:
-    """So many descriptors, which nobody else gets until `release`. Raises OSError where there are not so many."""
+    """Reserves this many descriptors until `release`. Raises OSError if there are fewer."""
 
     def __init__(self, count: int) -> None:
         self._fds: list[int] = []

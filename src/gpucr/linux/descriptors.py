@@ -1,12 +1,12 @@
 """Give another process a copy of one of our file descriptors.
 
-Descriptors travel over local sockets (SCM_RIGHTS of unix(7)), so the process gets a pair of them for a moment. It makes
-its calls itself, in a thread that is stopped (injection.py).
+Descriptors travel over local sockets (SCM_RIGHTS, unix(7)), so the process briefly gets a pair of them. It makes its
+calls itself, in a stopped thread (injection.py).
 
-A gpucr that is killed in here leaves the sockets open in the process, perhaps with the descriptor on its way in one.
-Then CRIU cannot dump the process, and the file keeps its memory. So the sockets have names, by which the guard and
-every later gpucr recognise them (`sockets_left_behind`). Only between the call that makes them and the one that names
-them nothing tells them from the job's own: two empty ones stay open then, which does no harm.
+If gpucr is killed in here, the sockets stay open in the process, perhaps with the descriptor in transit. Then CRIU
+cannot dump the process, and the file's memory is not freed. So the sockets have names, by which the guard and every
+later gpucr recognise them (`sockets_left_behind`). Only between the call that makes them and the one that names them do
+they look like the job's own; then two empty ones stay open, which is harmless.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ _CONTROL = struct.Struct("<QiiI4x")  # struct cmsghdr and one descriptor
 _PAIR = struct.Struct("<ii")
 
 _NAME = "gpucr-descriptor-"
-"""How the sockets' names in the abstract namespace (unix(7)) begin."""
+"""Prefix of the sockets' names in the abstract namespace (unix(7))."""
 
 _syscall = libc.function("syscall", ctypes.c_long, ctypes.c_int, ctypes.c_int, ctypes.c_uint, result=ctypes.c_long)
 
 
 def send_descriptor(thread: TracedThread, fd: int) -> int:
-    """Open our file in the thread's process as well, closed on exec; return its number there. Stopped → stopped.
+    """Open our file in the thread's process too, close-on-exec, and return its number there. Stopped → stopped.
 
-    Needs what `run_syscall` needs, and raises what it raises; OSError with EMFILE where the process may open no more
+    Needs what `run_syscall` needs and raises what it raises, and OSError with EMFILE if the process may open no more
     files. Nothing else stays open in the process.
     """
     with _socket_into(thread) as (ours, theirs):
@@ -49,9 +49,9 @@ def send_descriptor(thread: TracedThread, fd: int) -> int:
 
 
 def sockets_left_behind(pid: int) -> tuple[int, ...]:
-    """The descriptors of sockets that a gpucr which was killed has left in a process that nobody sends anything now.
+    """The sockets that a killed gpucr left in a process. Nobody may be sending it a descriptor meanwhile.
 
-    Empty where the process has ended; raises PermissionError.
+    Empty if the process has ended; raises PermissionError.
     """
     sockets = {file.fd: file.target for file in open_files(pid) if file.target.startswith("socket:[")}
     if not sockets:
@@ -72,7 +72,7 @@ def close_descriptor(thread: TracedThread, number: int) -> None:
 
 @contextlib.contextmanager
 def _socket_into(thread: TracedThread) -> Iterator[tuple[socket.socket, int]]:
-    """A socket of ours and, in the process, the number of the one at its other end."""
+    """Our end of a socket pair, and the number of the other end in the process."""
     scratch = scratch_address(thread)
     run_syscall(thread, SOCKETPAIR, socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC, 0, scratch)
     for_us, theirs = _PAIR.unpack(thread.read_memory(scratch, _PAIR.size))
@@ -89,7 +89,7 @@ def _socket_into(thread: TracedThread) -> Iterator[tuple[socket.socket, int]]:
 
 
 def _named_copy(thread: TracedThread, number: int) -> socket.socket:
-    """A socket of the process, opened here as well, with a name."""
+    """A named socket of the process, also opened here."""
     copy = socket.socket(fileno=_copy_descriptor(thread, number))
     try:
         copy.bind(f"\0{_NAME}{os.urandom(8).hex()}")
@@ -100,7 +100,7 @@ def _named_copy(thread: TracedThread, number: int) -> socket.socket:
 
 
 def _copy_descriptor(thread: TracedThread, number: int) -> int:
-    """A descriptor of the process, opened here as well (pidfd_getfd(2))."""
+    """A copy of the process's descriptor here (pidfd_getfd(2))."""
     process = os.pidfd_open(int(thread.status()["Tgid"]))
     try:
         return libc.check(_syscall(_PIDFD_GETFD, process, number, 0), f"descriptor {number} of thread {thread.tid}")
@@ -109,7 +109,7 @@ def _copy_descriptor(thread: TracedThread, number: int) -> int:
 
 
 def _receive(thread: TracedThread, number: int) -> int:
-    """Take the descriptor that was sent out of the socket, in the process."""
+    """Receive the sent descriptor from the socket, inside the process."""
     scratch = scratch_address(thread)
     vector = scratch + _MESSAGE.size
     data = vector + _VECTOR.size

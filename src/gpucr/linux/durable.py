@@ -1,4 +1,4 @@
-"""Files that are there as a whole or not at all, also after the machine lost its power. Standard library only."""
+"""Atomic, durable files: complete or absent, even after a power failure. Standard library only."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 def write(
     path: Path, data: bytes, *, mode: int = 0o600, owner: tuple[int, int] | None = None, temporary: str | None = None
 ) -> None:
-    """As `write_below`, in the folder of this path."""
+    """Like `write_below`, in the folder of this path."""
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         write_below(folder, path.name, data, mode=mode, owner=owner, temporary=temporary)
@@ -27,11 +27,11 @@ def write_below(
     owner: tuple[int, int] | None = None,
     temporary: str | None = None,
 ) -> None:
-    """Make the file, or put it in the place of what has that name, in one step. It is durable, and so is its name.
+    """Create or replace the file in one step. Its data and its name are durable on return.
 
-    ``folder``: a descriptor. The data goes to a file of the name ``temporary`` first, which takes the place of one that
-    a killed process has left: for callers who are alone there. None: a name that nobody has. No link is followed.
-    ``owner``: uid and gid. Raises OSError; there is then what was there before, and nothing else.
+    ``folder``: a descriptor. The data goes first to a file named ``temporary``, which replaces one that a killed
+    process has left; for callers who are the only writer there. None: a unique name. No link is followed. ``owner``:
+    uid and gid. Raises OSError; the folder is then as before.
     """
     if temporary is None:
         temporary = f".{name}.{os.urandom(8).hex()}"
@@ -56,7 +56,7 @@ def write_below(
 
 
 def sync(path: Path) -> None:
-    """Make one file or folder durable that others have written. Raises OSError."""
+    """Make a file or folder that others have written durable. Raises OSError."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

@@ -1,7 +1,7 @@
-"""How processes end that are no children of ours, and whether those that were woken have run since.
+"""How processes that are not our children ended, and whether woken ones have run since.
 
-A wait status is known from two places: the process's line in /proc as long as it is a zombie, and its pidfd afterwards
-(PIDFD_GET_INFO with PIDFD_INFO_EXIT, Linux 6.15). On older kernels one that its parent has collected leaves nothing.
+A wait status has two sources: /proc/PID/stat while the process is a zombie, and its pidfd afterwards (PIDFD_GET_INFO
+with PIDFD_INFO_EXIT, Linux 6.15). On older kernels nothing remains once the parent has reaped it.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ _GET_INFO = 0xC000FF0B | _INFO_BYTES << 16
 _STAT_EXIT_CODE = 49  # counted from the state; the last field of proc_pid_stat(5)
 
 RUN_LIMIT_S = 5.0
-"""How long processes that were let go are waited for to run: a machine may be busy."""
+"""How long to wait until released processes have run: the machine may be busy."""
 
 _RUN_NS = 1_000_000
 _LOOK_EVERY_S = 0.005
 
 
 def wait_status(process: ProcessId, pidfd: int | None) -> int | None:
-    """The wait status of a process that has ended. None where it is not known, or the process has not ended yet.
+    """The wait status of a process that has ended. None if it is unknown or the process has not ended yet.
 
-    ``pidfd``: one that was opened while the process was alive, if there is one.
+    ``pidfd``: opened while the process was alive, if available.
     """
     stat = processes.read_stat(process.pid)
     if stat is not None and process.is_same(ProcessId(process.pid, stat.start_time_ticks)):
@@ -61,7 +61,7 @@ def _status_of_zombie(pid: int) -> int | None:
 
 
 def how(status: int | None) -> str:
-    """What a wait status says, to follow the name of the process: "exited with 1"."""
+    """A wait status in words, to follow the process's name: "exited with 1"."""
     if status is None:
         return "ended, nobody can say how"
     code = os.waitstatus_to_exitcode(status)
@@ -76,9 +76,9 @@ def how(status: int | None) -> str:
 def wait_until_they_ran(found: Iterable[ProcessId], timeout_s: float = RUN_LIMIT_S) -> None:
     """Return when every thread of these processes has run since it was woken, or has ended; at most ``timeout_s``.
 
-    A thread that was left in a state in which it cannot go on dies with its next instruction, and not before: asked
-    right after it was let go, it would still count as alive. One that sleeps in the kernel has run since, because it
-    was woken from a stop to come there; one that computes has run when its CPU time grows.
+    A thread left in a broken state dies at its next instruction, not before: right after its release it would still
+    look alive. A thread that sleeps in the kernel has run since, because it had to wake from its stop to get there; one
+    that computes has run when its CPU time grows.
     """
     waiting = {
         (process.pid, tid): _cpu_ns(process.pid, tid) for process in found for tid in processes.threads(process.pid)

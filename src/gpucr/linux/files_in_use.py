@@ -13,14 +13,14 @@ from msgspec import Struct
 from gpucr.linux.processes import PROC, all_pids
 
 Inode = tuple[int, int]
-"""Device and inode number, which name a file whatever its path is."""
+"""Device and inode number, which identify a file regardless of its path."""
 
 
 class FileInUse(Struct, frozen=True):
     """A regular file that still has a name, as one descriptor or mapping of a process shows it.
 
-    ``path`` is the kernel's, in the process's own mount namespace; it ends in `` (deleted)`` where that very name is
-    gone. ``is_written``: opened for writing, or mapped shared and writable.
+    ``path`` is the kernel's, in the process's own mount namespace; it ends in `` (deleted)`` if that name is gone.
+    ``is_written``: opened for writing, or mapped shared and writable.
     """
 
     path: str
@@ -31,11 +31,11 @@ class FileInUse(Struct, frozen=True):
 
 
 def files_in_use(pids: Iterable[int]) -> Iterator[FileInUse]:
-    """What these processes have open or mapped, in no order, a file perhaps more than once.
+    """The regular files that these processes have open or mapped, unordered, possibly with duplicates.
 
-    Processes of a job map the same libraries hundreds of times; each is looked at once. Without CAP_SYS_ADMIN and
-    CAP_CHECKPOINT_RESTORE a mapped file is seen where its path still leads to it. A process that ends meanwhile has no
-    more. Raises PermissionError for a process that is closed to the caller.
+    Processes of a job map the same libraries hundreds of times; each is looked up once. Without CAP_SYS_ADMIN or
+    CAP_CHECKPOINT_RESTORE a mapped file is found only if its path still leads to it. A process that ends meanwhile has
+    none. Raises PermissionError if the caller may not look into a process.
     """
     seen: set[tuple[str, bool]] = set()
     for pid in pids:
@@ -56,10 +56,10 @@ def files_in_use(pids: Iterable[int]) -> Iterator[FileInUse]:
 
 
 def holders(inodes: Collection[Inode], *, apart_from: Collection[int] = ()) -> dict[Inode, int]:
-    """A process that has the file open or mapped, for each of these files that has one.
+    """For each of these files that is in use: one process that has it open or mapped.
 
-    Processes that the caller may not look into are passed over. Mapped files are known by their device number in
-    ``/proc/PID/maps``, which is that of stat(2) on a tmpfs, though not on every file system.
+    Processes that the caller may not look into are skipped. Mapped files are identified by their device number in
+    ``/proc/PID/maps``, which matches stat(2) on a tmpfs, though not on every file system.
     """
     found: dict[Inode, int] = {}
     wanted = {f"{os.major(device):02x}:{os.minor(device):02x} {inode}": (device, inode) for device, inode in inodes}
@@ -94,7 +94,7 @@ class _Mapping(Struct, frozen=True):
 
     @property
     def inode_number(self) -> int:
-        """The file's, without its device."""
+        """The file's inode number, without its device."""
         return int(self.key.split()[1])
 
 
@@ -115,7 +115,8 @@ def _look_at_mapped(pid: int, mapping: _Mapping) -> tuple[str, os.stat_result] |
     try:
         return _look(PROC / str(pid) / "map_files" / _map_file_name(mapping.address_range))
     except PermissionError:
-        # Only the path is left. The device is not compared: maps and stat(2) name it differently on some file systems.
+        # Only the path remains. The device is not compared: maps and stat(2) report it differently on some file
+        # systems.
         status = _stat(Path(f"{PROC}/{pid}/root{mapping.path}")) if mapping.path.startswith("/") else None
     if status is None or not stat.S_ISREG(status.st_mode) or status.st_ino != mapping.inode_number:
         return None
@@ -123,7 +124,7 @@ def _look_at_mapped(pid: int, mapping: _Mapping) -> tuple[str, os.stat_result] |
 
 
 def _look(link: Path) -> tuple[str, os.stat_result] | None:
-    """Where the link of /proc leads, if that is a regular file with a name."""
+    """The target of the /proc link, if that is a regular file with a name."""
     status = _stat(link)
     if status is None or not stat.S_ISREG(status.st_mode) or status.st_nlink == 0:
         return None
@@ -139,7 +140,7 @@ def _stat(link: Path) -> os.stat_result | None:
         return link.stat()
     except PermissionError:
         raise
-    except OSError:  # closed meanwhile, or on a file system that is gone
+    except OSError:  # closed meanwhile, or its file system is gone
         return None
 
 

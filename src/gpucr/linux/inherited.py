@@ -1,9 +1,9 @@
 """Devices that a process has open only because it was forked from one that uses them (how it lets go: let_go.py).
 
-A program that forks after CUDA has started (for the workers of torch's DataLoader) leaves its children all descriptors
-and most mappings of ``/dev/nvidia*``. They are of no use there: libcuda refuses all work in a child of fork. At a
-checkpoint the driver closes the parent's descriptors and frees what is behind them; the children's stay open on
-nothing, for ever (measured on driver 580), and CRIU cannot dump them.
+When a program forks after CUDA has started (as torch's DataLoader does for its workers), its children inherit all
+descriptors and most mappings of ``/dev/nvidia*``. They are useless there: libcuda refuses all work in a forked child.
+At a checkpoint the driver closes the parent's descriptors and frees what is behind them; the children's stay open
+forever (measured on driver 580), and CRIU cannot dump them.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from gpucr.linux import open_file, processes
 from gpucr.model import ProcessInfo
 
 NVIDIA_DEVICE = re.compile(r"^/dev/nvidia")
-"""What the driver's descriptors and mappings are of."""
+"""Path prefix of the driver's descriptors and mappings."""
 
 UNDUMPABLE_KINDS = ("userfaultfd", "perf_event", "bpf-prog", "kvm-vm", "kvm-vcpu", "fscontext", "landlock")
-"""Other descriptors that CRIU cannot dump, as the kernel names them."""
+"""Other descriptors that CRIU cannot dump, as the kernel shows them."""
 
 UNDUMPABLE = re.compile(rf"^anon_inode:\[?({'|'.join(UNDUMPABLE_KINDS)})")
 """What they lead to in ``/proc/PID/fd``."""
 
 
 class InheritedDevices(Struct, frozen=True):
-    """The descriptors of a process that are an owner's too: opened once, before the fork."""
+    """A process's descriptors that it shares with an owner: opened once, before the fork."""
 
     process: ProcessInfo
     owner_pid: int
@@ -36,10 +36,10 @@ class InheritedDevices(Struct, frozen=True):
 
 
 def find_inherited(tree: Iterable[ProcessInfo], owner_pids: Iterable[int]) -> tuple[InheritedDevices, ...]:
-    """What the processes of the tree have of the devices of the owners, which are in the tree too and run.
+    """The owners' devices that other processes of the tree have inherited. Owners are in the tree too, and running.
 
-    Only descriptors that CRIU cannot dump are looked at. Needs ptrace access (read) to both sides; where it is refused,
-    where a process ends meanwhile, and on other machines than x86-64, nothing is found.
+    Looks only at descriptors that CRIU cannot dump. Needs ptrace access (read) to both sides; if it is refused, if a
+    process ends meanwhile, and on other machines than x86-64, nothing is found.
     """
     tree, owners = tuple(tree), set(owner_pids)
     if not owners or os.uname().machine != "x86_64":

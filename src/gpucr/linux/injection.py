@@ -1,21 +1,21 @@
-"""Run a system call in a thread of another process, so that the thread goes on as before whatever happens to gpucr.
+"""Run a system call in a thread of another process, so that the thread continues as before even if gpucr dies.
 
-The usual way (set the registers, let the thread make the call, set them back) leaves a thread in ruins when the tracer
-is killed in between. Here everything that leads back is in the thread's own hands before it moves:
+The usual way (set the registers, let the thread make the call, restore them) wrecks the thread if the tracer is killed
+in between. Here the thread holds all that it needs to return before it runs:
 
-1. Below its stack, where the next signal handler's frame would lie, a frame is written that holds all its registers,
-   its floating point and vector state and its signal mask, as if a handler were running (sigframe.py).
-2. One PTRACE_SETREGS, which happens or does not, sends it to a ``syscall; ret`` in its own libc, with the call's number
-   and arguments, and with the stack pointer at that frame.
+1. Below its stack, where the next signal handler's frame would be, gpucr writes a frame with all its registers, its
+   floating point and vector state and its signal mask, as if a handler were running (sigframe.py).
+2. One PTRACE_SETREGS, which is atomic, sends it to a ``syscall; ret`` in its own libc, with the call's number and
+   arguments, and with the stack pointer at that frame.
 3. It makes the call. If gpucr is dead by then, it returns into the libc's signal restorer, and rt_sigreturn brings
    everything back. If not, gpucr takes the result, stops it before it runs any further, and sets its registers itself.
 
-All signals are blocked meanwhile, from right after step 2, and the frame gives the mask back; what comes stays pending.
+All signals are blocked from right after step 2 until the frame restores the mask; they stay pending.
 
-Where gpucr is killed in between, three things are less than perfect. A call with a timeout that the thread was blocked
-in begins anew with the whole of it, or fails with EINTR where the thread was interrupted before and its call's number
-is unknown (interrupted_calls.py). A signal that comes just then does not make such a call fail with EINTR, but finds
-the thread as if it were just about to make it. And a seccomp filter, suspended otherwise, judges the added call.
+If gpucr is killed in between, three things are imperfect. A call with a timeout that the thread was blocked in starts
+over with its whole timeout, or fails with EINTR where the thread was interrupted before and its call's number is
+unknown (interrupted_calls.py). A signal that arrives just then does not make such a call fail with EINTR, but finds the
+thread about to make it. And a seccomp filter, otherwise suspended, sees the added call.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ OPEN, CLOSE, MMAP, MPROTECT, MUNMAP, MADVISE, RECVMSG, SOCKETPAIR, DUP3 = 2, 3, 
 """Numbers of system calls on x86-64 (arch/x86/entry/syscalls/syscall_64.tbl)."""
 
 PROT_NONE, MAP_FIXED, MAP_NORESERVE = 0, 0x10, 0x4000
-"""Arguments of mmap that Python's module has no names for (include/uapi/asm-generic/mman*.h)."""
+"""Arguments of mmap that Python's module does not define (include/uapi/asm-generic/mman*.h)."""
 
 SCRATCH_BYTES = 256
-"""How much memory of the thread a caller may use for what a call reads or writes (see `scratch_address`)."""
+"""How much of the thread's memory a caller may use for a call's data (see `scratch_address`)."""
 
 _NT_X86_XSTATE, _XSTATE_MAX_BYTES = 0x202, 1 << 16  # include/uapi/linux/elf.h
-_RED_ZONE_BYTES = 128  # below the stack pointer, the running function's own (System V ABI for x86-64)
+_RED_ZONE_BYTES = 128  # the red zone below the stack pointer (System V ABI for x86-64)
 _ALL_SIGNALS = (1 << 64) - 1
 _CODE_SEGMENT_64 = 0x33  # of a thread in 64-bit mode (arch/x86/include/asm/segment.h)
 _SYSCALL_RET = (bytes.fromhex("0f05c3"),)
@@ -61,7 +61,7 @@ class InjectionUnavailable(OSError):
 
 
 class _Site(Struct, frozen=True):
-    """Where in the process a call can be made and returned from, and where the thread's stack begins."""
+    """Where in the process a call can be made and returned from, and the start of the thread's stack."""
 
     syscall: int
     restorer: int
@@ -69,7 +69,7 @@ class _Site(Struct, frozen=True):
 
 
 class _Plan(Struct, frozen=True):
-    """All that is to be known before anything is changed. ``frame`` is written at ``frame_address``."""
+    """Everything needed before anything is changed. ``frame`` is written at ``frame_address``."""
 
     before: Registers
     signal_mask: int
@@ -82,11 +82,11 @@ class _Plan(Struct, frozen=True):
 def run_syscall(thread: TracedThread, number: int, *arguments: int) -> int:
     """Run one system call in the thread and return its result. Stopped → stopped, all its state as it was.
 
-    The thread stands at any stop but a call's entry. A signal that it was about to take stops it again later; but an
-    access to memory that failed is made again, without the signal. A call that it was blocked in stays interrupted: it
-    is made again when the thread goes on, with what is left of a timeout, or fails with EINTR because of a signal.
+    The thread may be at any stop but a call's entry. A signal that it was about to take stops it again later; but a
+    failed memory access is repeated, without the signal. A call that it was blocked in stays interrupted: it is
+    restarted when the thread continues, with what is left of a timeout, or fails with EINTR because of a signal.
 
-    Raises OSError with the call's error; ProcessLookupError where the thread ends; InjectionUnavailable.
+    Raises OSError with the call's error; ProcessLookupError if the thread ends; InjectionUnavailable.
     """
     plan = _plan(thread)
     if thread.is_stopped_by_fault():
@@ -94,7 +94,8 @@ def run_syscall(thread: TracedThread, number: int, *arguments: int) -> int:
     with _unfiltered(thread, plan):
         thread.write_memory(plan.frame_address, plan.frame)
         thread.set_registers(plan.before.for_call(plan.syscall, plan.frame_address, number, arguments))
-        # Only now, when the frame that gives the mask back is in force. A signal at hand goes back into the queue.
+        # Only now that the frame which restores the mask is in place. A signal being delivered goes back into the
+        # queue.
         thread.set_signal_mask(_ALL_SIGNALS)
         result = _follow(thread)
         thread.set_signal_mask(plan.signal_mask)
@@ -105,7 +106,7 @@ def run_syscall(thread: TracedThread, number: int, *arguments: int) -> int:
 
 
 def scratch_address(thread: TracedThread) -> int:
-    """Where SCRATCH_BYTES of memory are the caller's as long as the thread is stopped or runs calls for it."""
+    """SCRATCH_BYTES of memory for the caller, while the thread is stopped or runs calls for it."""
     return _scratch_below(thread.registers().rsp)
 
 
@@ -144,14 +145,14 @@ def _plan(thread: TracedThread) -> _Plan:
     frame_address = fpu_address - sigframe.FRAME_BYTES
     _check_room(thread, site.stack_start, frame_address, before.rsp)
     signal_mask = thread.signal_mask()
-    # Sigreturn cannot bring a thread back into a call, nor a timeout that has begun: the call is made anew.
+    # Sigreturn cannot return a thread into a call, nor resume a running timeout: the call is made again.
     back = with_call_number(before, thread.read_memory).about_to_call()
     frame = sigframe.frame(site.restorer, back, signal_mask, fpu_address)
     return _Plan(before, signal_mask, site.syscall, frame_address, frame + fpu_state, is_filtered)
 
 
 def _check_kind(thread: TracedThread) -> bool:
-    """Refuse threads in which calls cannot be made so. Returns whether a seccomp filter judges the thread's calls."""
+    """Refuse threads in which calls cannot be made this way. Returns whether the thread has a seccomp filter."""
     machine = os.uname().machine
     if machine != "x86_64":
         raise InjectionUnavailable(f"system calls can be run in x86-64 threads only, not on {machine}")
@@ -163,7 +164,7 @@ def _check_kind(thread: TracedThread) -> bool:
 
 @contextlib.contextmanager
 def _unfiltered(thread: TracedThread, plan: _Plan) -> Iterator[None]:
-    """No seccomp filter judges the thread's calls in the block: it could kill the process for one."""
+    """Suspend the thread's seccomp filter during the block: it could kill the process for a call."""
     if plan.is_filtered:
         try:
             thread.suspend_seccomp()
@@ -181,9 +182,9 @@ def _unfiltered(thread: TracedThread, plan: _Plan) -> Iterator[None]:
 
 
 def _out_of_rseq(thread: TracedThread, registers: Registers) -> Registers:
-    """Where the thread was interrupted in a restartable sequence (rseq(2)), take it to where that begins anew.
+    """Where the thread was interrupted in a restartable sequence (rseq(2)), move it to the sequence's restart point.
 
-    The kernel does so with every thread that it interrupts there. It would not see it, with the thread sent elsewhere.
+    The kernel does so with every thread that it interrupts there, but would not notice with the thread sent elsewhere.
     """
     address = thread.rseq_address()
     sequence = int.from_bytes(thread.read_memory(address + _RSEQ_CS_OFFSET, 8), "little") if address else 0
@@ -200,7 +201,7 @@ def _check_room(thread: TracedThread, stack_start: int, lowest: int, stack_point
     try:
         if lowest < stack_start:
             raise OSError(errno.EFAULT, f"{lowest:#x} lies below the stack, which begins at {stack_start:#x}")
-        # Guard pages made with MADV_GUARD_INSTALL are no mappings of their own. Try all pages before one is written.
+        # Guard pages made with MADV_GUARD_INSTALL are not separate mappings. Try all pages before writing one.
         thread.read_memory(lowest, stack_pointer - lowest)
     except ProcessLookupError:
         raise
@@ -210,7 +211,7 @@ def _check_room(thread: TracedThread, stack_start: int, lowest: int, stack_point
 
 @functools.lru_cache(maxsize=64)
 def _find_site(thread: TracedThread, stack_pointer: int, thread_pointer: int) -> _Site:
-    """Remembered per thread: as long as it is traced, its stack and its libc stay where they are."""
+    """Cached per thread: while it is traced, its stack and its libc stay where they are."""
     maps = memory.read_maps(thread.tid)
     code = [m for m in maps if m.permissions.startswith("r-x") and (m.inode or m.path == "[vdso]")]
     code.sort(key=lambda mapping: not PurePath(mapping.path).name.startswith(_LIBC_NAMES))
@@ -234,9 +235,9 @@ def _find_code(thread: TracedThread, mappings: list[Mapping], wanted: Sequence[b
 def _stack_start(thread: TracedThread, maps: Sequence[Mapping], stack_pointer: int, thread_pointer: int) -> int:
     """The start of the mapping that is the thread's stack.
 
-    Below the stack pointer there must be nothing that belongs to somebody else. That is certain for the main thread's
-    stack, and for one that pthread_create made, with the thread's control block at its upper end; not for the stack of
-    a coroutine or a signal handler, which can lie in the middle of anything.
+    Nothing else may use the memory below the stack pointer. That is certain for the main thread's stack, and for one
+    made by pthread_create, with the thread's control block at its upper end; not for the stack of a coroutine or a
+    signal handler, which can be anywhere.
     """
     for mapping in maps:
         is_hit = mapping.start < stack_pointer <= mapping.end and mapping.permissions.startswith("rw")

@@ -1,8 +1,8 @@
-"""Which system call a thread was interrupted in, after restart_syscall(2) has taken the place of its number.
+"""Which system call a thread was interrupted in, after restart_syscall(2) has replaced its number.
 
-A call with a timeout that is interrupted goes on through restart_syscall, which waits for the rest of the time. From
-then on the registers hold that call's number, and only the kernel knows what it stands for. But the C library's code
-right before the call loads the number, in one of three ways (objdump of glibc 2.36 and 2.41):
+An interrupted call with a timeout continues through restart_syscall, which waits for the rest of the time. From then on
+the registers hold that number, and only the kernel knows which call it stands for. But the C library loads the original
+number right before the call, in one of three ways (objdump of glibc 2.36 and 2.41):
 
 - ``mov $number, %eax; syscall``: glibc before 2.41, musl without cancellation, Go;
 - ``mov offset(%rsp), %rax; syscall``: glibc 2.41 in a process with one thread (``__internal_syscall_cancel``);
@@ -20,14 +20,14 @@ RESTART_SYSCALL = 219
 """restart_syscall(2) on x86-64."""
 
 _POLL, _NANOSLEEP, _FUTEX, _CLOCK_NANOSLEEP = 7, 35, 202, 230
-_RESTARTABLE = (_POLL, _NANOSLEEP, _FUTEX, _CLOCK_NANOSLEEP)  # those that call set_restart_fn() in Linux 6.18
+_RESTARTABLE = (_POLL, _NANOSLEEP, _FUTEX, _CLOCK_NANOSLEEP)  # the calls that use set_restart_fn() in Linux 6.18
 _SYSCALL_BYTES, _LONGEST_LOAD_BYTES, _CALL_BYTES, _ARGUMENTS_BYTES, _WORD_BYTES = 2, 7, 5, 32, 8
 # The instruction that ends right before the call: mov $n,%eax or %rax, mov n(%rsp),%rax, mov n(%rbp),%rax
 _LOAD = re.compile(
     rb"(?:(?:\xb8|\x48\xc7\xc0)(?P<number>.{4})|\x48\x8b(?:\x44\x24(?P<rsp>.)|\x45(?P<rbp>.)))\Z", re.DOTALL
 )
 _CANCEL_ARCH_END = bytes.fromhex("4c895c2408")  # mov %r11,8(%rsp): glibc's and musl's assembly end with it
-# Among what the caller does before its call: mov n(%rsp),%rsi or mov n(%rbp),%rsi
+# Among the caller's instructions before its call: mov n(%rsp),%rsi or mov n(%rbp),%rsi
 _LOAD_ARGUMENT = re.compile(rb"\x48\x8b(?:\x74\x24(?P<rsp>.)|\x75(?P<rbp>.))", re.DOTALL)
 _CALL = 0xE8
 
@@ -36,9 +36,9 @@ ReadMemory = Callable[[int, int], bytes]
 
 
 def with_call_number(registers: Registers, read_memory: ReadMemory) -> Registers:
-    """The same registers, with ``orig_rax`` the number of the interrupted call; unchanged where that cannot be told.
+    """The same registers, with ``orig_rax`` the number of the interrupted call; unchanged if that is unknown.
 
-    Raises ProcessLookupError where the process has ended.
+    Raises ProcessLookupError if the process has ended.
     """
     if not registers.is_in_interrupted_call or registers.orig_rax != RESTART_SYSCALL:
         return registers

@@ -1,6 +1,6 @@
-"""The C library of this process: functions that Python has no names for, and the errors that they leave.
+"""The C library of this process: functions that Python lacks, and their errors.
 
-Nothing is imported here that a keeper's process, or the guard's, would have to carry.
+Imports stay few: keepers and guards load this module.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ _LIBRARY = ctypes.CDLL(None, use_errno=True)
 
 
 def function(name: str, *arguments: Any, result: Any = ctypes.c_int) -> Callable[..., int]:
-    """A function of the C library with these ctypes for its arguments and result; a new one with each call."""
-    found = _LIBRARY[name]  # by attribute all would share one prototype
+    """A C library function with these argument and result types; a new object with each call."""
+    found = _LIBRARY[name]  # attribute access would share one prototype
     found.restype = result
-    if arguments:  # without, ctypes are told with each call
+    if arguments:  # otherwise every call passes ctypes
         found.argtypes = arguments
     return found
 
 
 def last_error(what: str, path: str | None = None) -> OSError:
-    """The OSError for the errno that this thread's last call has left; ``what`` names the call."""
+    """The OSError for the errno of this thread's last call; ``what`` names the call."""
     number = ctypes.get_errno()
     text = f"{what}: {os.strerror(number)}" if what else os.strerror(number)
     return OSError(number, text) if path is None else OSError(number, text, path)
 
 
 def check(result: int, what: str, path: str | None = None) -> int:
-    """The result of a call. Raises OSError where it is negative: the call failed."""
+    """The result of a call. Raises OSError if it is negative (the call failed)."""
     if result < 0:
         raise last_error(what, path)
     return result

@@ -1,4 +1,4 @@
-"""One way to lock: flock(2), on a file, a folder or a pidfd. It ends with the last copy of the descriptor."""
+"""The one way to lock: flock(2) on a file, a folder or a pidfd. A lock ends with the last copy of the descriptor."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ _POLL_S = 0.01
 
 
 def lock(fd: int, *, wait_s: float | None = 0.0) -> None:
-    """Lock what is open here against everybody else who locks it.
+    """Lock this open file against all others who lock it.
 
-    ``wait_s``: how long to wait for another one; None: until it is free. Raises BlockingIOError where it is not free by
-    then, and OSError where its file system has no locks.
+    ``wait_s``: how long to wait for another holder; None: until it is free. Raises BlockingIOError if it is not free by
+    then, and OSError if its file system has no locks.
     """
     if wait_s is None:
         fcntl.flock(fd, fcntl.LOCK_EX)
@@ -29,5 +29,5 @@ def lock(fd: int, *, wait_s: float | None = 0.0) -> None:
 
 
 def unlock(fd: int) -> None:
-    """Give the lock up before the descriptor is closed. Raises OSError."""
+    """Release the lock before the descriptor is closed. Raises OSError."""
     fcntl.flock(fd, fcntl.LOCK_UN)

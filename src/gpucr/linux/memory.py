@@ -1,4 +1,4 @@
-"""A process's memory: its maps, its bytes, and what the machine has left for it."""
+"""A process's memory: its mappings, its bytes, and how much more it can get."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gpucr.linux.processes import PROC
 from gpucr.model import Extent
 
 HUGE_PAGE_BYTES = 2 << 20
-"""What the kernel maps with one entry of the page table above the last (PMD) on x86-64."""
+"""What one entry of the second-lowest page table (PMD) maps on x86-64."""
 
 _PAGEMAP_ENTRY_BYTES = 8  # proc_pid_pagemap(5)
 _PRESENT_OR_SWAPPED = 0b11 << 62
@@ -60,7 +60,7 @@ class Mapping(Struct, frozen=True):
 
 
 def read_maps(pid: int) -> tuple[Mapping, ...]:
-    """All mappings of a process. Needs ptrace access to it; raises OSError where it ended."""
+    """All mappings of a process. Needs ptrace access to it; raises OSError if it ended."""
     found: list[Mapping] = []
     for line in (PROC / str(pid) / "maps").read_text(errors="replace").splitlines():
         fields = line.split(maxsplit=5)
@@ -71,7 +71,7 @@ def read_maps(pid: int) -> tuple[Mapping, ...]:
 
 
 def has_mapped(pid: int, name: str) -> bool:
-    """Whether a file whose path contains ``name`` is mapped. False where the process has ended."""
+    """Whether a file whose path contains ``name`` is mapped. False if the process has ended."""
     try:
         return any(name in mapping.path for mapping in read_maps(pid))
     except (FileNotFoundError, ProcessLookupError):
@@ -79,7 +79,10 @@ def has_mapped(pid: int, name: str) -> bool:
 
 
 def mapped_bytes(pid: int, name: str) -> int:
-    """How much is mapped of files whose path contains ``name``. 0 where the process has ended, or is another user's."""
+    """How many bytes are mapped of files whose path contains ``name``.
+
+    0 if the process has ended, or is another user's.
+    """
     try:
         return sum(mapping.end - mapping.start for mapping in read_maps(pid) if name in mapping.path)
     except (FileNotFoundError, ProcessLookupError, PermissionError):
@@ -87,7 +90,7 @@ def mapped_bytes(pid: int, name: str) -> int:
 
 
 def new_anonymous_ranges(before: tuple[Mapping, ...], after: tuple[Mapping, ...]) -> tuple[Extent, ...]:
-    """The private anonymous ``rw-p`` address ranges that ``after`` has and ``before`` had not.
+    """The private anonymous ``rw-p`` address ranges that are in ``after`` but not in ``before``.
 
     Ranges are compared, not lines: the kernel merges a new mapping with a neighbour of the same kind.
     """
@@ -109,12 +112,12 @@ def new_anonymous_ranges(before: tuple[Mapping, ...], after: tuple[Mapping, ...]
 
 
 def largest_anonymous_bytes(pid: int) -> int:
-    """The size of the largest private anonymous ``rw-p`` mapping (0 where there is none)."""
+    """The size of the largest private anonymous ``rw-p`` mapping (0 if there is none)."""
     return max((m.end - m.start for m in read_maps(pid) if m.is_private_anonymous), default=0)
 
 
 def resident_bytes(pid: int) -> int:
-    """The process's resident memory in bytes (0 where it has ended)."""
+    """The process's resident memory in bytes (0 if it has ended)."""
     try:
         pages = int((PROC / str(pid) / "statm").read_text().split()[1])
     except (FileNotFoundError, ProcessLookupError):
@@ -123,7 +126,7 @@ def resident_bytes(pid: int) -> int:
 
 
 def anonymous_bytes(pid: int) -> int:
-    """The process's private memory that is in no file, swapped or not (0 where it has ended): what CRIU writes."""
+    """The process's private memory without a file, swapped or not (0 if it has ended): what CRIU writes."""
     try:
         lines = (PROC / str(pid) / "status").read_text(errors="replace").splitlines()
     except (FileNotFoundError, ProcessLookupError):
@@ -132,16 +135,16 @@ def anonymous_bytes(pid: int) -> int:
 
 
 def present_prefix(pid: int, address: int, size_bytes: int) -> int:
-    """How many bytes from ``address`` on a process has finished that fills the range strictly in ascending order.
+    """How many bytes from ``address`` on are finished, for a process that fills the range in strictly ascending order.
 
-    A whole number of huge pages, give or take an ``address`` between two; the huge page (or the small pages within
-    2 MiB) that the process is at is not counted, and so the last one never is. Nothing may have been mapped ahead of
-    the process: pages that another process put into a shared file do not count, pages that were faulted in here do.
-    Needs ptrace access. Raises OSError where the process has ended.
+    Counted in whole huge pages (``address`` may lie between two); the huge page, or the small pages within 2 MiB, that
+    the process is working on is not counted, so the last one never is. Nothing may have been mapped ahead of the
+    process: pages that another process put into a shared file do not count, pages that were faulted in here do. Needs
+    ptrace access. Raises OSError if the process has ended.
 
     Found by bisection with some 15 reads of ``/proc/PID/pagemap`` for 64 GiB. The first page of each 2 MiB of address
-    space tells about all before it: the kernel may map the neighbours of a touched page too (fault-around, large
-    folios), but never beyond the page table of 512 entries that the touched page is in.
+    space is proof for everything before it: the kernel may map the neighbours of a touched page too (fault-around,
+    large folios), but never beyond the page table of 512 entries that the touched page is in.
     """
     first = -(-address // HUGE_PAGE_BYTES)
     present, absent = first - 1, -(-(address + size_bytes) // HUGE_PAGE_BYTES)
@@ -164,9 +167,9 @@ def present_prefix(pid: int, address: int, size_bytes: int) -> int:
 
 
 def spread(work: Callable[[int], None], pieces: Iterable[int], threads: int | None = None) -> None:
-    """Call ``work`` for each piece, in their order, from several threads. The first error ends it, and is raised.
+    """Call ``work`` for each piece, in their order, from several threads. The first error stops the work and is raised.
 
-    ``threads``: None for one per CPU; at most 16, since with more the kernel makes pages no faster.
+    ``threads``: None: one per CPU. At most 16: with more, the kernel allocates pages no faster.
     """
     threads = max(1, min(threads or len(os.sched_getaffinity(0)), _MOST_THREADS))
     left = iter(pieces)  # shared: a future per piece would cost more than the piece
@@ -189,11 +192,11 @@ def spread(work: Callable[[int], None], pieces: Iterable[int], threads: int | No
             for taker in [pool.submit(take) for _ in range(threads)]:
                 taker.result()
         finally:
-            over.set()  # Ctrl-C came here, to the thread that waits
+            over.set()  # Ctrl-C reached this waiting thread
 
 
 def private_huge_pages() -> bool:
-    """Whether the kernel gives huge pages to private memory for which they are advised (transhuge.rst)."""
+    """Whether private memory with MADV_HUGEPAGE gets huge pages (transhuge.rst)."""
     try:
         return "[never]" not in _PRIVATE_HUGE_PAGES.read_text()
     except OSError:
@@ -201,14 +204,13 @@ def private_huge_pages() -> bool:
 
 
 def fault_in(pid: int, address: int, size_bytes: int, threads: int | None = None) -> None:
-    """Have the kernel put pages under a range of a process, by writing a zero into each 2 MiB from outside.
+    """Fault in pages of another process's memory, by writing a zero into each 2 MiB from outside.
 
     The range must be freshly mapped, private, anonymous, writable and unused: a byte that is not 0 yet would be lost.
-    With huge pages advised (MADV_HUGEPAGE) that is all of it, but for a part before or behind the first or last 2 MiB
-    boundary; else one small page of each 2 MiB. Works upwards, with ``threads`` threads (None: one per CPU, at most
-    16), and returns when all is done.
-    Needs ptrace access. Raises ProcessLookupError where the process has ended, OSError (EFAULT) where the range is not
-    writable.
+    With huge pages advised (MADV_HUGEPAGE) that covers the whole range except what lies before the first or after the
+    last 2 MiB boundary; otherwise it is one small page per 2 MiB. Works upwards, with ``threads`` threads (None: one
+    per CPU, at most 16), and returns when all is done. Needs ptrace access. Raises ProcessLookupError if the process
+    has ended, OSError (EFAULT) if the range is not writable.
     """
     boundaries = range(-(-address // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES, address + size_bytes, HUGE_PAGE_BYTES)
     if size_bytes and address % HUGE_PAGE_BYTES:
@@ -226,7 +228,7 @@ def _write_zeros(pid: int, addresses: Sequence[int]) -> None:
     here = (_IoVec * count)(*[_IoVec(ctypes.addressof(zero), 1)] * count)
     there = (_IoVec * count)(*[_IoVec(address, 1) for address in addresses])
     done = 0
-    while done < count:  # a call that fails in the middle says how far it came; the next one says why
+    while done < count:  # a call that fails midway returns how far it got; the next one says why
         left = count - done
         written = _process_vm_writev(
             pid,
@@ -247,7 +249,7 @@ def _write_error(pid: int, address: int, result: int) -> OSError:
 
 
 def machine_available_bytes() -> int:
-    """Host memory that new allocations can have without swapping (MemAvailable of /proc/meminfo)."""
+    """Host memory available to new allocations without swapping (MemAvailable of /proc/meminfo)."""
     for line in (PROC / "meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
@@ -255,19 +257,19 @@ def machine_available_bytes() -> int:
 
 
 def available_bytes(pid: int | None = None) -> int:
-    """Host memory that a process (None: the caller) can still allocate: the machine's, or less by limits of cgroups."""
+    """Host memory that a process (None: the caller) can still allocate: the machine's, or less by cgroup limits."""
     hard = (limit.available_bytes for limit in cgroups.memory_limits(pid) if limit.is_hard)
     return min([machine_available_bytes(), *hard])
 
 
 def free_disk_bytes(folder: Path) -> int:
-    """Bytes that the caller can still write to the file system of this folder."""
+    """How many bytes the caller can still write to this folder's file system."""
     stat = os.statvfs(folder)
     return stat.f_bavail * stat.f_frsize
 
 
 def lies_in_memory(folder: Path) -> bool:
-    """Whether files in this folder take host memory: tmpfs and ramfs (``f_type`` of statfs(2))."""
-    found = (ctypes.c_long * 32)()  # struct statfs is 120 bytes on 64-bit machines, and begins with the type
+    """Whether files in this folder use host memory: tmpfs and ramfs (``f_type`` of statfs(2))."""
+    found = (ctypes.c_long * 32)()  # struct statfs: 120 bytes on 64-bit machines, the type first
     libc.check(_statfs(os.fsencode(folder), found), "", str(folder))
     return found[0] in _MEMORY_FILE_SYSTEMS

@@ -1,4 +1,4 @@
-"""What is mounted where in the caller's mount namespace, and taking a mount away."""
+"""The mounts of the caller's mount namespace, and detaching one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _umount2 = libc.function("umount2", ctypes.c_char_p, ctypes.c_int)
 
 
 def mount_points() -> tuple[Path, ...]:
-    """All of them, in the kernel's order (proc_pid_mountinfo(5): blanks and the like are octal escapes)."""
+    """All mounts, in the kernel's order (proc_pid_mountinfo(5): blanks and the like are octal escapes)."""
     found: list[Path] = []
     for line in MOUNTINFO.read_bytes().splitlines():
         escaped = line.split()[4]
@@ -27,7 +27,7 @@ def mount_points() -> tuple[Path, ...]:
 
 
 def detach(mount_point: Path) -> None:
-    """Take a mount, and those below it, out of the tree at once; what is in use ends with its users. CAP_SYS_ADMIN.
+    """Detach a mount and those below it; parts in use go away with their users (MNT_DETACH). Needs CAP_SYS_ADMIN.
 
     Raises OSError.
     """

@@ -1,8 +1,8 @@
-"""Namespaces of Linux (namespaces(7)): look at them, enter them, make them, and what a new one needs to be usable.
+"""Namespaces of Linux (namespaces(7)): inspect, enter and create them, and set up what a new one needs.
 
-A namespace is entered or made by the calling thread. Only a process with one thread can enter another mount namespace,
-and a pid namespace is only ever given to children; so gpucr itself never changes its own. What has to be in another
-namespace is a process that `in_pid_namespace` gets started there and that enters the others itself.
+The calling thread enters or creates a namespace. Only a process with one thread can enter another mount namespace, and
+a new pid namespace applies to children only; so gpucr never changes its own. Work in another namespace is done by a
+process that `in_pid_namespace` starts there and that enters the others itself.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from gpucr.linux import libc
 PROC = Path("/proc")
 
 Kind = Literal["pid", "mnt", "net", "ipc", "time"]
-"""How ``/proc/PID/ns`` calls it. ``time`` is missing there where the kernel has none (CONFIG_TIME_NS, Linux 5.6)."""
+"""Names in ``/proc/PID/ns``. ``time`` is missing there if the kernel has none (CONFIG_TIME_NS, Linux 5.6)."""
 
 KINDS: tuple[Kind, ...] = ("pid", "time", "net", "ipc", "mnt")
 """All, in an order in which they can be entered: another mount namespace may have another ``/proc``."""
@@ -57,34 +57,34 @@ _mount_of_libc = libc.function(
 
 
 def namespace_id(pid: int | Literal["self"], kind: Kind | Literal["user"]) -> int:
-    """The inode number of a process's namespace: the same one, the same number.
+    """The inode number of a process's namespace, which identifies it.
 
-    Raises FileNotFoundError or ProcessLookupError where it has ended, PermissionError where the caller may not look.
+    Raises FileNotFoundError or ProcessLookupError if it has ended, PermissionError if the caller may not look.
     """
     return os.stat(PROC / str(pid) / "ns" / kind).st_ino
 
 
 def kinds_here() -> tuple[Kind, ...]:
-    """The kinds of namespaces that this kernel has, of those that gpucr works with."""
+    """The kinds of namespaces that gpucr uses and this kernel has."""
     return tuple(kind for kind in get_args(Kind) if (PROC / "self" / "ns" / kind).exists())
 
 
-class PidNamespace(NamedTuple):  # a keeper that loaded dataclasses would take a third longer to start
+class PidNamespace(NamedTuple):  # not a dataclass: importing them makes a keeper start a third slower
     """A pid namespace below the caller's own, by the pid that its first process (pid 1 in it) has here.
 
-    Pids are *outer*, those of the caller's namespace, or *inner*, those that this namespace's processes know.
+    Pids are *outer* (of the caller's namespace) or *inner* (as this namespace's processes see them).
     """
 
     init_pid: int
 
     def inner_pid(self, outer_pid: int) -> int | None:
-        """The pid that a process or thread has inside; None where it has ended or is not inside."""
+        """The inner pid of a process or thread; None if it has ended or is not inside."""
         level = len(pids_of(self.init_pid)) - 1
         pids = pids_of(outer_pid)
         return pids[level] if level >= 0 and len(pids) > level and self._holds(outer_pid) else None
 
     def outer_pid(self, inner_pid: int) -> int | None:
-        """The pid that a process of the namespace has here; None where there is none."""
+        """The outer pid of a process of the namespace; None if there is none."""
         level = len(pids_of(self.init_pid)) - 1
         for name in os.listdir(PROC) if level >= 0 else ():
             if name.isdecimal():
@@ -94,7 +94,7 @@ class PidNamespace(NamedTuple):  # a keeper that loaded dataclasses would take a
         return None
 
     def _holds(self, outer_pid: int) -> bool:
-        """Whether the process is in the namespace, or in one below it: pids on its level say nothing alone."""
+        """Whether the process is in the namespace or in one below it; a pid at its level does not prove that."""
         try:
             wanted = namespace_id(self.init_pid, "pid")
             if namespace_id(outer_pid, "pid") == wanted:
@@ -105,7 +105,7 @@ class PidNamespace(NamedTuple):  # a keeper that loaded dataclasses would take a
 
 
 def pids_of(pid: int) -> tuple[int, ...]:
-    """The pids of a process or thread from here inwards (NSpid of proc_pid_status(5)); empty where it has ended."""
+    """The pids of a process or thread, from here inwards (NSpid of proc_pid_status(5)); empty if it has ended."""
     try:
         text = (PROC / str(pid) / "status").read_text(errors="replace")
     except (FileNotFoundError, ProcessLookupError):
@@ -125,9 +125,9 @@ def _ancestors(pid: int) -> Iterator[int]:
 
 @contextlib.contextmanager
 def opened(pid: int, *kinds: Kind) -> Iterator[dict[Kind, int]]:
-    """Descriptors of a process's namespaces, which stay what they are when the process ends.
+    """Descriptors of a process's namespaces, which stay valid when the process ends.
 
-    Needs ptrace access to it. Raises FileNotFoundError or ProcessLookupError where it has ended, PermissionError.
+    Needs ptrace access to it. Raises FileNotFoundError or ProcessLookupError if it has ended, PermissionError.
     """
     with contextlib.ExitStack() as stack:
         fds: dict[Kind, int] = {}
@@ -138,7 +138,7 @@ def opened(pid: int, *kinds: Kind) -> Iterator[dict[Kind, int]]:
 
 
 def is_owned_here(fd: int) -> bool:
-    """Whether this namespace was made in the caller's own user namespace: nobody with fewer privileges set it up."""
+    """Whether this namespace was made in the caller's own user namespace: so nobody with fewer privileges set it up."""
     try:
         owner = fcntl.ioctl(fd, _NS_GET_USERNS)
     except PermissionError:  # one outside the caller's
@@ -153,17 +153,16 @@ def is_owned_here(fd: int) -> bool:
 
 
 def enter(fd: int, kind: Kind) -> None:
-    """The calling thread goes into the namespace; for ``pid`` its future children do. Needs CAP_SYS_ADMIN.
+    """Move the calling thread into the namespace; for ``pid``, its future children. Needs CAP_SYS_ADMIN.
 
-    Into a mount or time namespace only a process with one thread; after the former, its root and working folder are
-    that namespace's root.
-    Raises OSError.
+    Only a process with one thread may enter a mount or time namespace; after the former, its root and working folder
+    are that namespace's root. Raises OSError.
     """
     libc.check(_setns(fd, _FLAGS[kind]), f"setns({kind})")
 
 
 def make_new(*kinds: Kind) -> None:
-    """The calling thread gets new namespaces of these kinds; new pid and time namespaces its children. CAP_SYS_ADMIN.
+    """Create namespaces of these kinds for the calling thread; for pid and time, for its children. Needs CAP_SYS_ADMIN.
 
     Raises OSError (EPERM; ENOSPC where the machine's limit on namespaces is reached).
     """
@@ -174,9 +173,9 @@ def make_new(*kinds: Kind) -> None:
 
 
 def in_pid_namespace(fd: int, action: Callable[[], T]) -> T:
-    """Call ``action`` in a thread whose children are born in the pid namespace ``fd``, and return what it returns.
+    """Call ``action`` in a thread whose children start in the pid namespace ``fd``, and return its result.
 
-    Only that thread changes, and it ends. ``action`` must not start threads, which the kernel would refuse. Needs
+    Only that temporary thread changes. ``action`` must not start threads, which the kernel would refuse. Needs
     CAP_SYS_ADMIN. Raises OSError, or what ``action`` raises.
     """
     done: list[T] = []
@@ -193,7 +192,7 @@ def in_pid_namespace(fd: int, action: Callable[[], T]) -> T:
     thread.start()
     try:
         thread.join()
-    except BaseException:  # Ctrl-C: what the action does is done before anybody cleans up after it
+    except BaseException:  # Ctrl-C: let the action finish before anybody cleans up after it
         thread.join()
         raise
     if failed:
@@ -205,22 +204,22 @@ def in_pid_namespace(fd: int, action: Callable[[], T]) -> T:
 
 
 def follow_host_mounts() -> None:
-    """In a new mount namespace: what the machine mounts later appears here, what is mounted here stays here."""
+    """In a new mount namespace: receive later mounts of the machine, but pass none on (MS_SLAVE)."""
     _mount(None, "/", None, _MS_REC | _MS_SLAVE)
 
 
 def mount_proc() -> None:
-    """Show the processes of this pid namespace in /proc. By a process inside, in a mount namespace of its own."""
+    """Mount a /proc of this pid namespace. For a process inside it, in its own mount namespace."""
     _mount("proc", "/proc", "proc", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
 
 
 def mount_shared_memory() -> None:
-    """An empty /dev/shm that is this mount namespace's own. Without a size of its own, half of the machine's memory."""
+    """Mount an empty /dev/shm for this mount namespace. Default size: half of the machine's memory."""
     _mount("gpucr-shm", "/dev/shm", "tmpfs", _MS_NOSUID | _MS_NODEV, "mode=1777")  # noqa: S108 - where the C library puts it
 
 
 def bring_loopback_up() -> None:
-    """In a new network namespace, which has only a loopback interface, and that one down: 127.0.0.1 and ::1 work."""
+    """Bring up the loopback interface, the only one of a new network namespace: 127.0.0.1 and ::1 work."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as any_socket:
         request = _INTERFACE_FLAGS.pack(b"lo", 0)
         name, flags = _INTERFACE_FLAGS.unpack(fcntl.ioctl(any_socket, _SIOCGIFFLAGS, request))
@@ -228,14 +227,14 @@ def bring_loopback_up() -> None:
 
 
 def set_last_pid(pid: int) -> None:
-    """The next process or thread of the caller's pid namespace gets the first free id above this. CAP_SYS_ADMIN."""
+    """Make the caller's pid namespace assign the first free id above this next. Needs CAP_SYS_ADMIN."""
     _LAST_PID.write_text(str(pid))
 
 
 def last_pid_clear_of(taken: Sequence[int], room: int = 1000) -> int:
-    """A value for `set_last_pid` above which ``room`` ids in a row are none of ``taken``. The machine's limit holds.
+    """A value for `set_last_pid` that is followed by ``room`` ids not in ``taken``, within the machine's limit.
 
-    Raises ValueError where there is none.
+    Raises ValueError if there is none.
     """
     end = int(_PID_MAX.read_text())
     above = [0, *sorted(set(taken))]

@@ -1,7 +1,7 @@
-"""Have a process not end for want of memory: the kernel's out-of-memory killer (proc_pid_oom_score_adj(5)), and limits.
+"""Protect a process from the out-of-memory killer (proc_pid_oom_score_adj(5)) and from memory limits.
 
-A process passes its value on to its children. So nothing is spared here that becomes the parent of a job's processes:
-CRIU in a dump is, CRIU in a restore is not, and a keeper only when its job is there.
+Children inherit the value. So nothing that becomes the parent of a job's processes is protected: CRIU is in a dump, but
+not in a restore, and a keeper only when its job exists.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ _NEVER = "-1000"
 
 
 def spare(pid: int | str = "self") -> bool:
-    """The kernel kills this process last. False where that is not allowed (CAP_SYS_RESOURCE), or it has ended."""
+    """Make the kernel kill this process last. False if that needs CAP_SYS_RESOURCE or the process has ended."""
     try:
-        with open(f"/proc/{pid}/oom_score_adj", "w", encoding="ascii") as file:  # no pathlib: the guard imports this
+        with open(f"/proc/{pid}/oom_score_adj", "w", encoding="ascii") as file:  # no pathlib: for the guard
             file.write(_NEVER)
     except OSError:
         return False
@@ -22,7 +22,7 @@ def spare(pid: int | str = "self") -> bool:
 
 
 def lift_memory_limits() -> bool:
-    """End this process's limits on memory, which were meant for gpucr's caller. False where that is not allowed."""
+    """Lift this process's memory limits, which were meant for gpucr's caller. False if that is not allowed."""
     unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
     try:
         for limit in (resource.RLIMIT_AS, resource.RLIMIT_DATA):

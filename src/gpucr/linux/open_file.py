@@ -16,10 +16,10 @@ _syscall = libc.function("syscall", *(ctypes.c_long,) * 6, result=ctypes.c_long)
 
 
 def order(pid: int, fd: int, other_pid: int, other_fd: int) -> int:
-    """0: one open file; else -1 or 1, by which all open files can be sorted.
+    """0: the same open file; otherwise -1 or 1, a sort order of open files.
 
-    Needs ptrace access (read) to both. Raises OSError: without that, where a process or a number is not there, or where
-    the kernel was built without the call.
+    Needs ptrace access (read) to both. Raises OSError without it, if a process or descriptor does not exist, or if the
+    kernel lacks the call.
     """
     number = _KCMP.get(os.uname().machine)
     if number is None:

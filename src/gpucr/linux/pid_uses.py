@@ -1,4 +1,4 @@
-"""Who uses a pid, so that the kernel gives it to no new process."""
+"""Who uses a pid and so keeps the kernel from giving it to a new process."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _PID_LIMIT = 1 << 22  # PID_MAX_LIMIT of include/linux/threads.h
 
 
 class PidUse(Struct, frozen=True):
-    """Why no new process can get this pid: it is that of process or thread ``holder``, or of its group or session.
+    """Why no new process can get this pid: it belongs to process or thread ``holder``, or to its group or session.
 
-    A group and a session keep their pid when the process that began them has ended.
+    A group and a session keep their pid after the process that started them has ended.
     """
 
     pid: int
@@ -29,9 +29,9 @@ class PidUse(Struct, frozen=True):
 
 
 def uses_of_pids(pids: Collection[int]) -> list[PidUse]:
-    """Which of these pids are taken, and by whom: one use for each pid. Thread ids count as well.
+    """Which of these pids are taken, and by whom: one use per pid. Thread ids count too.
 
-    ``holder`` is the pid itself where nobody is seen: of a process or thread that has just been collected.
+    ``holder`` is the pid itself if no user is found: a process or thread that has just been reaped.
     """
     taken = _taken(pids)
     uses = {pid: PidUse(pid, "process", pid) for pid in taken if read_stat(pid) is not None}
@@ -47,11 +47,10 @@ def uses_of_pids(pids: Collection[int]) -> list[PidUse]:
 
 
 def _taken(pids: Collection[int]) -> set[int]:
-    """Those of these pids that the kernel gives to nobody now.
+    """Which of these pids the kernel cannot assign now.
 
-    /proc does not tell: since Linux 6.15 a process that is collected leaves it first and gives its number back later,
-    on a busy machine up to 0.1 s. Who may own a file's signals is looked up among the numbers themselves (F_SETOWN,
-    fcntl(2)), and the file here gets none.
+    /proc does not show it: since Linux 6.15 a reaped process leaves /proc first and frees its pid later, up to 0.1 s on
+    a busy machine. F_SETOWN (fcntl(2)) looks in the pid table itself; the file used here sends no signals.
     """
     found: set[int] = set()
     fd = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
@@ -67,10 +66,10 @@ def _taken(pids: Collection[int]) -> set[int]:
 
 
 def wait_for_reaping(pids: Collection[int], timeout_s: float) -> list[PidUse]:
-    """Wait until no ended process uses one of these pids, at most ``timeout_s``: some inits reap only now and then.
+    """Wait up to ``timeout_s`` until no dead process uses one of these pids: some inits reap only now and then.
 
-    Then the kernel can give each of them to a new process. Returns the uses that are left: when the time is over, or
-    one of them is a live process's.
+    Then the kernel can assign each of them again. Returns the uses that remain when the time is up or a live process
+    has one of them.
     """
     end = time.monotonic() + timeout_s
     while True:
@@ -81,7 +80,7 @@ def wait_for_reaping(pids: Collection[int], timeout_s: float) -> list[PidUse]:
 
 
 def _is_ending(pid_or_tid: int) -> bool:
-    """Whether the process of this id is gone, a zombie, or on its way to it.
+    """Whether the process with this id is gone, a zombie, or about to be.
 
     Right after a SIGKILL a process can be a zombie while its other threads, which have pids too, are still shown alive.
     """

@@ -1,7 +1,7 @@
-"""Small private records, one a process, that a later command needs: they are there until the next boot.
+"""Small private records, one per process, for later commands. They last until the next boot.
 
-A record belongs to one process (pid and start time). It is an aid, not the truth: what cannot be written or read is not
-there, and every operation works without.
+A record belongs to one process (pid and start time). It is an aid, not the truth: if it cannot be written or read, it
+counts as missing, and every operation works without it.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class ProcessRecords:
         self._kind = kind
 
     def write(self, process: ProcessId, record: object) -> None:
-        """Write the record of a process that has none; one that is there stays."""
+        """Write a process's record unless it has one."""
         with contextlib.suppress(OSError):  # a full disk must not stop an operation
             self.require_written(process, record)
 
     def require_written(self, process: ProcessId, record: object) -> None:
-        """As `write`, where nothing works without. Raises OSError."""
+        """Like `write`, for a record that is required. Raises OSError."""
         path = self.path(process)
         trusted_paths.make_private(path.parent)
         if os.path.lexists(path):
@@ -46,7 +46,7 @@ class ProcessRecords:
             stream.write(records.encode(record))
 
     def read(self, process: ProcessId, kind: type[T]) -> T | None:
-        """The record; None where there is none, or something else."""
+        """The record; None if there is none, or not a valid one."""
         with contextlib.suppress(OSError, RecordError), self.path(process).open("rb") as stream:
             return records.decode(stream.read(_MAX_BYTES), kind)
         return None
@@ -76,7 +76,7 @@ class ProcessRecords:
         return Path(next(filter(os.path.lexists, paths), paths[0]))
 
     def folder(self) -> Path:
-        """Where they are. Raises OSError where the user has no folder, or somebody else can change it."""
+        """Their folder. Raises OSError if the user has none, or somebody else can change it."""
         return runtime_folder() / self._kind
 
     def _all(self) -> Iterator[tuple[Path, ProcessId]]:
@@ -88,6 +88,6 @@ class ProcessRecords:
 
 
 def _here() -> str:
-    """What pids and start times belong to: this boot (start times begin anew with each) and this pid namespace."""
+    """The scope of pids and start times: this boot (start times restart with each) and this pid namespace."""
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot_id}-{os.stat('/proc/self/ns/pid').st_ino}"

@@ -1,8 +1,8 @@
 """Processes as /proc shows them: identity, trees, descriptors, privileges.
 
-A pid is not an identity: it can be given to another process after the first one ended. Identity is pid and start
-time (field 22 of ``/proc/PID/stat``), and everything that acts on a process later checks it again. The kernel shifts
-start times by the reader's time namespace, in which a restored job is: here they are always the machine's.
+A pid is not an identity: it can be reused after the process ended. Identity is pid and start time (field 22 of
+``/proc/PID/stat``), and everything that acts on a process later checks it again. The kernel shifts start times by the
+reader's time namespace, and a restored job has its own: here they are always the machine's.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from gpucr.model import ProcessId, ProcessInfo
 PROC = Path("/proc")
 PF_EXITING, _PF_DUMPCORE, _PF_KTHREAD = 0x00000004, 0x00000200, 0x00200000  # include/linux/sched.h
 _INITIAL_PID_NAMESPACE = 0xEFFFFFFC  # PROC_PID_INIT_INO of include/linux/proc_ns.h
-_MAX_STAT_BYTES = 4096  # 52 numbers and a name, at most 1.2 KiB
+_MAX_STAT_BYTES = 4096  # 52 numbers and a name: at most 1.2 KiB
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _CAP_SYS_PTRACE, _CAP_SYS_ADMIN, _CAP_SYS_TIME = 19, 21, 25  # include/uapi/linux/capability.h
 
@@ -42,7 +42,7 @@ class Stat(Struct, frozen=True):
 
     @property
     def is_kernel_thread(self) -> bool:
-        """Whether this is a kernel thread, which has no memory of its own."""
+        """Whether this is a kernel thread."""
         return bool(self.flags & _PF_KTHREAD)
 
 
@@ -56,7 +56,7 @@ class Presence(enum.Enum):
 
 
 class OpenFile(Struct, frozen=True):
-    """A descriptor of a process and what it points to, as the kernel writes it (``/x (deleted)``, ``pipe:[7]``)."""
+    """A descriptor of a process and what it points to, as the kernel prints it (``/x (deleted)``, ``pipe:[7]``)."""
 
     pid: int
     fd: int
@@ -64,7 +64,7 @@ class OpenFile(Struct, frozen=True):
 
 
 def read_stat(pid: int) -> Stat | None:
-    """Parse ``/proc/PID/stat``; None where there is no such process.
+    """Parse ``/proc/PID/stat``; None if there is no such process.
 
     The name may hold spaces and parentheses, so the fields are counted from the last ``)``.
     """
@@ -86,7 +86,7 @@ def read_stat(pid: int) -> Stat | None:
 
 def _stat_text(pid: int) -> bytes | None:
     try:
-        file = os.open(f"{PROC}/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)  # by a tree for every process of the machine
+        file = os.open(f"{PROC}/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)  # called for every process of the machine
         try:
             return os.read(file, _MAX_STAT_BYTES)
         finally:
@@ -96,7 +96,7 @@ def _stat_text(pid: int) -> bytes | None:
 
 
 def _clock_offset_ticks() -> int:
-    """By how much CLOCK_BOOTTIME, and start times with it, are ahead in this process's time namespace.
+    """The offset of CLOCK_BOOTTIME, and so of start times, in this process's time namespace.
 
     Read each time: it changes when this process is restored.
     """
@@ -113,10 +113,10 @@ def _clock_offset_ticks() -> int:
 
 
 def presence(pid: int) -> Presence:
-    """Tell whether a process is there and whether this caller may inspect it. Needs no privileges.
+    """Whether a process exists and this caller may inspect it. Needs no privileges.
 
-    ``NOT_PERMITTED`` means that the kernel refuses ptrace's read access (PTRACE_MODE_READ_FSCREDS), which is what
-    following the links in ``/proc/PID/ns`` takes (proc_pid_ns(5)).
+    ``NOT_PERMITTED`` means that the kernel refuses ptrace's read access (PTRACE_MODE_READ_FSCREDS), which following the
+    links in ``/proc/PID/ns`` needs (proc_pid_ns(5)).
     """
     try:
         stat = read_stat(pid)
@@ -133,7 +133,7 @@ def presence(pid: int) -> Presence:
 
 
 def ended_under_a_look(error: OSError) -> int | None:
-    """The process in whose folder of /proc something was missing, since it has ended; None: that was not the reason."""
+    """The process whose /proc folder was incomplete because it has ended; None if that was not the reason."""
     if not isinstance(error, FileNotFoundError | ProcessLookupError) or not isinstance(
         error.filename, str | os.PathLike
     ):
@@ -146,7 +146,7 @@ def ended_under_a_look(error: OSError) -> int | None:
 
 
 def is_alive(process: ProcessId) -> bool:
-    """Whether this very process still runs: same pid, same start time, and not a zombie."""
+    """Whether exactly this process still runs: same pid, same start time, and not a zombie."""
     stat = read_stat(process.pid)
     return stat is not None and _is_alive(stat, process)
 
@@ -156,16 +156,16 @@ def _is_alive(stat: Stat, process: ProcessId) -> bool:
 
 
 def wait_for_the_killed(found: Iterable[ProcessId], timeout_s: float) -> None:
-    """Wait until none of these very processes is about to end, at most ``timeout_s``."""
+    """Wait up to ``timeout_s`` until none of these processes is about to end."""
     end = time.monotonic() + timeout_s
     while any(map(is_about_to_end, found)) and time.monotonic() < end:
         time.sleep(0.01)
 
 
 def goes_on(process: ProcessId) -> bool:
-    """Whether this very process is alive, and was neither killed (SIGKILL is pending) nor is exiting or dumping core.
+    """Whether exactly this process is alive, with no SIGKILL pending, and neither exiting nor dumping core.
 
-    One that was killed may be there for long: the driver gives its device memory back first.
+    A killed process can stay for long: the driver frees its device memory first.
     """
     stat = read_stat(process.pid)
     if stat is None or not _is_alive(stat, process) or stat.flags & (PF_EXITING | _PF_DUMPCORE):
@@ -174,17 +174,17 @@ def goes_on(process: ProcessId) -> bool:
         status = _status_fields(process.pid)
     except (FileNotFoundError, ProcessLookupError):
         return False
-    pending = int(status["SigPnd"], 16) | int(status["ShdPnd"], 16)  # a zombie has it too: kept until it is collected
+    pending = int(status["SigPnd"], 16) | int(status["ShdPnd"], 16)  # a zombie has it too, until it is reaped
     return not pending >> (signal.SIGKILL - 1) & 1
 
 
 def is_about_to_end(process: ProcessId) -> bool:
-    """Whether this very process was killed (SIGKILL is pending) or is exiting, but is there for a moment yet."""
+    """Whether exactly this process was killed (SIGKILL is pending) or is exiting, but still exists."""
     return is_alive(process) and not goes_on(process)
 
 
 def describe(pid: int) -> ProcessInfo:
-    """Everything that gpucr records of one live process. Raises ProcessNotFound for none and for a zombie."""
+    """Everything that gpucr records about one live process. Raises ProcessNotFound, also for a zombie."""
     stat = read_stat(pid)
     if stat is None:
         raise ProcessNotFound(f"there is no process {pid}", pid=pid, hint="`gpucr ps` lists the CUDA processes")
@@ -227,7 +227,7 @@ def tree(root_pid: int) -> tuple[ProcessInfo, ...]:
 
 
 def trees(root_pids: Iterable[int]) -> tuple[tuple[ProcessInfo, ...], ...]:
-    """As `tree`, for several processes at once."""
+    """Like `tree`, for several processes at once."""
     children: dict[int, list[int]] = {}
     for pid in all_pids():
         text = _stat_text(pid)
@@ -243,7 +243,7 @@ def _tree(root_pid: int, children: Mapping[int, Sequence[int]]) -> tuple[Process
     queue = sorted(children.get(root_pid, []))
     while queue:
         pid = queue.pop(0)
-        with contextlib.suppress(ProcessNotFound):  # it ended since the scan
+        with contextlib.suppress(ProcessNotFound):  # ended since the scan
             found.append(describe(pid))
             queue.extend(sorted(children.get(pid, [])))
     return tuple(found)
@@ -258,7 +258,7 @@ def all_pids() -> Iterator[int]:
 
 
 def resolve_target(pid: int, *, force: bool = False) -> int:
-    """The process that a user means by ``pid``: a thread id stands for its process.
+    """The process that a user means by ``pid``; a thread id means its process.
 
     Raises ProcessNotFound (none, zombie), InvalidRequest (not a pid, a kernel thread, gpucr itself; unless ``force``
     insists, the machine's init or an ancestor of gpucr) and NotPermitted (another user's process).
@@ -294,7 +294,7 @@ def resolve_target(pid: int, *, force: bool = False) -> int:
 
 
 def _is_machine_init() -> bool:
-    """Whether pid 1 is the init of the machine, and not the first process of a container, which may be a job."""
+    """Whether pid 1 is the machine's init, not the first process of a container, which may be a job."""
     return (PROC / "self" / "ns" / "pid").stat().st_ino == _INITIAL_PID_NAMESPACE
 
 
@@ -309,7 +309,7 @@ def ancestors(pid: int) -> set[int]:
 
 
 def require_access(process: ProcessInfo) -> None:
-    """Raise NotPermitted where the caller may not look into this process (ptrace access mode, ptrace(2))."""
+    """Raise NotPermitted if the caller may not inspect this process (ptrace access mode, ptrace(2))."""
     found = presence(process.pid)
     if found is Presence.NOT_PERMITTED:
         is_own = process.uid == os.geteuid()
@@ -325,7 +325,7 @@ def require_access(process: ProcessInfo) -> None:
 
 
 def tracer_pid(pid: int) -> int:
-    """The pid of the process that traces this one (debugger, strace, profiler); 0 where there is none."""
+    """The pid of the process that traces this one (debugger, strace, profiler); 0 if there is none."""
     try:
         return int(_status_fields(pid)["TracerPid"])
     except (FileNotFoundError, ProcessLookupError):
@@ -333,7 +333,7 @@ def tracer_pid(pid: int) -> int:
 
 
 def open_files(pid: int) -> tuple[OpenFile, ...]:
-    """The process's descriptors. Empty where it has ended; PermissionError where the caller may not look."""
+    """The process's descriptors. Empty if it has ended; PermissionError if the caller may not look."""
     folder = PROC / str(pid) / "fd"
     found: list[OpenFile] = []
     try:
@@ -353,9 +353,9 @@ def age_s(process: ProcessId) -> float:
 
 
 def environment(pid: int) -> dict[str, str] | None:
-    """The environment that a process was started with; None where it has ended or the caller may not look.
+    """The environment that a process was started with; None if it has ended or the caller may not look.
 
-    What the program has set since (setenv(3), ``os.environ``) lies elsewhere in its memory and does not show.
+    What the program has set since (setenv(3), ``os.environ``) lies elsewhere in its memory and is not included.
     """
     try:
         block = (PROC / str(pid) / "environ").read_bytes()
@@ -366,7 +366,7 @@ def environment(pid: int) -> dict[str, str] | None:
 
 
 def threads(pid: int) -> tuple[int, ...]:
-    """The thread ids of a process; empty where it has ended."""
+    """The thread ids of a process; empty if it has ended."""
     try:
         return tuple(sorted(int(name) for name in os.listdir(PROC / str(pid) / "task")))
     except (FileNotFoundError, ProcessLookupError):
@@ -380,7 +380,10 @@ def has_terminal(pid: int) -> bool:
 
 
 def innermost_session_id(pid: int) -> int | None:
-    """The session's id in the process's own pid namespace: 0 where the session began outside it. None: it is gone."""
+    """The session's id in the process's own pid namespace: 0 if the session was created outside it.
+
+    None: the process is gone.
+    """
     try:
         return int(_status_fields(pid)["NSsid"].split()[-1])
     except (FileNotFoundError, ProcessLookupError):
@@ -388,12 +391,12 @@ def innermost_session_id(pid: int) -> int | None:
 
 
 def innermost_thread_id(pid: int, tid: int) -> int:
-    """The thread's id in its own pid namespace, which a restore gives it again. ``tid``: in the caller's namespace."""
+    """The thread's id in its own pid namespace, which a restore recreates. ``tid``: in the caller's namespace."""
     return int(_status_fields(pid, tid)["NSpid"].split()[-1])
 
 
 def thread_with_innermost_id(pid: int, innermost_id: int) -> int | None:
-    """The inverse of `innermost_thread_id`; None where the process has no such thread."""
+    """The inverse of `innermost_thread_id`; None if the process has no such thread."""
     for tid in threads(pid):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             if innermost_thread_id(pid, tid) == innermost_id:
@@ -402,12 +405,12 @@ def thread_with_innermost_id(pid: int, innermost_id: int) -> int | None:
 
 
 def can_checkpoint_processes() -> bool:
-    """Whether the caller has the capabilities that CRIU needs to dump and restore any process."""
+    """Whether the caller has the capabilities with which CRIU can dump and restore any process."""
     return _has_capabilities(_CAP_SYS_PTRACE, _CAP_SYS_ADMIN)
 
 
 def can_set_clocks() -> bool:
-    """Whether the caller may say what the clocks of a new time namespace show (CAP_SYS_TIME)."""
+    """Whether the caller may set the clocks of a new time namespace (CAP_SYS_TIME)."""
     return _has_capabilities(_CAP_SYS_TIME)
 
 
@@ -417,9 +420,9 @@ def _has_capabilities(*wanted: int) -> bool:
 
 
 def wait_for_stop(pids: Iterable[int], timeout_s: float) -> None:
-    """Wait until a SIGSTOP has reached every thread of these processes, at most ``timeout_s``.
+    """Wait up to ``timeout_s`` until a SIGSTOP has stopped every thread of these processes.
 
-    Returns all the same when the time is over: a thread that hangs in the kernel (state D) stops when it gets out.
+    Also returns when the time is up: a thread that hangs in the kernel (state D) stops when it gets out.
     """
     end = time.monotonic() + timeout_s
     tids = [tid for pid in pids for tid in threads(pid)]
@@ -430,7 +433,7 @@ def wait_for_stop(pids: Iterable[int], timeout_s: float) -> None:
 
 
 def send_signal(process: ProcessId, number: signal.Signals) -> bool:
-    """Signal this very process, never another one that has got its pid. False where it has ended."""
+    """Signal exactly this process, never another one that has reused its pid. False if it has ended."""
     try:
         fd = os.pidfd_open(process.pid)
     except ProcessLookupError:
@@ -447,16 +450,16 @@ def send_signal(process: ProcessId, number: signal.Signals) -> bool:
 
 
 def continue_stopped(found: Iterable[ProcessId]) -> None:
-    """SIGCONT these very processes; those that have ended are passed over."""
+    """SIGCONT exactly these processes; those that have ended are skipped."""
     for process in found:
         send_signal(process, signal.SIGCONT)
 
 
 def kill_and_wait(processes: Iterable[ProcessId], timeout_s: float = 10.0) -> tuple[ProcessId, ...]:
-    """SIGKILL these very processes and wait until they are gone (or zombies that nobody has collected yet).
+    """SIGKILL exactly these processes and wait until they are gone (or zombies that nobody has reaped yet).
 
-    Uses pidfds, so a pid that was reused meanwhile is never hit. Returns those that still live after ``timeout_s``: a
-    process that hangs in the kernel (state D) ends only when it gets out of there.
+    Uses pidfds, so a reused pid is never hit. Returns those still alive after ``timeout_s``: a process that hangs in
+    the kernel (state D) dies only when it gets out.
     """
     fds: dict[ProcessId, int] = {}
     try:
@@ -482,10 +485,10 @@ def kill_and_wait(processes: Iterable[ProcessId], timeout_s: float = 10.0) -> tu
 
 
 def kill_tree(root_pid: int, *, including_root: bool, timeout_s: float = 10.0) -> tuple[ProcessId, ...]:
-    """SIGKILL every descendant of ``root_pid``, and the root itself if asked. Returns those that `kill_and_wait` does.
+    """SIGKILL every descendant of ``root_pid``, and the root itself if asked. Returns survivors like `kill_and_wait`.
 
-    They are stopped first, until no new one is found: a process that still runs could fork in between, and the children
-    of a process that is killed first would be reparented out of sight.
+    They are stopped first, until no new one is found: a running process could fork in between, and the children of a
+    process killed first would be reparented out of sight.
     """
     stopped: set[ProcessId] = set()
     while True:

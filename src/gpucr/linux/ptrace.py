@@ -1,13 +1,13 @@
-"""Stop single threads of another process with ptrace(2), watch them, and let them go again.
+"""Stop single threads of another process with ptrace(2), watch and release them.
 
 A tracer is an operating system thread, not a process: all calls for a traced thread come from the thread that seized
-it. When gpucr dies, the kernel detaches and the threads go on. A signal that a thread was about to take is not lost by
-that: stops are looked at without being collected (WNOWAIT), because the kernel clears with the collection what it would
-deliver on its own (Linux 6.18, `wait_task_stopped` and `ptrace_signal`; a test shows it).
+it. When gpucr dies, the kernel detaches and the threads continue. A signal that a thread was about to take is not lost
+then: stops are read with WNOWAIT, because collecting a stop clears what the kernel would otherwise deliver on detach
+(Linux 6.18, `wait_task_stopped` and `ptrace_signal`; a test shows it).
 
-A thread that is held in poll(), nanosleep() or a futex wait with a timeout begins the call anew when it goes on, with
-its whole timeout. Left alone, the kernel would let it wait for the rest; but that is a state which CRIU cannot dump:
-CRIU 4.2.1 makes the call fail with EINTR instead ("Will restore N with interrupted system call").
+A thread held in poll(), nanosleep() or a futex wait with a timeout restarts the call, with its whole timeout, when it
+continues. By itself the kernel would let it wait for the rest, but CRIU cannot dump that state: CRIU 4.2.1 makes the
+call fail with EINTR instead ("Will restore N with interrupted system call").
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _CONT, _GETREGS, _SETREGS, _DETACH, _SYSCALL = 7, 12, 13, 17, 24
 _SETOPTIONS, _GETSIGINFO, _GETREGSET, _SEIZE, _INTERRUPT = 0x4200, 0x4202, 0x4204, 0x4206, 0x4207
 _GETSIGMASK, _SETSIGMASK, _GET_SYSCALL_INFO, _GET_RSEQ_CONFIGURATION = 0x420A, 0x420B, 0x420E, 0x420F
 _O_TRACESYSGOOD, _O_SUSPEND_SECCOMP = 1, 1 << 21
-# Tells stops for system calls from stops for SIGTRAP; without it, the kernel sends that signal when gpucr dies in one.
+# Distinguishes system call stops from SIGTRAP stops; without it, the kernel sends that signal when gpucr dies in one.
 _OPTIONS = _O_TRACESYSGOOD
 _EVENT_STOP, _SYSCALL_STOP = 128, signals.SIGTRAP | 0x80
 _INFO_ENTRY, _INFO_BYTES = 1, 88  # struct ptrace_syscall_info
-_WALL = 0x40000000  # include/uapi/linux/wait.h: also threads, which are no children of the caller
+_WALL = 0x40000000  # include/uapi/linux/wait.h: also threads that are not the caller's children
 _STATUS_BYTES = 1 << 16
 _SIGINFO_BYTES, _SI_KERNEL = 128, 0x80  # include/uapi/asm-generic/siginfo.h
 
@@ -53,7 +53,7 @@ _ptrace_of_libc = libc.function(
 
 
 class StopKind(enum.Enum):
-    """Why a traced thread stands still (ptrace(2), "Stopped states")."""
+    """Why a traced thread is stopped (ptrace(2), "Stopped states")."""
 
     SYSCALL_ENTRY = "entering a system call"
     SYSCALL_EXIT = "leaving a system call"
@@ -64,7 +64,10 @@ class StopKind(enum.Enum):
 
 
 class Stop(Struct, frozen=True):
-    """What happened to a traced thread. ``signal`` is lost unless it is passed to the call that lets it go on."""
+    """What happened to a traced thread.
+
+    ``signal`` is lost unless it is passed to the call that continues the thread.
+    """
 
     kind: StopKind
     signal: int = 0
@@ -77,8 +80,8 @@ class _Vector(ctypes.Structure):
 class TracedThread:
     """One thread of another process under ptrace. All calls must come from the OS thread that called `seize`.
 
-    Each method but `stop`, `wait`, `status` and the two for memory wants the thread stopped. A thread that has ended
-    makes them raise ProcessLookupError, and so do calls for a thread that runs or from another OS thread.
+    Each method but `stop`, `wait`, `status` and the two for memory needs the thread stopped. They raise
+    ProcessLookupError if the thread has ended or runs, or when called from another OS thread.
     """
 
     def __init__(self, tid: int) -> None:
@@ -90,9 +93,9 @@ class TracedThread:
         """Running, blocked or stopped → traced and stopped.
 
         Needs the right to trace the process (same user and dumpable, or CAP_SYS_PTRACE; Yama's ptrace_scope below 2).
-        Raises PermissionError where that is refused, also for a zombie, and ProcessLookupError where there is no such
-        thread or it ends meanwhile. A thread that is not stopped after ``timeout_s`` (blocked in the kernel, where
-        nothing interrupts it) raises TimeoutError and is traced until the calling OS thread ends, which it must do.
+        Raises PermissionError if that is refused, also for a zombie, and ProcessLookupError if there is no such thread
+        or it ends meanwhile. If the thread is not stopped after ``timeout_s`` (it is blocked in the kernel and cannot
+        be interrupted), raises TimeoutError; it stays traced until the calling OS thread ends, which it must do.
         """
         thread = cls(tid)
         _ptrace(_SEIZE, tid, data=_OPTIONS)
@@ -107,13 +110,13 @@ class TracedThread:
         return thread
 
     def stop(self, timeout_s: float | None = None) -> Stop:
-        """Running → stopped, never at a call's entry. Raises TimeoutError where it still runs after ``timeout_s``.
+        """Running → stopped, never at a call's entry. Raises TimeoutError if it still runs after ``timeout_s``.
 
-        Another stop may come first and is returned; an INTERRUPTED one then follows when the thread goes on.
+        Another stop may come first and is returned; an INTERRUPTED one then follows when the thread continues.
         """
         _ptrace(_INTERRUPT, self.tid)
         while (found := self._wait(timeout_s)).kind is StopKind.SYSCALL_ENTRY:
-            self.resume()  # with the interruption under way, the call does not block
+            self.resume()  # does not block, since the interruption is pending
         return found
 
     def _wait(self, timeout_s: float | None) -> Stop:
@@ -123,7 +126,7 @@ class TracedThread:
         return found
 
     def resume(self, signal: int = 0) -> None:
-        """Stopped → running; takes ``signal`` if the stop was for one."""
+        """Stopped → running; delivers ``signal`` if the stop was for one."""
         _ptrace(_CONT, self.tid, data=signal)
 
     def resume_to_syscall(self, signal: int = 0) -> None:
@@ -131,26 +134,26 @@ class TracedThread:
         _ptrace(_SYSCALL, self.tid, data=signal)
 
     def interrupt(self) -> Stop:
-        """Stopped at a call's exit or by an interruption → interrupted, with no instruction of the program run."""
+        """Stopped at a call's exit or by an interruption → interrupted, before the program runs an instruction."""
         _ptrace(_INTERRUPT, self.tid)
         self.resume()
         return self.wait()
 
     def detach(self, signal: int = 0) -> None:
-        """Stopped or running → running (or stopped by SIGSTOP), no longer traced. Does nothing where it has ended."""
+        """Stopped or running → running (or stopped by SIGSTOP), no longer traced. Does nothing if it has ended."""
         try:
             _ptrace(_DETACH, self.tid, data=signal)
         except ProcessLookupError:
-            # It runs or has ended; a dead thread has to be collected, or nobody can collect its process.
+            # It runs or has ended; a dead thread must be reaped, or nobody can reap its process.
             with contextlib.suppress(ProcessLookupError):
                 if self.stop().kind is not StopKind.EXITED:
                     _ptrace(_DETACH, self.tid, data=self.last_stop.signal)
 
     def let_go(self, signal: int = 0) -> None:
-        """As `detach`, for the last thing that a tracing thread does. It is not waited for where it is ending.
+        """Like `detach`, as a tracing thread's last act. Does not wait for a thread that is ending.
 
-        The first process of a pid namespace ends only when all others in it have been collected, and those that are
-        traced can be when their tracer lets go of them or ends. Two tracers that each waited would wait for ever.
+        The first process of a pid namespace ends only when all others in it have been reaped, and traced ones can be
+        reaped only when their tracer detaches or ends. Two tracers waiting for each other would wait forever.
         """
         with contextlib.suppress(ProcessLookupError):
             _ptrace(_DETACH, self.tid, data=signal)
@@ -162,13 +165,14 @@ class TracedThread:
     def wait(self, timeout_s: float) -> Stop | None: ...
 
     def wait(self, timeout_s: float | None = None) -> Stop | None:
-        """Running → stopped (or ended). None where it still runs after ``timeout_s``."""
+        """Running → stopped (or ended). None if it still runs after ``timeout_s``."""
         start = time.monotonic()
         while (found := self._look()) is None:
             waited_s = time.monotonic() - start
             if timeout_s is not None and waited_s >= timeout_s:
                 return None
-            # No wait of the kernel's has a timeout; pauses in proportion cost little, whether stops are rare or many.
+            # The kernel has no wait with a timeout; proportional pauses cost little, whether stops are rare or
+            # frequent.
             time.sleep(min(max(waited_s / 8, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S))
         self.last_stop = found
         return found
@@ -180,10 +184,10 @@ class TracedThread:
                 stat = processes.read_stat(self.tid)
                 if stat is not None and stat.status not in "ZX":
                     return None
-                seen = self._seen()  # it may have ended in between
+                seen = self._seen()  # it may have ended since
         except ChildProcessError:
             return Stop(StopKind.EXITED)
-        if seen is None:  # the end of a main thread is reported after that of all others, and those may be held by us
+        if seen is None:  # a main thread's end is reported after all others', and we may hold those
             return Stop(StopKind.EXITED)
         if seen.si_code != os.CLD_TRAPPED:
             self._collect()
@@ -199,7 +203,7 @@ class TracedThread:
         return os.waitid(os.P_PID, self.tid, os.WSTOPPED | os.WEXITED | os.WNOHANG | os.WNOWAIT | _WALL)
 
     def _collect(self) -> None:
-        """Free a zombie from its tracer. A process that is our own child stays for whoever waits for it."""
+        """Reap a zombie as its tracer. Our own child stays for whoever waits for it."""
         stat = processes.read_stat(self.tid)
         is_our_child = stat is not None and stat.parent_pid == os.getpid() and _is_process(self.tid)
         if not is_our_child:
@@ -225,7 +229,7 @@ class TracedThread:
         _ptrace(_SETREGS, self.tid, data=ctypes.addressof(registers))
 
     def register_set(self, kind: int, size_bytes: int) -> bytes:
-        """A further set of registers (PTRACE_GETREGSET, NT_… of elf.h), of at most ``size_bytes``."""
+        """Another register set (PTRACE_GETREGSET, NT_… of elf.h), of at most ``size_bytes``."""
         content = ctypes.create_string_buffer(size_bytes)
         vector = _Vector(ctypes.addressof(content), size_bytes)
         _ptrace(_GETREGSET, self.tid, kind, ctypes.addressof(vector))
@@ -236,10 +240,10 @@ class TracedThread:
         return int.from_bytes(self._signal_info()[16:24], "little")
 
     def is_stopped_by_fault(self) -> bool:
-        """Whether the stop is for an access to memory that failed, and would be made again without the signal."""
+        """Whether the stop is for a failed memory access, which is repeated if the signal is dropped."""
         if self.last_stop.signal not in (signals.SIGSEGV, signals.SIGBUS):
             return False
-        # the kernel's own codes; SI_KERNEL tells of other errors, negative ones of a process that sent the signal
+        # the kernel's own codes; SI_KERNEL means other errors, negative codes a signal sent by a process
         return 0 < int.from_bytes(self._signal_info()[8:12], "little", signed=True) < _SI_KERNEL
 
     def _signal_info(self) -> bytes:
@@ -248,7 +252,7 @@ class TracedThread:
         return info.raw
 
     def signal_mask(self) -> int:
-        """The blocked signals, bit N - 1 for signal N. In sigsuspend() and the like: those blocked after the call."""
+        """The blocked signals, bit N - 1 for signal N. In sigsuspend() and the like: the mask after the call."""
         mask = ctypes.c_uint64()
         _ptrace(_GETSIGMASK, self.tid, ctypes.sizeof(mask), ctypes.addressof(mask))
         return mask.value
@@ -259,18 +263,18 @@ class TracedThread:
         _ptrace(_SETSIGMASK, self.tid, ctypes.sizeof(value), ctypes.addressof(value))
 
     def suspend_seccomp(self) -> None:
-        """No seccomp filter judges the thread's calls until `resume_seccomp` or the end of the tracing.
+        """Suspend the thread's seccomp filter until `resume_seccomp` or the end of the tracing.
 
-        Raises PermissionError without CAP_SYS_ADMIN, or where the caller has such a filter itself.
+        Raises PermissionError without CAP_SYS_ADMIN, or if the caller has such a filter itself.
         """
         _ptrace(_SETOPTIONS, self.tid, data=_OPTIONS | _O_SUSPEND_SECCOMP)
 
     def resume_seccomp(self) -> None:
-        """The thread's seccomp filter is in force again."""
+        """Put the thread's seccomp filter back into effect."""
         _ptrace(_SETOPTIONS, self.tid, data=_OPTIONS)
 
     def rseq_address(self) -> int:
-        """Where the thread's struct rseq (rseq(2)) lies; 0 for none, and before Linux 5.13, which does not tell."""
+        """Where the thread's struct rseq (rseq(2)) lies; 0 for none, and before Linux 5.13, which cannot tell."""
         found = (ctypes.c_uint64 * 3)()  # struct ptrace_rseq_configuration: the address comes first
         try:
             _ptrace(_GET_RSEQ_CONFIGURATION, self.tid, ctypes.sizeof(found), ctypes.addressof(found))
@@ -286,22 +290,22 @@ class TracedThread:
         return {key: value.strip() for key, _, value in (line.partition(":") for line in text.splitlines())}
 
     def drop_signal(self) -> None:
-        """The signal of this stop is not taken, even if gpucr dies now."""
+        """Drop this stop's signal, even if gpucr dies now."""
         os.waitid(os.P_PID, self.tid, os.WSTOPPED | os.WNOHANG | _WALL)
         self.last_stop = Stop(self.last_stop.kind)
 
     def read_memory(self, address: int, size_bytes: int) -> bytes:
-        """Bytes of the process's memory. Raises OSError (EFAULT) where a part of them cannot be read."""
+        """Bytes of the process's memory. Raises OSError (EFAULT) if part of the range cannot be read."""
         with self._open("mem", os.O_RDONLY) as fd, self._addressing(address):
             found = os.pread(fd, size_bytes, address)
             if not found:
-                raise ProcessLookupError(errno.ESRCH, f"thread {self.tid} ended")  # and its memory is gone
+                raise ProcessLookupError(errno.ESRCH, f"thread {self.tid} ended")  # its memory is gone
             if len(found) < size_bytes:
                 raise OSError(errno.EIO, "only a part of it is there")
         return found
 
     def write_memory(self, address: int, content: bytes) -> None:
-        """Change the process's memory. Raises OSError (EFAULT) where a part of it is not there."""
+        """Change the process's memory. Raises OSError (EFAULT) if part of the range is not mapped."""
         with self._open("mem", os.O_RDWR) as fd, self._addressing(address):
             written_bytes = os.pwrite(fd, content, address)
             if not written_bytes:
@@ -331,13 +335,12 @@ class TracedThread:
 
 
 class HeldThreads:
-    """All threads of some processes but one each, stopped. Running or stopped (SIGSTOP) → held → as before.
+    """Holds all but one thread of each process. Running or stopped (SIGSTOP) → held → as before.
 
-    ``free_threads`` maps each pid to the thread id that goes on; ``also_free`` tells of more in a process. Needs
-    the right to trace the processes (same user and dumpable, or CAP_SYS_PTRACE; Yama's ptrace_scope below 2). A
-    stop by SIGSTOP stays in force for the free threads until somebody sends SIGCONT, which the held ones do not
-    notice. ``deadline`` (time.monotonic): how long one that hangs in the kernel, where nothing stops it, is waited
-    for.
+    ``free_threads`` maps each pid to the thread id that keeps running; ``also_free`` names more in a process. Needs the
+    right to trace the processes (same user and dumpable, or CAP_SYS_PTRACE; Yama's ptrace_scope below 2). A SIGSTOP
+    stays in effect for the free threads until somebody sends SIGCONT, which the held ones do not notice. ``deadline``
+    (time.monotonic): how long to wait for a thread that hangs in the kernel and cannot be stopped.
     """
 
     def __init__(
@@ -355,9 +358,9 @@ class HeldThreads:
         self._tracer: threading.Thread | None = None
 
     def hold(self) -> None:
-        """Stop the threads. Returns when all of them stand still.
+        """Stop the threads. Returns when all have stopped.
 
-        Raises OSError where tracing is refused, TimeoutError where the deadline has passed before.
+        Raises OSError if tracing is refused, TimeoutError if the deadline passes first.
         """
         self._tracer = threading.Thread(target=self._serve, name="ptrace", daemon=True)
         self._tracer.start()
@@ -368,7 +371,7 @@ class HeldThreads:
             raise
 
     def release(self) -> None:
-        """Let all held threads go on. Does nothing where none is held; threads that have ended are passed over."""
+        """Release all held threads. Does nothing if none is held; threads that have ended are skipped."""
         if self._tracer is None:
             return
         self._call(self._detach_all)
@@ -396,7 +399,7 @@ class HeldThreads:
     def _seize_all(self) -> None:
         for pid, free_thread in self._free_threads.items():
             seen = {free_thread, *self._also_free(pid)}
-            # A thread that is not held yet can start another one: look again until there is none that is new.
+            # A thread that is not held yet can start another one: repeat until there is no new one.
             while new := [tid for tid in processes.threads(pid) if tid not in seen]:
                 seen.update(new)
                 for tid in new:
@@ -407,13 +410,13 @@ class HeldThreads:
             try:
                 thread = TracedThread.seize(tid, seconds_left(self._deadline))
             except PermissionError:
-                # The kernel's answer for a thread that is ending or a zombie, too, as a main thread can be for long.
+                # Also the kernel's answer for an ending thread or a zombie, which a main thread can be for long.
                 stat = processes.read_stat(tid)
                 if stat is None or stat.status in "ZX":
                     return
                 raise
             self._held.append(thread)
-            if _MACHINE == "x86_64":  # elsewhere the registers are told in another way; it is held all the same
+            if _MACHINE == "x86_64":  # other machines have another call for registers; hold it anyway
                 thread.set_registers(with_call_number(thread.registers(), thread.read_memory).with_whole_timeout())
 
     def _detach_all(self) -> None:
@@ -423,7 +426,7 @@ class HeldThreads:
 
 
 def seconds_left(deadline: float | None) -> float | None:
-    """Until this time.monotonic(); None: without limit."""
+    """A time.monotonic() value; None: no limit."""
     return None if deadline is None else max(deadline - time.monotonic(), 0.0)
 
 

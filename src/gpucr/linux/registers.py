@@ -19,7 +19,7 @@ class Registers(ctypes.Structure):
     """struct user_regs_struct (arch/x86/include/asm/user_64.h); unsigned numbers.
 
     In a thread that was stopped inside a system call, ``orig_rax`` is the call's number, and ``rax`` may be one of the
-    kernel's own -ERESTART... codes: what it makes of them depends on the signals that come next.
+    kernel's own -ERESTART... codes: what becomes of them depends on the next signals.
     """
 
     r15: int
@@ -55,34 +55,34 @@ class Registers(ctypes.Structure):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Registers) and bytes(self) == bytes(other)
 
-    __hash__ = None  # type: ignore[assignment]  # it can change
+    __hash__ = None  # type: ignore[assignment]  # mutable
 
     def __repr__(self) -> str:
         return f"Registers({', '.join(f'{name}={getattr(self, name):#x}' for name in _NAMES)})"
 
     def copy(self) -> Registers:
-        """Registers of the same content."""
+        """A copy."""
         return Registers.from_buffer_copy(self)
 
     @property
     def result(self) -> int:
-        """At a call's exit: what it returned, negative for an error."""
+        """At a call's exit: its result, negative for an error."""
         return self.rax - _WORD if self.rax >> 63 else self.rax
 
     @property
     def is_in_interrupted_call(self) -> bool:
-        """Whether the thread was stopped inside a system call that the kernel may make again."""
+        """Whether the thread was stopped inside a system call that the kernel may restart."""
         return self.orig_rax >> 63 == 0 and -self.result in _RESTARTED
 
     def with_whole_timeout(self) -> Registers:
-        """An interrupted call that would wait for the rest of its timeout is to be made anew, with the whole of it."""
+        """Make an interrupted call that would wait for the rest of its timeout start over with all of it."""
         changed = self.copy()
         if self.is_in_interrupted_call and -self.result == _ERESTART_RESTARTBLOCK:
             changed.rax = _WORD - _ERESTARTNOHAND
         return changed
 
     def about_to_call(self) -> Registers:
-        """Outside the kernel, an interrupted call still to be made: what sigreturn, too, can bring about."""
+        """Outside the kernel, about to make the interrupted call again: a state that sigreturn can produce."""
         changed = self.copy()
         if self.is_in_interrupted_call:
             changed.rip = self.rip - _SYSCALL_INSTRUCTION_BYTES
@@ -91,7 +91,7 @@ class Registers(ctypes.Structure):
         return changed
 
     def for_call(self, instruction: int, stack_pointer: int, number: int, arguments: tuple[int, ...]) -> Registers:
-        """About to make another system call with the instruction there, and never to make an interrupted one again."""
+        """About to make another system call with the instruction there, and not to restart an interrupted one."""
         changed = self.copy()
         changed.rip, changed.rsp = instruction, stack_pointer
         changed.rax, changed.orig_rax = number, _NO_CALL

@@ -1,6 +1,6 @@
-"""On which CPUs a thread may run, and its I/O priority: what the kernel keeps per thread, and CRIU does not.
+"""A thread's CPU affinity and I/O priority: kept per thread by the kernel, but not saved by CRIU.
 
-Lists of CPUs are written as the kernel writes them: ``0-3,8`` (cpuset(7), Formats).
+CPU lists use the kernel's format: ``0-3,8`` (cpuset(7), Formats).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from gpucr.linux import cgroups, libc
 
 CPU_LIMIT = 8192
-"""CONFIG_NR_CPUS of x86-64 goes up to this."""
+"""The maximum CONFIG_NR_CPUS of x86-64."""
 IO_PRIORITY_LIMIT = 1 << 16
 
 _ONLINE = Path("/sys/devices/system/cpu/online")
@@ -27,7 +27,7 @@ _syscall = libc.function("syscall", *(ctypes.c_long,) * 4, result=ctypes.c_long)
 
 
 def cpus_in(text: str) -> frozenset[int]:
-    """The CPUs of a list. Raises ValueError for what is no list, an empty one, or a number from 8192 on."""
+    """The CPUs of a list. Raises ValueError if it is malformed, empty, or has a number of 8192 or more."""
     if not _CPU_LIST.fullmatch(text):
         raise ValueError(f"{text[:80]!r} is not a list of CPUs")
     cpus: set[int] = set()
@@ -52,9 +52,9 @@ def cpu_list(cpus: Iterable[int]) -> str:
 
 
 def usable_cpus(pid: int) -> frozenset[int]:
-    """The CPUs that a process gets if it asks for all: those that are online and that its cgroup has (cpuset).
+    """The CPUs that a process gets if it asks for all: online and in its cgroup's cpuset.
 
-    Raises OSError where the kernel does not say.
+    Raises OSError if the kernel does not report them.
     """
     online = cpus_in(_ONLINE.read_text().strip())
     assigned = cgroups.assigned_cpus(pid)
@@ -62,17 +62,17 @@ def usable_cpus(pid: int) -> frozenset[int]:
 
 
 def allow_all_cpus(tid: int) -> None:
-    """Let a thread run wherever its cgroup lets it. Raises OSError."""
+    """Let a thread run on every CPU that its cgroup allows. Raises OSError."""
     os.sched_setaffinity(tid, range(CPU_LIMIT))
 
 
 def io_priority(tid: int) -> int:
     """The I/O priority of a thread (ioprio_get(2)): class and level in 16 bits, 0: none was set. Raises OSError."""
     value = libc.check(_syscall(_IOPRIO_GET, _IOPRIO_WHO_PROCESS, tid, 0), "ioprio_get", f"thread {tid}")
-    # Before Linux 5.18 a thread without one had a level in no class, which ioprio_set(2) does not take.
+    # Before Linux 5.18 a thread without one had a level but no class, which ioprio_set(2) refuses.
     return value if value >> _IOPRIO_CLASS_SHIFT else 0
 
 
 def set_io_priority(tid: int, value: int) -> None:
-    """Set the I/O priority of a thread; 0 takes it away. Raises OSError."""
+    """Set the I/O priority of a thread; 0 removes it. Raises OSError."""
     libc.check(_syscall(_IOPRIO_SET, _IOPRIO_WHO_PROCESS, tid, value), "ioprio_set", f"thread {tid}")

@@ -1,6 +1,6 @@
 """A system call filter that hides io_uring, which CRIU cannot dump (seccomp(2)).
 
-A library that is answered ENOSYS takes the machine for one without io_uring and works with epoll or threads instead.
+A library that gets ENOSYS assumes a kernel without io_uring and uses epoll or threads instead.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from gpucr.linux import libc
 
-_IO_URING_SETUP, _IO_URING_REGISTER = 425, 427  # with io_uring_enter between them: uapi/asm-generic/unistd.h
+_IO_URING_SETUP, _IO_URING_REGISTER = 425, 427  # io_uring_enter is between them: uapi/asm-generic/unistd.h
 _X32_BIT = 0x40000000  # set in the numbers of x32 calls, uapi/asm/unistd.h
 _AUDIT_ARCH_X86_64 = 0xC000003E  # uapi/linux/audit.h
 
@@ -32,21 +32,21 @@ class _Program(ctypes.Structure):
 
 
 def can_refuse_io_uring() -> bool:
-    """Whether `refuse_io_uring` is open to this process: CAP_SYS_ADMIN, or no_new_privs is set already.
+    """Whether this process may call `refuse_io_uring`: it has CAP_SYS_ADMIN, or no_new_privs is already set.
 
-    The kernel wants one of them, so that a filter cannot mislead a setuid program. Setting no_new_privs for it is not
-    an option: no setuid program (sudo, ping) would work in the job any more.
+    The kernel requires one of them, so that a filter cannot mislead a setuid program. Setting no_new_privs is not an
+    option: setuid programs (sudo, ping) would no longer work in the job.
     """
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
     return bool(int(fields["CapEff"], 16) >> _CAP_SYS_ADMIN & 1) or fields["NoNewPrivs"].strip() == "1"
 
 
 def refuse_io_uring() -> None:
-    """Answer ENOSYS to io_uring_setup, -enter and -register, in this thread and in all that it starts from now on.
+    """Make io_uring_setup, -enter and -register fail with ENOSYS in this thread and in all that it starts from now on.
 
-    It cannot be taken back, and execve keeps it. To be called between fork and exec, or in a process with one thread.
-    Calls of 32-bit and x32 programs, which have no CUDA, are let through. Raises OSError (EACCES: see
-    `can_refuse_io_uring`; EINVAL: a kernel without CONFIG_SECCOMP_FILTER).
+    Irreversible, and kept across execve. Call it between fork and exec, or in a process with one thread. Calls of
+    32-bit and x32 programs, which have no CUDA, are allowed. Raises OSError (EACCES: see `can_refuse_io_uring`; EINVAL:
+    a kernel without CONFIG_SECCOMP_FILTER).
     """
     instructions = b"".join(
         [
@@ -65,5 +65,5 @@ def refuse_io_uring() -> None:
 
 
 def _instruction(code: int, operand: int, *, if_true: int = 0, if_false: int = 0) -> bytes:
-    """struct sock_filter. The jumps skip so many instructions."""
+    """struct sock_filter. The jumps count instructions to skip."""
     return struct.pack("=HBBI", code, if_true, if_false, operand)

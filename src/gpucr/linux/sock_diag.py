@@ -1,7 +1,7 @@
-"""TCP sockets of this network namespace, asked of and destroyed by the kernel (sock_diag(7)).
+"""List and destroy TCP sockets of this network namespace (sock_diag(7)).
 
-What /proc/net/tcp shows as well, and one thing that it cannot do: end a connection that nobody holds any more, which
-keeps its port for a minute (TIME_WAIT).
+Unlike /proc/net/tcp, this can also end a connection that nobody holds any more and that would keep its port for a
+minute (TIME_WAIT).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _ALL_STATES = (1 << 32) - 1
 
 
 class TcpState(enum.IntEnum):
-    """The states of include/net/tcp_states.h that gpucr tells apart."""
+    """The states of include/net/tcp_states.h that gpucr distinguishes."""
 
     ESTABLISHED = 1
     SYN_SENT = 2
@@ -58,7 +58,7 @@ _PEER_HAS_CLOSED = (TcpState.CLOSE_WAIT, TcpState.LAST_ACK, TcpState.CLOSING)
 
 
 class TcpSocket(Struct, frozen=True):
-    """One TCP socket. ``inode`` is 0 where no process has it open; ``key`` is how the kernel names it."""
+    """One TCP socket. ``inode`` is 0 if no process has it open; ``key`` is the kernel's identifier."""
 
     family: int
     state: int
@@ -69,17 +69,17 @@ class TcpSocket(Struct, frozen=True):
 
     @property
     def is_listening(self) -> bool:
-        """Whether it takes connections."""
+        """Whether it accepts connections."""
         return self.state == TcpState.LISTEN
 
     @property
     def is_connection(self) -> bool:
-        """Whether it has another end."""
+        """Whether it has a peer."""
         return self.state not in _NO_CONNECTION and self.remote.port != 0
 
     @property
     def is_left_over(self) -> bool:
-        """Whether it is what the kernel keeps of a connection that its process has closed."""
+        """Whether it is the remainder of a connection that its process has closed."""
         return self.state == TcpState.TIME_WAIT or (self.inode == 0 and self.state not in _NO_CONNECTION)
 
     @property
@@ -96,9 +96,9 @@ def tcp_sockets() -> tuple[TcpSocket, ...]:
 
 
 def destroy(left_over: Iterable[TcpSocket]) -> None:
-    """End these sockets, which were listed by `tcp_sockets`. Those that have ended are passed over.
+    """End these sockets, which were listed by `tcp_sockets`. Those that have ended are skipped.
 
-    Needs CAP_NET_ADMIN and CONFIG_INET_DIAG_DESTROY; OSError (EPERM, EOPNOTSUPP) where one of the two is missing.
+    Needs CAP_NET_ADMIN and CONFIG_INET_DIAG_DESTROY; OSError (EPERM, EOPNOTSUPP) if one of the two is missing.
     """
     with _open() as diag:
         for each in left_over:
@@ -124,10 +124,10 @@ def inodes_of(pids: Iterable[int]) -> Iterator[int]:
 
 
 def outside_connections(sockets: Collection[TcpSocket]) -> tuple[TcpSocket, ...]:
-    """Those of a job's sockets that have their other end outside the job.
+    """A job's sockets whose peer is outside the job.
 
-    Where the other end was on this machine too and has been closed, nobody is there who could notice anything: such a
-    connection counts as the job's own.
+    If the peer was on this machine and has been closed, nobody can notice anything: such a connection counts as
+    internal.
     """
     ends = {each.connection for each in sockets}
     return tuple(
@@ -140,7 +140,7 @@ def outside_connections(sockets: Collection[TcpSocket]) -> tuple[TcpSocket, ...]
 
 
 def in_the_way(sockets: Iterable[TcpSocket], endpoints: Collection[Endpoint]) -> tuple[TcpSocket, ...]:
-    """Those of the sockets that have a port at which something is to be bound."""
+    """The sockets that occupy a port to which something is to be bound."""
     wanted: dict[int, list[Endpoint]] = {}
     for each in endpoints:
         wanted.setdefault(each.port, []).append(each)
@@ -159,7 +159,7 @@ def is_local_address(address: str) -> bool:
 
 
 def overlap(one: Endpoint, other: Endpoint) -> bool:
-    """Whether two sockets that are bound to these can be in each other's way."""
+    """Whether sockets bound to these two addresses can conflict."""
     if one.port != other.port:
         return False
     addresses = ipaddress.ip_address(one.address), ipaddress.ip_address(other.address)
@@ -167,7 +167,7 @@ def overlap(one: Endpoint, other: Endpoint) -> bool:
 
 
 def endpoint(raw_address: bytes, port: int) -> Endpoint:
-    """From an address of 4 or 16 bytes in network order. An IPv4 address in IPv6 clothes is shown as what it is."""
+    """From an address of 4 or 16 bytes in network order. An IPv4-mapped IPv6 address is shown as IPv4."""
     address = ipaddress.ip_address(raw_address)
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
     return Endpoint(str(mapped or address), port)
@@ -189,7 +189,7 @@ def _dump(diag: socket.socket, family: int) -> Iterator[TcpSocket]:
 
 
 def _answers(diag: socket.socket) -> Iterator[bytes]:
-    """The bodies of the messages that answer one request. Raises the OSError that an error message stands for."""
+    """The bodies of the messages that answer one request. Raises OSError for an error message."""
     while True:
         packet = diag.recv(_RECEIVE_BYTES)
         while packet:

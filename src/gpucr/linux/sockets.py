@@ -14,11 +14,11 @@ _SOCKET = re.compile(r"^socket:\[(\d+)\]$")
 
 
 def bound_socket_paths(pids: Iterable[int], *, is_sandboxed: bool = False) -> tuple[Path, ...]:
-    """The absolute paths to which local sockets of these processes are bound, as this process sees them.
+    """The absolute paths to which local sockets of these processes are bound, as seen by this process.
 
-    Processes with another root or mount namespace are left out: their paths mean something else here. Not so where
-    ``is_sandboxed``: in the mount namespace of a sandbox of gpucr's files have the names that they have here. Reads
-    ``/proc/PID/net/unix`` (proc_pid_net(5)); a process that has ended is passed over.
+    Processes with another root or mount namespace are left out: their paths mean something else here. Not if
+    ``is_sandboxed``: in a gpucr sandbox, paths are the same as here. Reads ``/proc/PID/net/unix`` (proc_pid_net(5)); a
+    process that has ended is skipped.
     """
     found: set[Path] = set()
     for pid in pids:
@@ -31,7 +31,7 @@ def bound_socket_paths(pids: Iterable[int], *, is_sandboxed: bool = False) -> tu
 
 
 def abstract_names(pid: int) -> tuple[str, ...]:
-    """The names of the process's local sockets that are in no file system, each with an ``@`` in front."""
+    """The names of the process's abstract local sockets, each with a leading ``@``."""
     inodes = {match[1] for file in open_files(pid) if (match := _SOCKET.match(file.target))}
     return tuple(name for name in _names(pid, inodes) if name.startswith("@"))
 

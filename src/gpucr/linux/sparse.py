@@ -1,4 +1,4 @@
-"""Files with holes: what of them there is to copy."""
+"""Sparse files: the parts that hold data."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from collections.abc import Iterator
 
 
 def data_ranges(fd: int, size_bytes: int) -> Iterator[tuple[int, int]]:
-    """The parts of a file's first ``size_bytes`` that are no holes, each as begin and end, in ascending order.
+    """The parts of a file's first ``size_bytes`` that are not holes, each as begin and end, in ascending order.
 
-    Moves the position of ``fd``. A file system that knows no holes has one part (lseek(2), SEEK_DATA). Raises OSError.
+    Moves the position of ``fd``. A file system without hole support reports one part (lseek(2), SEEK_DATA). Raises
+    OSError.
     """
     end = 0
     while end < size_bytes:

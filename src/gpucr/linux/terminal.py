@@ -10,15 +10,15 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def foreground_kept() -> Iterator[None]:
-    """Leave the terminal's foreground to the process group that had it, whatever the body does to it.
+    """Restore the terminal's foreground process group after the body, which may change it.
 
     A process of another group that reads from the terminal is stopped (SIGTTIN) or gets EIO, see termios(3), "job
-    control"; whoever gave the terminal away for the body would find that out at its next read. Without a controlling
-    terminal nothing happens.
+    control"; without this the former foreground group would notice at its next read. Does nothing without a controlling
+    terminal.
     """
     try:
         terminal = os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC)
-    except OSError:  # ENXIO: there is none
+    except OSError:  # ENXIO: no controlling terminal
         yield
         return
     try:
@@ -32,7 +32,7 @@ def foreground_kept() -> Iterator[None]:
 
 
 def _give(terminal: int, group: int) -> None:
-    # Who sets the foreground from the background is sent SIGTTOU, unless it has that blocked.
+    # Setting the foreground group from the background raises SIGTTOU, unless that is blocked.
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTTOU})
     try:
         with contextlib.suppress(OSError):  # the group has ended meanwhile, or the terminal was hung up

@@ -1,4 +1,4 @@
-"""Whether this process may trace another one, and what forbids it (ptrace(2), "Ptrace access mode checking")."""
+"""Whether this process may trace another one, and what prevents it (ptrace(2), "Ptrace access mode checking")."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def yama_scope() -> int | None:
 
 
 def takes_a_grant() -> bool:
-    """Whether the processes of this user that it has not started can be traced with their leave (PR_SET_PTRACER)."""
+    """Whether the user's processes that are not its children can be traced if they allow it (PR_SET_PTRACER)."""
     return yama_scope() == _ANCESTORS_ONLY and not capabilities.own().has("SYS_PTRACE")
 
 
 def is_allowed(pid: int) -> bool:
-    """Whether this process may trace that one now. One that has ended hinders nobody."""
+    """Whether this process may trace that one now. True for one that has ended."""
     try:
-        os.close(os.open(PROC / str(pid) / "mem", os.O_RDONLY | os.O_CLOEXEC))  # asks for what an attach asks for
+        os.close(os.open(PROC / str(pid) / "mem", os.O_RDONLY | os.O_CLOEXEC))  # needs the same access as an attach
     except PermissionError:
         return False
     except OSError:
@@ -37,7 +37,7 @@ def is_allowed(pid: int) -> bool:
 
 
 def limits() -> str:
-    """What of this machine keeps processes from tracing others, for a message; empty: nothing that is known."""
+    """What on this machine keeps processes from tracing others, for a message; empty if nothing known does."""
     found = []
     scope = yama_scope()
     if scope is not None and (scope >= 3 or (scope > 0 and not capabilities.own().has("SYS_PTRACE"))):

@@ -1,11 +1,11 @@
-"""Open what a path names without being led elsewhere by a user who can change one of its folders.
+"""Open a path without being redirected by a user who can change one of its folders.
 
-gpucr is root and works on paths that others have a hand in: the folders of a job's sockets, its files, a snapshot below
-somebody's home. A name is *fixed* where only root, the running user or the owner of ``/`` can make it mean something
-else. Symbolic links are followed as long as every name so far is fixed: a ``/home`` that root has moved is no danger.
-From the first name on that another user can change, none is (OSError ELOOP), and ``..`` neither. Every name is looked
-up below the descriptor of its folder, one at a time, so nothing can change between the look and the use. openat2(2) has
-no flag for this rule, and some sandboxes do not have openat2.
+gpucr runs as root and works on paths that others influence: the folders of a job's sockets, its files, a snapshot below
+somebody's home. A name is *fixed* if only root, the running user or the owner of ``/`` can make it mean something else.
+Symbolic links are followed while every name so far is fixed: a ``/home`` that root has moved is no danger. From the
+first name that another user can change, neither links (OSError ELOOP) nor ``..`` are followed. Names are looked up one
+at a time below the descriptor of their folder, so nothing can change between check and use. openat2(2) has no flag for
+this rule, and some sandboxes do not have openat2.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Iterator
 
 _LOOK = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_LINKS_LIMIT = 40  # the kernel's own (path_resolution(7))
+_LINKS_LIMIT = 40  # the kernel's limit (path_resolution(7))
 
 PathLike = str | os.PathLike[str]
 
@@ -39,10 +39,10 @@ def opened_folder(path: PathLike) -> Iterator[int]:
 
 
 def open_file(path: PathLike, flags: int, mode: int = 0o600) -> int:
-    """As open(2), where the path does not lead through a name that another user can change. Raises OSError.
+    """Like open(2), but refuses a path through a name that another user can change. Raises OSError.
 
-    The last name, too, is followed as a link only where it is fixed. A file that is made has exactly ``mode``, whatever
-    the umask.
+    The last name, too, is followed as a link only if it is fixed. A new file gets exactly ``mode``, regardless of the
+    umask.
     """
     walk = _Walk(path)
     try:
@@ -57,21 +57,21 @@ def open_file(path: PathLike, flags: int, mode: int = 0o600) -> int:
 def require_ours(path: PathLike, *, is_sticky_enough: bool = False) -> None:
     """Raise PermissionError unless every name on the way is fixed and nobody else can write to what it names.
 
-    What is executed, and what is believed, lies there. Names that are missing at the end, or a file in their place, are
-    no objection: `make_private` looks again. ``is_sticky_enough``: others may write to the folder that it names where
-    they cannot replace what is the running user's in it (/tmp). Raises OSError where the path cannot be looked at.
+    For folders of what is executed or trusted. Missing names at the end, or a file in their place, are accepted:
+    `make_private` checks again. ``is_sticky_enough``: others may write to the last folder if they cannot replace the
+    running user's files in it (/tmp). Raises OSError if the path cannot be looked at.
     """
     walk = _Walk(path)
     try:
         walk.to_the_end(only_fixed=True, is_sticky_enough=is_sticky_enough)
-    except (FileNotFoundError, NotADirectoryError):  # whoever uses the path says what is in its way
+    except (FileNotFoundError, NotADirectoryError):  # the user of the path reports it
         return
     finally:
         walk.close()
 
 
 def require_all_ours(folder: PathLike) -> None:
-    """`require_ours` for a folder and everything directly in it, without going the whole way for each name."""
+    """`require_ours` for a folder and everything directly in it, without walking the whole path for each name."""
     require_ours(folder)
     trusted = _trusted_uids()
     with opened_folder(folder) as fd, os.scandir(fd) as entries:
@@ -79,18 +79,17 @@ def require_all_ours(folder: PathLike) -> None:
             status = entry.stat(follow_symlinks=False)
             if stat.S_ISLNK(status.st_mode):
                 target = os.readlink(entry.name, dir_fd=fd)
-                is_ours = "/" not in target and target not in (".", "..")  # another name in this folder
+                is_ours = "/" not in target and target not in (".", "..")  # a link to another name in this folder
             else:
                 is_ours = status.st_uid in trusted and not _is_shared(status)
             if not is_ours:
-                require_ours(os.path.join(folder, entry.name))  # goes the way of a link, or says what is wrong
+                require_ours(os.path.join(folder, entry.name))  # follows a link, or raises
 
 
 def make_private(path: PathLike) -> None:
-    """Make a folder, and those above it that are missing, for the running user alone (0700, whatever the umask).
+    """Make a folder, and missing parents, for the running user alone (0700, regardless of the umask).
 
-    Folders that are there stay as they are. Raises PermissionError where another user can change one on the way, and
-    OSError.
+    Existing folders stay as they are. Raises PermissionError if another user can change one on the way, and OSError.
     """
     walk = _Walk(path)
     try:
@@ -100,7 +99,7 @@ def make_private(path: PathLike) -> None:
 
 
 def make_folder_for(path: PathLike, *, mode: int, uid: int, gid: int) -> None:
-    """Make a folder that somebody else will own, in one that may be somebody else's already. Raises OSError."""
+    """Make a folder that another user will own, below one that may already be another user's. Raises OSError."""
     walk = _Walk(path)
     try:
         walk.to_the_end()
@@ -116,7 +115,7 @@ def make_folder_in(folder: int, name: str, *, mode: int, uid: int, gid: int) -> 
     os.mkdir(name, 0o700, dir_fd=folder)
     fd = os.open(name, _FOLDER, dir_fd=folder)
     try:
-        # Who owns the folder above may have put another one there meanwhile. An empty one he could have made.
+        # The parent's owner may have put another folder there meanwhile. An empty one he could have made himself.
         if os.fstat(fd).st_uid != os.geteuid() or os.listdir(fd):
             raise OSError(errno.ESTALE, "another folder was put there meanwhile")
         os.fchown(fd, uid, gid)
@@ -126,7 +125,7 @@ def make_folder_in(folder: int, name: str, *, mode: int, uid: int, gid: int) -> 
 
 
 def remove_empty_folder(path: PathLike) -> None:
-    """As rmdir(2). Raises OSError."""
+    """Like rmdir(2). Raises OSError."""
     walk = _Walk(path)
     try:
         walk.to_the_end()
@@ -136,7 +135,7 @@ def remove_empty_folder(path: PathLike) -> None:
 
 
 class _Walk:
-    """On the way along a path. ``folder`` is the descriptor of the folder in which ``name`` is to be looked up."""
+    """A walk along a path. ``folder`` is the descriptor of the folder in which ``name`` is looked up next."""
 
     def __init__(self, path: PathLike) -> None:
         text = os.fspath(path)
@@ -149,14 +148,14 @@ class _Walk:
         self.name = "."
 
     def close(self) -> None:
-        """Let go of the folder."""
+        """Close the folder."""
         os.close(self.folder)
 
     def to_the_end(self, *, only_fixed: bool = False, is_sticky_enough: bool = False, make: bool = False) -> None:
-        """Until ``name`` is the last one, and no link that could be followed; it may be missing.
+        """Walk until ``name`` is the last one, and not a link that could be followed; it may be missing.
 
-        ``only_fixed``: all of it must be fixed, and others must not be able to write to the last one; in a folder that
-        is there, what is missing must be safe to make. ``make``: missing folders are made, the last one too.
+        ``only_fixed``: every name must be fixed, and others must not be able to write to the last one; what is missing
+        must be safe to make. ``make``: make missing folders, including the last one.
         """
         while self._names:
             self.name = self._names.pop()
@@ -202,11 +201,11 @@ class _Walk:
         self._require_room_of_ours(os.fstat(self.folder))
         with contextlib.suppress(FileExistsError):
             os.mkdir(self.name, 0o700, dir_fd=self.folder)
-            os.chmod(self.name, 0o700, dir_fd=self.folder)  # a umask may have taken bits away; the name is fixed
+            os.chmod(self.name, 0o700, dir_fd=self.folder)  # the umask may have removed bits; the name is fixed
         return os.open(self.name, _LOOK, dir_fd=self.folder)
 
     def _require_room_of_ours(self, folder: os.stat_result) -> None:
-        """What the running user makes in this folder must stay what it is."""
+        """Require that nobody can replace what the running user makes in this folder."""
         if folder.st_uid not in self._trusted or (_is_shared(folder) and not folder.st_mode & stat.S_ISVTX):
             raise self._not_ours(folder, folder)
 
@@ -225,7 +224,7 @@ class _Walk:
         self.folder, self._is_fixed = folder, is_fixed
 
     def _fixes(self, folder: os.stat_result, entry: os.stat_result) -> bool:
-        """Whether nobody else can put something else in the place of the entry."""
+        """Whether nobody else can replace the entry."""
         if folder.st_uid not in self._trusted:
             return False
         return not _is_shared(folder) or (bool(folder.st_mode & stat.S_ISVTX) and entry.st_uid in self._trusted)
@@ -249,7 +248,7 @@ def _open_below(folder: int, name: str, flags: int, mode: int) -> int:
         except FileExistsError:
             if flags & os.O_EXCL:
                 raise
-            with contextlib.suppress(FileNotFoundError):  # removed at this very moment
+            with contextlib.suppress(FileNotFoundError):  # just removed
                 return os.open(name, flags & ~os.O_CREAT, dir_fd=folder)
         else:
             os.fchmod(fd, mode)
@@ -257,7 +256,7 @@ def _open_below(folder: int, name: str, flags: int, mode: int) -> int:
 
 
 def _is_shared(status: os.stat_result) -> bool:
-    """Whether others can write to it. A group that is root's or the running user's own is nobody else."""
+    """Whether others can write to it. Root's group and the running user's own do not count."""
     if stat.S_ISLNK(status.st_mode):
         return False
     by_group = status.st_mode & stat.S_IWGRP and status.st_gid not in (0, os.getegid())

@@ -1,4 +1,4 @@
-"""Files of systemd units that gpucr writes: made, checked, removed, with a mark that tells them from others."""
+"""Write, check and remove gpucr's systemd unit files. A mark distinguishes them from others."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from gpucr.linux import durable, trusted_paths
 
 UNITS_FOLDER = Path("/etc/systemd/system")
 RUNNING = Path("/run/systemd/system")
-"""It is there where systemd runs (sd_booted(3))."""
+"""Exists if systemd runs (sd_booted(3))."""
 _LIMIT_S = 120.0
 
 What = Literal["made", "changed", "removed", "unchanged"]
 
 
 class UnitFile(Struct, frozen=True):
-    """A file of a unit, and what was done with it."""
+    """A unit file, and what was done with it."""
 
     path: Path
     what: What
 
 
 def write_all(folder: Path, units: Mapping[str, str], mark: str, runs: Sequence[Path]) -> list[UnitFile]:
-    """Write units by name, and have systemd look at them. ``runs``: what they start as root.
+    """Write units by name, and let systemd check them. ``runs``: the programs that they start as root.
 
-    Needs root. Raises NotPermitted, InvalidRequest for a file of somebody else in their place, Unsupported where others
-    than root can change what would run as root, BrokenInstall where systemd finds fault with a unit.
+    Needs root. Raises NotPermitted, InvalidRequest if a file that is not gpucr's is in their place, Unsupported if
+    others than root can change what would run as root, BrokenInstall if systemd rejects a unit.
     """
     require_root()
     for path in runs:
@@ -48,16 +48,16 @@ def write_all(folder: Path, units: Mapping[str, str], mark: str, runs: Sequence[
 
 
 def is_live(folder: Path) -> bool:
-    """Whether systemd runs, and reads this folder."""
+    """Whether systemd runs and reads this folder."""
     return RUNNING.exists() and folder == UNITS_FOLDER
 
 
 def verify(paths: Sequence[Path]) -> bool:
-    """Have systemd-analyze read the units. False where it is not there. Raises BrokenInstall with what it says."""
+    """Have systemd-analyze read the units. False if it is not installed. Raises BrokenInstall with its message."""
     program = shutil.which("systemd-analyze")
     if program is None:
         return False
-    # Units that these refer to and the machine lacks (a driver's service) are no fault of theirs.
+    # A missing unit that these refer to (a driver's service) is not an error.
     done = subprocess.run(
         [program, "verify", "--recursive-errors=no", "--man=no", *map(str, paths)],
         stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_LIMIT_S, check=False,
@@ -71,7 +71,7 @@ def verify(paths: Sequence[Path]) -> bool:
 
 
 def write(path: Path, text: str) -> UnitFile:
-    """Make it, or bring it up to date. Raises InvalidRequest."""
+    """Create or update it. Raises InvalidRequest."""
     before: str | None = None
     with contextlib.suppress(FileNotFoundError):
         before = path.read_text()
@@ -91,7 +91,7 @@ def require_root() -> None:
 
 
 def require_no_others(path: Path, mark: str) -> None:
-    """Raise InvalidRequest where this is a file without the mark of those that gpucr makes."""
+    """Raise InvalidRequest if this file lacks gpucr's mark."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         if path.is_symlink() or not path.read_text(errors="replace").startswith(mark):
             raise InvalidRequest(
@@ -100,7 +100,7 @@ def require_no_others(path: Path, mark: str) -> None:
 
 
 def require_ours(path: Path) -> None:
-    """Raise Unsupported where others could change what systemd would run as root."""
+    """Raise Unsupported if others could change what systemd will run as root."""
     try:
         trusted_paths.require_ours(path)
     except PermissionError as e:
@@ -124,6 +124,6 @@ def systemctl(*arguments: str) -> None:
 
 
 def quoted(word: str) -> str:
-    """As systemd.syntax(7) wants a word that may have spaces; ``%`` begins a specifier there, ``$`` a variable."""
+    """Quote a word for systemd.syntax(7); ``%`` begins a specifier there, ``$`` a variable."""
     escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$")
     return escaped if escaped == word and " " not in word else f'"{escaped}"'

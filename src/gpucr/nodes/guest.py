@@ -1,4 +1,4 @@
-"""The meeting as every node but the first sees it."""
+"""The meeting from the side of every node but the first."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ class Guest(Meeting):
             raise lost(0) from e
         channel.limit(None)
         threading.Thread(target=self._listen, args=(channel,), name="nodes-host", daemon=True).start()
-        # Node 0 gives up, too, a little later; it knows who is missing.
+        # Node 0 gives up too, a little later; it knows who is missing.
         self._wait(lambda: self._welcome is not None, deadline + _ATTEMPT_S, self._not_welcomed)
-        assert self._welcome is not None  # noqa: S101 - what was waited for
+        assert self._welcome is not None  # noqa: S101 - the awaited message
         return self._welcome.set_id
 
     def say(self, step: Step, value: str = "") -> None:
-        """Tell node 0 that this node has got here, and what came of it. Raises NodeFailed."""
+        """Tell node 0 that this node has reached the step, with its result. Raises NodeFailed."""
         assert self._channel is not None  # noqa: S101 - it has arrived
         try:
             self._channel.send(Here(step, value))
@@ -53,7 +53,7 @@ class Guest(Meeting):
             raise self.error or lost(0) from e
 
     def wait(self, step: Step, deadline: float) -> None:
-        """Wait until node 0 says that it is so. Raises NodeFailed, DeadlineExceeded."""
+        """Wait until node 0 confirms it. Raises NodeFailed, DeadlineExceeded."""
         self._wait(lambda: step in self._heard, deadline, lambda: too_late(step, "node 0"))
 
     def together(self, step: Step, deadline: float) -> None:
@@ -72,7 +72,7 @@ class Guest(Meeting):
             self._channel.close()
 
     def _connected(self, deadline: float) -> Channel:
-        """A connection to node 0, which may not be there yet."""
+        """A connection to node 0, which may not be listening yet."""
         while True:
             if self.cancellation.is_cancelled:
                 raise KeyboardInterrupt(self.cancellation.reason)

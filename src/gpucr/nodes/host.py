@@ -1,4 +1,4 @@
-"""The meeting as node 0 holds it: it lets the others in, and tells all when all have got somewhere."""
+"""The meeting from node 0's side: it admits the others, and tells all when all have reached a step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _STEPS = ("frozen", "saved", "ready")
 
 
 class Host(Meeting):
-    """See `Meeting`. ``hello``: what every guest has to say, but for its number."""
+    """See `Meeting`. ``hello``: what every guest must send, except its number."""
 
     def __init__(self, rendezvous: Rendezvous, hello: Hello, cancel: Cancellation | None) -> None:
         super().__init__(rendezvous, cancel)
@@ -46,7 +46,7 @@ class Host(Meeting):
         return set_id
 
     def gather(self, step: Step, value: str, deadline: float) -> tuple[str, ...]:
-        """Wait until all nodes have got here, and return what came of it, by node. Raises as `together`."""
+        """Wait until all nodes have reached the step, and return their results, by node. Raises as `together`."""
         here = self._here[step]
         with self._changed:
             here[0] = value
@@ -55,8 +55,8 @@ class Host(Meeting):
         return tuple(here[node] for node in range(count))
 
     def announce(self, step: Step) -> None:
-        """Tell all guests that it is so. One that cannot be told learns it from the store."""
-        if step in LAST_STEPS:  # before anybody knows, and leaves
+        """Tell all guests. One that cannot be reached finds out from the store."""
+        if step in LAST_STEPS:  # before anybody knows and leaves
             self.conclude()
         self._broadcast(Together(step))
 
@@ -70,7 +70,7 @@ class Host(Meeting):
         self._tell_all(Failed(0, as_text(why)))
 
     def close(self) -> None:
-        """See `Meeting.close`: what was sent last still arrives."""
+        """See `Meeting.close`: the last messages still arrive."""
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -119,7 +119,7 @@ class Host(Meeting):
             channel = open_as_host(connection, self.rendezvous.secret)
             hello = channel.receive()
         except (WrongSecret, RecordError, EOFError, OSError) as e:
-            # Not ours, as it seems: it must not be able to end what it does not belong to.
+            # Apparently not ours: it must not be able to end a meeting to which it does not belong.
             with self._changed:
                 if isinstance(e, WrongSecret) and len(self._refused) < _MOST_STRANGERS:
                     self._refused.append(f"{address} has another secret")
@@ -133,7 +133,7 @@ class Host(Meeting):
             self._listen_to(node, channel)
 
     def _admit(self, hello: object, channel: Channel) -> int | None:
-        """The number of this guest; None: it cannot take part, and so nobody can."""
+        """The number of this guest; None: it cannot take part, so the meeting fails."""
         node = hello.node if isinstance(hello, Hello) else None
         with self._changed:
             problem = self._problem_of(hello)
@@ -186,7 +186,7 @@ class Host(Meeting):
     def _broadcast(self, message: Welcome | Together) -> None:
         with self._sending:
             for channel in self._guests.values():
-                with contextlib.suppress(OSError):  # whoever listens to it notices
+                with contextlib.suppress(OSError):  # its listening thread notices
                     channel.send(message)
 
     def _tell_all(self, failed: Failed) -> None:

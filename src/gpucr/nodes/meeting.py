@@ -1,7 +1,7 @@
-"""A meeting of all nodes: each says how far it has got, and hears when all have; when one fails, all know it at once.
+"""A meeting of all nodes: each reports its steps, and hears when all have reached one; a failure reaches all at once.
 
-Node 0 is the host, to which all others, the guests, have a connection. A meeting agrees on nothing: what was decided
-stands in the store. It makes nodes wait for each other, and end early what cannot succeed any more.
+Node 0 is the host, to which all others, the guests, have a connection. A meeting decides nothing: decisions are in the
+store. It makes nodes wait for each other, and stop early if they can no longer succeed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gpucr.undo.cancellation import Cancellation
 Side = TypeVar("Side", bound="Meeting")
 Step = Literal["frozen", "saved", "complete", "ready"]
 LAST_STEPS = frozenset({"complete", "ready"})
-"""Once all are there, whoever leaves changes nothing for the others."""
+"""Once all are there, a node that leaves changes nothing for the others."""
 LOOK_S = 0.1
 _MOST_TEXT = 1500
 
@@ -46,7 +46,7 @@ class Joined(Cancellation):
 
 
 class Meeting(ABC):
-    """One side of it; a context manager, which tells the others where it ends by an exception.
+    """One side of it; a context manager, which tells the others if it ends by an exception.
 
     ``cancellation`` is cancelled as soon as another node fails, and with the caller's ``cancel``; ``error`` says how.
     """
@@ -60,21 +60,21 @@ class Meeting(ABC):
 
     @abstractmethod
     def arrive(self, choose: Callable[[], str]) -> str:
-        """Wait until all nodes are here. Returns the id of the set that ``choose``, called on node 0, has named.
+        """Wait until all nodes are here. Returns the set id from ``choose``, called on node 0.
 
-        Raises NodeFailed where one is not here in time.
+        Raises NodeFailed if one is not here in time.
         """
 
     @abstractmethod
     def together(self, step: Step, deadline: float) -> None:
-        """Wait until all nodes have got here. Raises NodeFailed, DeadlineExceeded."""
+        """Wait until all nodes have reached the step. Raises NodeFailed, DeadlineExceeded."""
 
     @abstractmethod
     def fail(self, why: str) -> None:
         """Tell all other nodes that this one has failed."""
 
     def conclude(self) -> None:
-        """It is decided: whoever fails or leaves from here on changes nothing for the others."""
+        """It is decided: from here on a node that fails or leaves changes nothing for the others."""
         with self._changed:
             self._is_over = True
 
@@ -96,7 +96,7 @@ class Meeting(ABC):
     # --- for its two kinds ----------------------------------------------------------------------------------------
 
     def _lose(self, error: NodeFailed) -> bool:
-        """Another node has failed. Whether it is the first to do so, of a meeting that is not over."""
+        """Record another node's failure. Returns whether it is the first, in a meeting that is not over."""
         with self._changed:
             if self._is_over or self.error is not None:
                 return False
@@ -118,7 +118,7 @@ class Meeting(ABC):
 
 
 def node_failed(failed: Failed) -> NodeFailed:
-    """The error for what another node has told."""
+    """The error for another node's failure message."""
     who = "another node" if failed.node is None else f"node {failed.node}"
     return NodeFailed(f"{who} failed: {failed.why}", node=failed.node, hint=f"{who} has said more where it was started")
 
@@ -133,7 +133,7 @@ def lost(node: int) -> NodeFailed:
 
 
 def too_late(step: Step, nodes: str) -> DeadlineExceeded:
-    """The error for a time limit that was reached while others are not ready."""
+    """The error for a timeout while others are not ready."""
     words = {"frozen": "frozen its part", "saved": "saved its part", "complete": "completed the set"}
     return DeadlineExceeded(
         f"timed out before {nodes} had {words.get(step, 'restored its part')}",
@@ -142,11 +142,11 @@ def too_late(step: Step, nodes: str) -> DeadlineExceeded:
 
 
 def as_text(why: str) -> str:
-    """What fits into a message."""
+    """Truncate text to fit into a message."""
     return why[:_MOST_TEXT]
 
 
 def tell(channel: Channel, failed: Failed) -> None:
-    """Say it where that is still possible."""
+    """Send it if still possible."""
     with contextlib.suppress(OSError):
         channel.send(failed)

@@ -1,4 +1,4 @@
-"""What dump and restore of a part have in common: the way into the meeting, and the report."""
+"""Common parts of a node's dump and restore: joining the meeting, and the report."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from gpucr.undo.cancellation import Cancellation
 from gpucr.version import __version__
 
 TIMEOUT_S = 600.0
-"""A job that stands still because another node does nothing runs again after so long."""
+"""A job that is stopped because another node does not respond runs again after this time."""
 
 
 @dataclass(frozen=True)
 class PartReport:
-    """What became of this node's ``part`` of the set ``name``: ``report`` is that of its dump or restore.
+    """The result for this node's ``part`` of the set ``name``: ``report`` is its dump's or restore's.
 
     ``seconds``: from the moment at which all nodes were there.
     """
@@ -44,11 +44,11 @@ def meeting_for(
 
 
 def require_limit(timeout_s: float) -> None:
-    """Raises InvalidRequest for a time limit that is none."""
+    """Raises InvalidRequest for an invalid time limit."""
     if not timeout_s > 0:
         raise InvalidRequest(f"the time limit of {timeout_s:g} s is not positive", hint="give seconds above zero")
 
 
 def left_s(deadline: float) -> float:
-    """How long it is until then; a moment at least, so that what is begun says itself that it was too late."""
+    """The time left until then; at least a moment, so that the operation itself reports being too late."""
     return max(0.001, deadline - time.monotonic())

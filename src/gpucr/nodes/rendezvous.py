@@ -1,4 +1,4 @@
-"""Where the nodes of a job meet, and which of them this one is."""
+"""Where a job's nodes meet, and which node this is."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from gpucr.nodes.wire import MAX_MEETING
 
 _KEEP_ALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
 _UNANSWERED_MS = 20_000
-"""A machine that loses its power says nothing: after about so long its connection counts as lost."""
+"""A machine that loses power sends nothing: after about this time its connection counts as lost."""
 
 
 @dataclass(frozen=True)
 class Rendezvous:
     """Node ``node`` of ``node_count``. Node 0 listens at ``port``, the others connect to it at ``host``.
 
-    ``secret``: at least 16 bytes that all nodes know. ``meet_s``: how long the nodes wait for each other at first.
+    ``secret``: at least 16 bytes that all nodes know. ``meet_s``: how long the nodes wait for each other at the start.
     Raises InvalidRequest.
     """
 
@@ -52,12 +52,12 @@ class Rendezvous:
 
     @property
     def address(self) -> str:
-        """As `at` takes it."""
+        """Like `at` takes it."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 def listen(at: Rendezvous) -> socket.socket:
-    """The socket of node 0, on all of its addresses: what a name means differs between nodes. Raises NodeFailed."""
+    """The socket of node 0, on all of its addresses: nodes may resolve a name differently. Raises NodeFailed."""
     try:
         if socket.has_dualstack_ipv6():
             with contextlib.suppress(OSError):  # IPv6 may be switched off
@@ -80,7 +80,7 @@ def connect(to: Rendezvous, limit_s: float) -> socket.socket:
 
 
 def notice_its_end(connection: socket.socket) -> None:
-    """Make a connection end when the other machine is gone without a word."""
+    """Make a connection fail when the other machine disappears silently."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (*_KEEP_ALIVE, (socket.TCP_USER_TIMEOUT, _UNANSWERED_MS), (socket.TCP_NODELAY, 1)):
         connection.setsockopt(socket.IPPROTO_TCP, option, value)

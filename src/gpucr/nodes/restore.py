@@ -1,4 +1,4 @@
-"""Restore a job whose parts are on several nodes: none of them runs before all are there."""
+"""Restore a job whose parts are on several nodes: none runs before all are restored."""
 
 from __future__ import annotations
 
@@ -77,12 +77,12 @@ def restore_part(
                 if meeting.error is not None:  # the reason for which it was cancelled here
                     raise meeting.error from None
                 raise
-        assert stored.part is not None  # noqa: S101 - it was found as one
+        assert stored.part is not None  # noqa: S101 - found as a set
         return PartReport(stored.part, stored.name or "", report, time.monotonic() - begin)
 
 
 def _set_id(store: Store, wanted: str, node_count: int) -> str:
-    """The set that is meant. Raises InvalidRequest for anything else, or one of another size, StoreError."""
+    """The named set. Raises InvalidRequest if it is not a set or has another size, StoreError."""
     parts = snapshots.find_parts(store, wanted)
     part = parts[0].part
     where = snapshot_url(store, wanted)

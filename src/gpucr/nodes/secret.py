@@ -15,9 +15,9 @@ _HOW = "head -c 32 /dev/urandom > FILE; chmod 600 FILE"
 
 
 def given_secret(file: Path | None, environment: MutableMapping[str, str]) -> bytes:
-    """That of the file, or of the file or the text that the environment names.
+    """The secret from the file, or from the environment's file or text.
 
-    The text is taken out of the environment, so that nothing started from here gets it. Raises InvalidRequest.
+    Removes the text from the environment, so that no child process gets it. Raises InvalidRequest.
     """
     text = environment.pop(VARIABLE, "")
     named = file or environment.get(FILE_VARIABLE)

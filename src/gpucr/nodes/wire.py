@@ -1,9 +1,8 @@
-"""What nodes say to each other: messages on a TCP connection between two who know the same secret.
+"""Messages between nodes: a TCP connection between two that know the same secret.
 
-Each side sends 32 random bytes first. With these and the secret both make the connection's key (HMAC-SHA256), with
-which every message is authenticated, by its direction and number in it: none can be forged, repeated, left out or
-turned around. Nothing is encrypted: there is nothing to hide in it. Node 0 proves itself first, so that a node with
-another secret can tell.
+Each side sends 32 random bytes first. From these and the secret both derive the connection's key (HMAC-SHA256), which
+authenticates every message with its direction and number: none can be forged, repeated, dropped or reflected. Nothing
+is encrypted, since nothing is confidential. Node 0 authenticates first, so a node with another secret notices.
 """
 
 from __future__ import annotations
@@ -28,18 +27,18 @@ _MAC_BYTES = 32
 _MAX_BYTES = 64 << 10
 _LENGTH = struct.Struct("!I")
 MAX_MEETING = 1 << 10
-"""How many nodes can meet: each has one connection to node 0."""
+"""Maximum number of nodes: each has one connection to node 0."""
 
 Node = Annotated[int, Meta(ge=0, lt=MAX_NODES)]
 _Text = Annotated[str, Meta(max_length=2000)]
 
 
 class WrongSecret(Exception):
-    """The other side has another secret, or is no gpucr."""
+    """The other side has another secret, or is not gpucr."""
 
 
 class Hello(Record, frozen=True, tag=True):
-    """A node introduces itself: which it is of how many, what it wants to do, and with what."""
+    """A node's introduction: its number of how many, the operation, and its arguments."""
 
     node: Node
     node_count: Annotated[int, Meta(ge=1, le=MAX_NODES)]
@@ -49,26 +48,26 @@ class Hello(Record, frozen=True, tag=True):
 
 
 class Welcome(Record, frozen=True, tag=True):
-    """Node 0 has let it in: the set that all of this is about."""
+    """Node 0 has admitted it: the set's id."""
 
     set_id: Annotated[str, Meta(pattern=r"\A[0-9a-f]{32}\Z")]
 
 
 class Here(Record, frozen=True, tag=True):
-    """A node has got as far as ``step``, and what came of it."""
+    """A node has reached ``step``, with this result."""
 
     step: _Text
     value: _Text
 
 
 class Together(Record, frozen=True, tag=True):
-    """All nodes have got as far as ``step``."""
+    """All nodes have reached ``step``."""
 
     step: _Text
 
 
 class Failed(Record, frozen=True, tag=True):
-    """A node has failed, and so has the whole."""
+    """A node has failed, and so the whole operation."""
 
     node: Node | None
     why: _Text
@@ -88,7 +87,7 @@ class Channel:
         self._counts = {b"host": 0, b"guest": 0}
 
     def prove(self) -> None:
-        """Show that this side has the secret. Raises OSError."""
+        """Prove that this side has the secret. Raises OSError."""
         self._connection.sendall(self._mac(self._own, b""))
 
     def expect_proof(self) -> None:
@@ -97,7 +96,7 @@ class Channel:
             raise WrongSecret
 
     def send(self, message: Message) -> None:
-        """Send it whole. One thread at a time. Raises OSError."""
+        """Send a message completely. One thread at a time. Raises OSError."""
         body = records.encode(message)
         if len(body) > _MAX_BYTES:
             raise ValueError("a message is too long")
@@ -114,11 +113,11 @@ class Channel:
         return _decode(body)
 
     def limit(self, timeout_s: float | None) -> None:
-        """How long each read and write may wait; None: for ever."""
+        """How long each read and write may wait; None: forever."""
         self._connection.settimeout(timeout_s)
 
     def end(self) -> None:
-        """Nothing more is said on this side."""
+        """No more messages from this side."""
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_WR)
 
@@ -148,7 +147,7 @@ def open_as_guest(connection: socket.socket, secret: bytes) -> Channel:
     try:
         channel.expect_proof()
     except WrongSecret:
-        connection.sendall(os.urandom(_MAC_BYTES))  # so that the host can tell, and learns nothing of this secret
+        connection.sendall(os.urandom(_MAC_BYTES))  # the host notices, but learns nothing about this secret
         raise
     channel.prove()
     return channel

@@ -1,1 +1,1 @@
-"""Whole workflows over jobs: suspend, resume, dump, restore, inspect, list. One a file; they alone join rooms."""
+"""Whole workflows over jobs: suspend, resume, dump, restore, inspect, list. One per file; only they join rooms."""

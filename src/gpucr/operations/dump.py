@@ -37,23 +37,23 @@ if TYPE_CHECKING:
     from gpucr.store.keys import Secret
 
 Persist = Literal["background", "sync"]
-"""When a dump that leaves its job running writes device memory: while the job runs again, or before."""
+"""When a dump with leave_running writes device memory: while the job runs again, or before."""
 
 KEEPER_LIMIT_S = 10.0
-"""How long the end of a sandbox is waited for when its job was ended by the dump."""
+"""How long to wait for a sandbox to end after the dump has ended its job."""
 
 ATTEMPTS = 3
-"""How often a dump is begun anew because a process started to use CUDA between the checkpoint and CRIU's freeze."""
+"""How often a dump starts over because a process began to use CUDA between the checkpoint and CRIU's freeze."""
 
 
 @dataclass(frozen=True)
 class DumpReport:
-    """What a dump did. ``root_pids`` are those of all trees, ``pid`` the first of them.
+    """What a dump did. ``root_pids``: of all trees; ``pid``: the first of them.
 
-    ``downtime_s`` is the time from the first lock (without CUDA: from the start of CRIU's dump) until the job ran
-    again or, where it was not left running, until it was gone. ``size_bytes`` is the size of what is in the snapshot,
-    without zeros of device memory; ``counts`` says what of it was written. ``lock`` tells how its CUDA processes were
-    locked, if it has such.
+    ``downtime_s`` is the time from the first lock (without CUDA: from the start of CRIU's dump) until the job ran again
+    or, if it was not left running, until it was gone. ``size_bytes`` is the size of the snapshot's content, without
+    zeros in device memory; ``counts`` says how much of it was written. ``lock`` says how its CUDA processes, if any,
+    were locked.
     """
 
     snapshot: JobSnapshot
@@ -96,21 +96,22 @@ def dump(
 ) -> DumpReport:
     """Write a whole job to ``to`` and end it, or with ``leave_running`` keep it running.
 
-    A job that is left running runs again as soon as its state is in host memory, and device memory is written meanwhile
-    (``persist="background"``), or only after the snapshot is on disk (``"sync"``: nothing that it does later is lost
-    by a restore of an older state). Either way there is no snapshot, and no return, before everything is durable.
+    With ``leave_running`` the job runs again as soon as its state is in host memory, while device memory is still being
+    written (``persist="background"``), or only once the snapshot is on disk (``"sync"``: it does nothing that a restore
+    could lose before the snapshot exists). Either way this returns, and the snapshot exists, only when everything is
+    durable.
 
     The tree of ``pid``, of the registered job of this name, or all trees of a `JobSelector`, are locked, checkpointed,
-    dumped by CRIU, and the snapshot committed; only then are the processes killed. Several trees stand still together
-    before the first is dumped. Whatever fails before the end, every process is as it was found and ``to`` is as it was.
-    Needs root (CAP_SYS_ADMIN and CAP_SYS_PTRACE), or for the caller's own jobs a CRIU that root has granted
-    (`gpucr criu --grant`).
-    ``force`` takes what is not one job, too, and overrules preflight. ``gpu_state`` insists on a way for device memory.
+    dumped by CRIU, and the snapshot committed; only then are the processes killed. Several trees are all stopped before
+    the first is dumped. After any failure before the end, every process is as it was found and ``to`` is as it was.
+    Needs root (CAP_SYS_ADMIN and CAP_SYS_PTRACE), or for the caller's own jobs a CRIU that root has granted (`gpucr
+    criu --grant`). ``force`` also accepts processes that are not one job, and overrules preflight. ``gpu_state``
+    insists on a way for device memory.
 
-    ``to`` is a folder that does not exist, or is empty; or a store (``STORE#NAME``, where the name may be left out), in
-    which what it has already is not stored again: it is read and compared, and written anew where it is damaged; with
-    ``trust_store`` it is taken for intact, unread. The rest is compressed as ``compress`` says. ``key`` opens a store
-    that is encrypted; with ``encrypt`` no other one is taken.
+    ``to`` is a folder that does not exist or is empty, or a store (``STORE#NAME``; the name is optional). Data that a
+    store already has is not stored again: it is read and compared, and rewritten if damaged; with ``trust_store`` it is
+    assumed intact, unread. The rest is compressed as ``compress`` says. ``key`` opens an encrypted store; with
+    ``encrypt`` any other is refused.
 
     Raises ProcessNotFound, InvalidRequest, NotPermitted, SnapshotExists, Unsupported, WrongKey (before anything was
     changed);
@@ -157,7 +158,7 @@ def plan_dump(
     key: Secret | None = None,
     force: bool = False,
 ) -> DumpPlan:
-    """What `dump` would do with the same arguments. Changes nothing; raises as `dump` does before its first step."""
+    """What `dump` would do with the same arguments. Changes nothing; raises like `dump` before its first step."""
     place = find_target(to, compress=compress, encrypt=encrypt, trust_store=trust_store, key=key)
     found = selection.find_job(pid, force=force)
     prepared = prepare(
@@ -178,7 +179,7 @@ def plan_dump(
 
 @dataclass(frozen=True)
 class Prepared:
-    """A dump that is ready to run: its steps, and what was found while nothing had been changed."""
+    """A dump that is ready to run: its steps, and what was found before any change."""
 
     context: OwnDump
     steps: tuple[Step, ...]
@@ -199,9 +200,9 @@ def prepare(
     is_frozen: bool = False,
     frozen: CudaWork | None = None,
 ) -> Prepared:
-    """Look at the job, and make ready what a dump takes. Changes nothing. ``is_frozen``: the job is, and stays so.
+    """Inspect the job, and prepare what a dump needs. Changes nothing. ``is_frozen``: the job is, and stays so.
 
-    ``frozen``: with this for its device memory, unless it does not use CUDA.
+    ``frozen``: holds its device memory; None if it does not use CUDA.
     """
     job = found.job
     found.require_without_us()
@@ -242,7 +243,7 @@ def prepare(
         )
 
     def needs() -> list[preflight.MemoryNeed]:
-        if is_frozen:  # its device memory is away already
+        if is_frozen:  # its device memory is already away
             return preflight.needs_of_dump({}, target.disk, job.pids, target.buffers_bytes)
         on_gpu = cuda.on_gpu if cuda is not None else {}
         return preflight.needs_of_dump(held, target.disk, job.pids, target.buffers_bytes, on_gpu)
@@ -316,7 +317,7 @@ def _steps(context: OwnDump, persist: Persist, *, is_frozen: bool) -> tuple[list
 
 
 def run_prepared(prepared: Prepared, running: Operation, roll: Roll | None) -> DumpReport:
-    """Dump. ``roll`` is None for a frozen job, which the guard must not bring back where this fails."""
+    """Dump. ``roll`` is None for a frozen job, which the guard must not bring back if this fails."""
     context = prepared.context
     protection = context.protection if roll is not None else None
     try:
@@ -326,7 +327,7 @@ def run_prepared(prepared: Prepared, running: Operation, roll: Roll | None) -> D
     sandbox = context.sandbox
     if sandbox is not None and not context.leave_running and sandbox.root == context.job.root.id:
         with contextlib.suppress(OSError):
-            sandbox.wait_ended(KEEPER_LIMIT_S)  # a restore that comes right after this would still see the job
+            sandbox.wait_ended(KEEPER_LIMIT_S)  # a restore right after this would still see the job
     snapshot = prepared.commit.snapshot
     if snapshot is None:
         raise AssertionError("a dump without error has committed its snapshot")
@@ -349,7 +350,7 @@ def run_prepared(prepared: Prepared, running: Operation, roll: Roll | None) -> D
 
 
 def _close(context: OwnDump, *, has_staging: bool) -> None:
-    """What fails here hides neither a success nor a job that could not be brought back."""
+    """A failure here hides neither a success nor a job that could not be brought back."""
     context.writer.cancel()
     if context.cuda is not None and has_staging:
         context.cuda.close()
@@ -366,7 +367,7 @@ def _warnings(prepared: Prepared) -> tuple[str, ...]:
 
 
 def _downtime_s(steps: Sequence[Step], phases: Sequence[Phase]) -> float:
-    """From the first lock (without CUDA: CRIU's dump) to the last step but a save in the background, and hooks."""
+    """From the first lock (without CUDA: CRIU's dump) to the last step other than a background save, and hooks."""
     names = [step.name for step in steps]
     first = next(names.index(name) for name in ("lock", "halt", "dump") if name in names)
     last = len(names) - 1 if names[-1] == "save" else len(names)

@@ -50,18 +50,18 @@ if TYPE_CHECKING:
     from gpucr.gpu_state.cuda_work import CudaWork
 
 _NO_REASON = frozenset({CriuError.code, "GPUCR-PROCESS-GONE"})
-"""Codes of a failure of CRIU's whose reason is not known, or is that a process ended."""
+"""Codes of CRIU failures whose reason is unknown, or that a process ended."""
 
 _WAIT_S = 0.1
 _SANDBOX_END_LIMIT_S = _KILLED_LIMIT_S = 10.0
 
 
 class JobDump(Struct, frozen=True, kw_only=True):
-    """What is dumped, and where to, whoever writes the CPU's side. ``cuda`` is None for a job that does not use it.
+    """What is dumped, and where to, no matter who writes the CPU side. ``cuda`` is None for a job without CUDA.
 
-    ``is_frozen``: all of it is stopped before CRIU begins, with its device memory away, and CRIU leaves it so; else it
-    is one tree. ``protection`` is what the guard knows; None where nothing of the job depends on gpucr, since CRIU
-    undoes by itself when gpucr dies.
+    ``is_frozen``: all of it is stopped before CRIU begins, with its device memory away, and CRIU leaves it so;
+    otherwise it is one tree. ``protection``: what the guard knows; None if nothing of the job depends on gpucr, since
+    CRIU undoes by itself if gpucr dies.
     """
 
     job: Job
@@ -86,7 +86,7 @@ class OwnDump(JobDump, frozen=True, kw_only=True):
 
 
 class PrepareTarget:
-    """Make the place ready that the dump goes to."""
+    """Prepare the dump's target."""
 
     name = "prepare"
 
@@ -94,11 +94,11 @@ class PrepareTarget:
         self._context = context
 
     def describe(self) -> str:
-        """Which place."""
+        """Which target."""
         return self._context.target.preparation
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
-        """Make it ready."""
+        """Prepare it."""
         context = self._context
         context.target.create(context.protection)
         if context.cuda is not None:
@@ -106,7 +106,7 @@ class PrepareTarget:
         return 0
 
     def undo(self) -> None:
-        """Discard it, unless it is a snapshot that is wanted, or the only place where a part of the job is left."""
+        """Discard it, unless the snapshot is complete or holds the only copy of a part of the job."""
         context = self._context
         context.writer.cancel()
         is_needed = context.leave_running or not all(processes.is_alive(p.id) for p in context.job.processes)
@@ -120,7 +120,7 @@ class PrepareTarget:
 
 
 class SaveDevice:
-    """Begin to save the device memory of a frozen job, which is all there."""
+    """Begin to save a frozen job's device memory, which is complete."""
 
     name = "read"
 
@@ -132,7 +132,7 @@ class SaveDevice:
         return f"begin to save {format_bytes(self._saved_bytes())} of device memory"
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
-        """Give the writer all that can be read; `commit` waits for it."""
+        """Give it all to the writer; `commit` waits for it."""
         if self._context.cuda is not None:
             for each in self._context.cuda.staging.saved():
                 if (source := each.source) is not None:
@@ -150,7 +150,7 @@ class SaveDevice:
 class CriuDump:
     """CRIU writes each tree of the job.
 
-    One that is not frozen, nor to be left running, is killed by CRIU, and the snapshot committed before that.
+    Unless it is frozen or left running, CRIU kills it, after the snapshot is committed.
     """
 
     name = "dump"
@@ -166,7 +166,7 @@ class CriuDump:
         self.snapshot: JobSnapshot | None = None
 
     def describe(self) -> str:
-        """How many processes, where to, and what becomes of them."""
+        """How many processes, where to, and what happens to them."""
         job = self._context.job
         count = counted(len(job.processes), "process") + (f" in {len(job.trees)} trees" if job.other_root_pids else "")
         left = "keep them running" if self._context.leave_running else "commit, then kill them"
@@ -175,7 +175,7 @@ class CriuDump:
         return f"dump {count} with {by} to {self._context.target.images_at}, {after}"
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
-        """Dump. Returns the bytes of the images, and of the device memory that was saved until its end."""
+        """Dump. Returns the bytes of the images, and of the device memory saved meanwhile."""
         context, self._interrupts, self._meter = self._context, interrupts, meter
         try:
             for number, root_pid in enumerate(context.job.root_pids):
@@ -203,14 +203,14 @@ class CriuDump:
             )
 
     def _size_bytes_after_the_end(self) -> int:
-        """Nothing may fail any more: there is only the snapshot."""
+        """Nothing may fail any more: only the snapshot is left."""
         context = self._context
         with contextlib.suppress(OSError):
             return _images_bytes(context) + context.writer.seen_bytes
         return context.writer.seen_bytes
 
     def undo(self) -> None:
-        """Nothing: CRIU lets the tree go on when its dump fails, and the snapshot is PrepareTarget's to discard."""
+        """Nothing: CRIU releases the tree when its dump fails, and PrepareTarget discards the snapshot."""
 
     def _on_start(self, criu: ProcessId) -> None:
         expect_criu(self._context, criu)
@@ -221,9 +221,9 @@ class CriuDump:
             )
 
     def _on_notify(self, hook: str, root_pid: int, images: Path) -> None:
-        """After CRIU's last image, with the tree still frozen: what is true now is what was dumped.
+        """After CRIU's last image, with the tree still frozen: the current state is what was dumped.
 
-        What is before this one of several trees is stopped as well, from before the first dump to the end.
+        Several trees are all stopped from before the first dump to the end.
         """
         if hook != "post-dump":
             return
@@ -245,9 +245,9 @@ class CriuDump:
             self._remove_passing_names(self._outside)
 
     def _remove_passing_names(self, outside: Outside) -> None:
-        """Of a job that CRIU kills next: it leaves its names to a restore, which has what they name in the snapshot.
+        """Remove CRIU's names for files of a job that it kills next; a restore has their content in the snapshot.
 
-        Not after that: a gpucr that is killed meanwhile would leave them behind.
+        Not later: a gpucr killed meanwhile would leave them behind.
         """
         with contextlib.suppress(OSError):
             remove_names(outside.passing_names)
@@ -256,8 +256,8 @@ class CriuDump:
 
     def _after_failure(self, error: CriuError) -> None:
         """Find the better explanation, and never let a job be lost whose snapshot is committed."""
-        self._context.writer.wait(0)  # raises what ended the saving of device memory: the same disk, as a rule
-        # Also those that were born between the look at the job and the freeze.
+        self._context.writer.wait(0)  # raises the error that ended the saving of device memory: usually the same disk
+        # Also those started between inspection and freeze.
         ids = {process.id for process in (*self._context.job.processes, *self._seen)}
         known = sorted(ids, key=lambda each: each.pid)
         if self.snapshot is not None:
@@ -265,14 +265,14 @@ class CriuDump:
         alive = [each.pid for each in known if processes.goes_on(each)]
         gone = [each.pid for each in known if each.pid not in alive]
         if self.snapshot is not None and not alive:
-            return  # CRIU failed after it had killed the tree (a last log line, its statistics): the dump is complete
+            return  # CRIU failed after it killed the tree (a last log line, its statistics): the dump is complete
         if self.snapshot is not None and gone:
             raise JobDamaged(
                 f"CRIU ended in the middle of killing the job: {len(gone)} of its processes are gone",
                 failures=[f"process {pid} is gone" for pid in gone],
                 hint=f"the snapshot {self.snapshot.where} is complete: kill {alive}, then restore it",
             ) from error
-        if gone and error.code in _NO_REASON:  # else they ended later: the job went on, and its small processes with it
+        if gone and error.code in _NO_REASON:  # otherwise short-lived ones ended later
             raise JobChanged(
                 f"process {gone[0]} ended while it was dumped", pids=gone, hint="the rest of the job is as it was found"
             ) from error
@@ -286,16 +286,16 @@ class CriuDump:
         raise error
 
     def _wait_for_the_killed(self, known: Sequence[ProcessId]) -> None:
-        """CRIU has ended, and whom it has killed may not have: the snapshot is all that is left of them."""
+        """CRIU has ended, but the processes that it killed may not have: only the snapshot is left of them."""
         processes.wait_for_the_killed(known, _KILLED_LIMIT_S)
         sandbox = self._context.sandbox
         if sandbox is not None and not processes.is_alive(self._context.job.root.id):
-            # When a job's first process is killed its sandbox ends: the kernel kills what is left in it, CRIU too.
+            # When a job's first process is killed, its sandbox ends: the kernel kills the rest of it, including CRIU.
             sandbox.wait_ended(_SANDBOX_END_LIMIT_S)
 
 
 def expect_criu(context: JobDump, criu: ProcessId) -> None:
-    """This CRIU dumps the job, and is to undo where gpucr dies before the snapshot is committed."""
+    """Have the guard make this CRIU undo if gpucr dies before the snapshot is committed."""
     if context.protection is not None:
         context.protection.protect(EndDump(criu, MANIFEST_NAME), [context.target.folder.held.fd])
 
@@ -305,7 +305,7 @@ def _images_bytes(context: OwnDump) -> int:
 
 
 class CommitSnapshot:
-    """Save what is not saved yet, make everything durable, and write the manifest."""
+    """Save the rest, make everything durable, and write the manifest."""
 
     name = "save"
 
@@ -327,11 +327,11 @@ class CommitSnapshot:
         return self.snapshot.manifest.size_bytes
 
     def undo(self) -> None:
-        """Nothing: an unfinished snapshot is PrepareTarget's to discard."""
+        """Nothing: PrepareTarget discards an unfinished snapshot."""
 
 
 def commit(context: JobDump, draft: Manifest, interrupts: Interrupts, meter: Meter) -> JobSnapshot:
-    """Wait until all device memory is saved, make everything durable, write the manifest. Cannot be cut off at its end.
+    """Wait until all device memory is saved, make everything durable, write the manifest. The end is uninterruptible.
 
     The images are hashed and synced while device memory is still being written.
     """
@@ -367,7 +367,7 @@ def _wait_saved(context: JobDump, interrupts: Interrupts, meter: Meter) -> None:
 
 
 class SaveFirst:
-    """Where device memory has room nowhere else, it is saved before the job runs again."""
+    """If device memory has no other place, save it before the job runs again."""
 
     name = "save first"
 
@@ -379,7 +379,7 @@ class SaveFirst:
         return "save device memory before the job runs again, where there is no room for a copy"
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
-        """Wait for it, if it must be."""
+        """Wait for it if necessary."""
         keeping = self._context.cuda.interposers.keeping if self._context.cuda is not None else None
         if keeping is None or not keeping.job_waits:
             return 0
@@ -397,7 +397,7 @@ def started_cuda(context: JobDump) -> list[int]:
     tree = [process for each in processes.trees(context.job.root_pids) for process in each]
     cuda = context.cuda
     driver = cuda.gang.driver if cuda is not None else selection.load_driver_for(tree)
-    if driver is None or context.is_frozen:  # which cannot be asked, and cannot start anything
+    if driver is None or context.is_frozen:  # which cannot be queried, and cannot start anything
         return []
     known = {member.id for member in cuda.gang.members} if cuda is not None else set()
     return [member.pid for member in gangs.discover(driver, [p for p in tree if p.id not in known])]
@@ -424,7 +424,7 @@ def _draft(context: OwnDump, tree: Sequence[ProcessInfo], outside: Outside) -> M
 def draft_of_gang(
     context: JobDump, tree: Sequence[ProcessInfo], criu_version: str, criu_options: DumpOptions | None
 ) -> Manifest:
-    """The part of the manifest that tells of the processes and their GPU state."""
+    """The manifest's part about the processes and their GPU state."""
     cuda = context.cuda
     members = {member.pid: member for member in cuda.gang.members} if cuda is not None else {}
     capabilities = cuda.gang.driver.capabilities() if cuda is not None and members else None

@@ -17,18 +17,18 @@ from gpucr.undo.interrupts import Interrupts
 from gpucr.undo.operation import all_or_nothing
 
 GRACE_S = 10.0
-"""How long a job has to end by itself after SIGTERM."""
+"""How long a job may take to end after SIGTERM."""
 _REST_LIMIT_S = 10.0
 _POLL_S = 0.05
 
 
 def end_job(job: int | str, *, grace_s: float = GRACE_S, cancel: Cancellation | None = None) -> JobState:
-    """End a registered job: SIGTERM to its first process, and after ``grace_s`` seconds SIGKILL to all that is left.
+    """End a registered job: SIGTERM to its first process, and after ``grace_s`` seconds SIGKILL to the rest.
 
     With a ``grace_s`` of 0 there is no SIGTERM. Its record, its log and its snapshots stay. Returns how it ended.
 
-    Raises InvalidRequest where there is no such job, or it does not run; Interrupted (a signal, ``cancel``) while it
-    was given time to end: then it has had SIGTERM; JobDamaged where a process hangs in the kernel.
+    Raises InvalidRequest if there is no such job, or it does not run; Interrupted (a signal, ``cancel``) during the
+    grace time: SIGTERM was sent; JobDamaged if a process hangs in the kernel.
     """
     state = f"the job had SIGTERM and {grace_s:g} s to end" if grace_s > 0 else "the job runs"
     with all_or_nothing("stop", job, cancel, state=state) as interrupts:
@@ -53,16 +53,16 @@ def signal_job(job: int | str, number: signal.Signals) -> int:
 
 
 def end_processes(record: JobRecord, known: Iterable[ProcessId] = ()) -> tuple[ProcessId, ...]:
-    """SIGKILL to all that is left of a job, and wait. Returns what hangs in the kernel.
+    """SIGKILL the rest of a job, and wait. Returns the processes that hang in the kernel.
 
-    ``known``: processes that were seen in its tree. Where it had no namespaces of its own, what its first process left
-    behind is found by these, and by the session.
+    ``known``: processes seen in its tree. Without its own namespaces, orphans of its first process are found by these
+    and by the session.
     """
     left: tuple[ProcessId, ...] = ()
     if processes.is_alive(record.root):
         left += processes.kill_tree(record.root.pid, including_root=True)
     if record.isolated and record.keeper is not None:
-        # Its keeper ends the rest, and writes how the job ended: it is killed only where it does not get there.
+        # Its keeper ends the rest, and records how the job ended: kill it only if it does not finish.
         _wait(lambda: not processes.is_alive(record.keeper), _REST_LIMIT_S)  # type: ignore[arg-type]
         return left + processes.kill_and_wait([record.keeper])
     left += processes.kill_and_wait({*known, *_session(record.root)})
@@ -72,10 +72,10 @@ def end_processes(record: JobRecord, known: Iterable[ProcessId] = ()) -> tuple[P
 
 
 def await_end(job: int | str, *, timeout_s: float | None = None, cancel: Cancellation | None = None) -> JobState:
-    """Wait until a registered job does not run any more, and return what became of it.
+    """Wait until a registered job has ended, and return what became of it.
 
-    Raises InvalidRequest where there is no such job, DeadlineExceeded where it still runs after ``timeout_s``,
-    Interrupted (a signal, ``cancel``).
+    Raises InvalidRequest if there is no such job, DeadlineExceeded if it still runs after ``timeout_s``, Interrupted (a
+    signal, ``cancel``).
     """
     with all_or_nothing("wait", job, cancel, state="the job is as it was") as interrupts:
         record = registered.find_by_pid_or_name(job).record
@@ -91,7 +91,7 @@ def _running(job: int | str) -> JobRecord:
     if isinstance(job, int) or job.isdecimal():
         job = registered.find_by_pid_or_name(job).name
     record = registered.find_running(job).record
-    assert record is not None  # noqa: S101 - what runs has a record
+    assert record is not None  # noqa: S101 - a running job has a record
     return record
 
 
@@ -102,7 +102,7 @@ def _tree(record: JobRecord) -> tuple[ProcessId, ...]:
 
 
 def _session(root: ProcessId) -> list[ProcessId]:
-    """What is left of the session that the job's first process led. Its number is free for nobody else meanwhile."""
+    """The rest of the session that the job's first process led. Its id cannot be reused meanwhile."""
     if processes.read_stat(root.pid) is not None:
         return []
     found = []

@@ -15,7 +15,7 @@ from gpucr.snapshot.origin import RestoreSource
 
 
 def criu_for_dump(found: FoundJob) -> Criu:
-    """The helper's only where the caller's own cannot dump this job. Raises CriuUnavailable, BrokenInstall."""
+    """The helper's only if the caller's own cannot dump this job. Raises CriuUnavailable, BrokenInstall."""
     sandbox = found.sandbox.pids if found.sandbox is not None else None
     granted = _granted()
     if processes.can_checkpoint_processes() or (
@@ -29,7 +29,7 @@ def criu_for_dump(found: FoundJob) -> Criu:
 
 
 def install_for_restore(source: RestoreSource) -> CriuInstall:
-    """The helper's for what it has dumped. Raises Unsupported where nothing else is the caller's, and as above."""
+    """The helper's for what it has dumped. Raises Unsupported if the caller has no other, and as above."""
     if processes.can_checkpoint_processes():
         return find_criu()
     from gpucr.helper.client import REFUSED, find_helper

@@ -1,7 +1,8 @@
-"""Freeze: a whole job stands still for as long as the caller wants, and is saved, thawed or ended from there.
+"""Freeze: stop a whole job for as long as the caller wants, and save, thaw or end it from there.
 
-Where jobs of several machines are one program, each machine freezes its part; they meet; each saves; they meet again,
-and thaw or end. No message is lost between them, because nobody has sent one since the first meeting.
+If jobs on several machines are one program, each machine freezes its part; they synchronize; each saves; they
+synchronize again, and thaw or end. No message between them is lost, because nobody has sent one since the first
+synchronization.
 """
 
 from __future__ import annotations
@@ -53,15 +54,15 @@ def freeze(
     on_progress: OnProgress | None = None,
     cancel: Cancellation | None = None,
 ) -> FrozenJob:
-    """Stop a whole job, its device memory in gpucr's hands, until `FrozenJob.thaw`.
+    """Stop a whole job, with its device memory held by gpucr, until `FrozenJob.thaw`.
 
     Device memory of processes with an interposer stays where it is on the GPU; that of others goes to host memory, or
-    through custom storage to a disk where that has no room, and their GPUs are free. ``gpu_state`` insists on a way.
+    through custom storage to a disk if there is no room, and their GPUs are free. ``gpu_state`` insists on a way.
 
     ``pid``, or the name of a registered job, stands for its whole tree, a `JobSelector` for all of its trees; they need
-    not use CUDA. ``force`` takes what is not one job, too, and overrules preflight. What runs is stopped as by SIGSTOP,
-    which its parent can see. When the calling process ends, however that is, the job is thawed. Jobs of
-    the caller's own need no privilege; those of others need root (CAP_SYS_ADMIN and CAP_SYS_PTRACE).
+    not use CUDA. ``force`` also accepts processes that are not one job, and overrules preflight. Running processes are
+    stopped as by SIGSTOP, which their parent can see. When the calling process ends in any way, the job is thawed. The
+    caller's own jobs need no privilege; those of others need root (CAP_SYS_ADMIN and CAP_SYS_PTRACE).
 
     Raises ProcessNotFound, NotPermitted, Unsupported (nothing was changed), LockTimeout, DeadlineExceeded, Interrupted,
     DriverError or JobChanged (all undone), JobDamaged (not undone).
@@ -96,23 +97,23 @@ def freeze(
             *(preflight.check_handed_over(cuda.custom.pids(found.job.gang)) if cuda is not None else ()),
         )
         preflight.require_no_blocking(findings, force=force)
-        kept = preflight.check_suspended(found.job)  # now: what is frozen does not answer
+        kept = preflight.check_suspended(found.job)  # now: a frozen job does not answer
         steps, thaw = steps_to_freeze(found.job, cuda, protection)
         if cuda is not None:
             steps.insert(0, cuda.allocate(leave_running=True))
         phases = running.run(steps, roll=taken.roll, deadline=deadline, protection=protection)
         warnings = tuple(finding.sentence() for finding in findings)
         if cuda is not None:
-            cuda.gang.deadline = None  # what comes from here on leads back to a job that runs
+            cuda.gang.deadline = None  # from here on a signal leads back to a running job
             warnings += tuple(cuda.hooks.warnings)
         return FrozenJob(_Hold(taken, cuda, protection, steps, thaw, kept, opened.pop_all()), phases, warnings)
 
 
 @dataclass(frozen=True)
 class _Hold:
-    """What a frozen job is held with. ``opened`` is closed when it is over. ``cuda`` is None for one without CUDA.
+    """What holds a frozen job. ``opened`` is closed at the end. ``cuda`` is None for a job without CUDA.
 
-    ``kept``: what of it CRIU cannot dump.
+    ``kept``: what CRIU cannot dump.
     """
 
     taken: TakenJob
@@ -125,7 +126,7 @@ class _Hold:
 
 
 _HELD: dict[FrozenJob, int] = {}
-"""By which process. A job that its program forgets stays frozen, and under guard, until the program ends."""
+"""Owners of frozen jobs. A job that its program forgets stays frozen, and guarded, until the program ends."""
 
 
 @atexit.register
@@ -135,13 +136,13 @@ def _thaw_what_is_left() -> None:
 
 
 class FrozenJob:
-    """A job that stands still. Made by `freeze`; a context manager, at whose end a job that is still frozen is thawed.
+    """A frozen job. Made by `freeze`; a context manager that thaws a job still frozen at its end.
 
-    That holds for an end by an exception, too. When this process dies, its guard thaws the job. Each method raises
-    InvalidRequest after the job was thawed or ended. One thread at a time may use it.
+    Also if it ends by an exception. If this process dies, its guard thaws the job. Each method raises InvalidRequest
+    after the job was thawed or ended. Not thread-safe.
 
-    ``pid`` is the first tree's root, ``size_bytes`` the device memory that is out of the job now, ``phases``,
-    ``warnings`` and ``lock`` what the freeze took and found.
+    ``pid`` is the first tree's root, ``size_bytes`` the device memory outside the job now; ``phases``, ``warnings`` and
+    ``lock`` are the freeze's.
     """
 
     def __init__(self, hold: _Hold, phases: tuple[Phase, ...], warnings: tuple[str, ...]) -> None:
@@ -159,7 +160,7 @@ class FrozenJob:
 
     @property
     def is_frozen(self) -> bool:
-        """Whether it was neither thawed nor ended."""
+        """Whether it has been neither thawed nor ended."""
         return self._state == "frozen"
 
     @property
@@ -183,7 +184,7 @@ class FrozenJob:
         """Write a snapshot to ``to``, as `gpucr.dump` with ``leave_running`` does; the job stays frozen.
 
         It may be saved again, to other places: all these snapshots are of the same moment. The report's ``downtime_s``
-        is the time that CRIU took. When this fails the job is frozen as before, and ``to`` is as it was. Raises as
+        is the time that CRIU took. On failure the job is frozen as before, and ``to`` is as it was. Raises as
         `gpucr.dump`.
         """
         self._require_frozen("saved")
@@ -217,7 +218,7 @@ class FrozenJob:
                 preflight.require_no_blocking([*hold.kept, *prepared.findings], force=force)
                 report = run_prepared(prepared, running, None)
             finally:
-                # A thread that CRIU lets go of is on its way back into the stop.
+                # A thread that CRIU released may still be returning to the stop.
                 with contextlib.suppress(ProcessNotFound):
                     trees = processes.trees(found.job.root_pids)
                     processes.wait_for_stop((each.pid for tree in trees for each in tree), STOP_TIMEOUT_S)
@@ -226,13 +227,13 @@ class FrozenJob:
         return report
 
     def thaw(self, *, on_progress: OnProgress | None = None) -> tuple[Phase, ...]:
-        """The job runs again, as it was found. FROZEN → RUNNING. Cannot be interrupted. Returns what it took.
+        """Let the job run again, as it was found. FROZEN → RUNNING. Uninterruptible. Returns its phases.
 
-        Raises DriverError and the like where a step has failed, but the job runs; JobDamaged where it does not.
+        Raises DriverError and the like if a step failed but the job runs; JobDamaged if it does not.
         """
         hold = self._require_frozen("thawed")
         with operation("thaw", self.pid, on_progress=on_progress, is_undo=True) as running:
-            # Not before: what a signal ends by then leaves the job frozen, with its guard.
+            # Not earlier: a signal until then leaves the job frozen, with its guard.
             self._lose()
             with hold.opened:
                 try:
@@ -249,9 +250,9 @@ class FrozenJob:
         return phases
 
     def end(self) -> None:
-        """Kill all processes of the job. FROZEN → gone, which only a snapshot brings back. Cannot be interrupted.
+        """Kill all processes of the job. FROZEN → gone; only a snapshot brings it back. Uninterruptible.
 
-        Raises JobDamaged where one does not end: it hangs in the kernel.
+        Raises JobDamaged if one does not end: it hangs in the kernel.
         """
         hold = self._require_frozen("ended")
         found = hold.taken.found
@@ -275,7 +276,7 @@ class FrozenJob:
             self.thaw()
 
     def _lose(self) -> None:
-        """From here on it is neither frozen nor anything else, until that has come true."""
+        """The job is in transition during the block."""
         self._state = "lost"
         del _HELD[self]
 
@@ -298,11 +299,11 @@ def save_frozen(
     on_progress: OnProgress | None = None,
     cancel: Cancellation | None = None,
 ) -> DumpReport:
-    """`FrozenJob.save` to a place that was found before."""
+    """`FrozenJob.save` to an opened destination."""
     return job._save(place, timeout_s=timeout_s, force=force, on_progress=on_progress, cancel=cancel)  # noqa: SLF001
 
 
 def forget_saved(job: FrozenJob) -> None:
-    """The registry knows no more of the last snapshot, which whoever saved it removes."""
+    """Forget the last snapshot in the registry; its owner removes it."""
     if job._note is not None:  # noqa: SLF001
         job._note.withdraw()  # noqa: SLF001

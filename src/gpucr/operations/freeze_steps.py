@@ -1,6 +1,6 @@
-"""The steps of freeze and thaw: a job stands still, its device memory in gpucr's hands, and runs again.
+"""The steps of freeze and thaw: stop a job with its device memory held by gpucr, and let it run again.
 
-Dump, the container hook and `gpucr.freeze` are made of them.
+Dump, the container hook and `gpucr.freeze` use them.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def steps_to_freeze(job: Job, cuda: CudaWork | None, protection: Protection) -> 
 def findings_of_spool(
     cuda: CudaWork, needs: Sequence[preflight.MemoryNeed], target: Path | None = None
 ) -> list[preflight.Finding]:
-    """Has what needs more host memory than there is go through a disk, where it can (`custom_storage.spool`).
+    """Route memory that does not fit into host memory through a disk, if possible (`custom_storage.spool`).
 
-    ``needs``: with all of it in host memory; it is less afterwards. ``target``: where the snapshot goes.
+    ``needs``: with everything in host memory; reduced here. ``target``: where the snapshot goes.
     """
     spool = cuda.custom.spool_if_short(sum(need.size_bytes for need in needs))
     if spool is None:

@@ -21,9 +21,9 @@ from gpucr.operations.listing import ProcessState, list_cuda_processes
 
 
 def device_bytes_of_jobs(roots: Sequence[int]) -> dict[int, int]:
-    """The device memory of the trees of these pids, as NVML sees it: nothing for those that have none, or are gone.
+    """The device memory of these pids' trees, according to NVML; no entry for trees that have none or are gone.
 
-    Raises DriverUnavailable where NVML is there and broken.
+    Raises DriverUnavailable if NVML is there and broken.
     """
     held: dict[int, int] = {}
     for use in gpu_processes():
@@ -40,12 +40,11 @@ def device_bytes_of_jobs(roots: Sequence[int]) -> dict[int, int]:
 class GpuJob(Struct, frozen=True):
     """A job with processes that use CUDA.
 
-    ``root`` is the process that stands for it in every command, ``name`` that of a job which `gpucr run` started.
-    ``processes`` are those with CUDA, by pid. ``findings`` are what preflight says against a dump of it (None: it was
-    not asked).
+    ``root`` is the process that commands name it by, ``name`` that of a job started by `gpucr run`. ``processes`` are
+    those with CUDA, by pid. ``findings`` are preflight's objections to a dump (None: not checked).
 
-    Without a name, the job is a process with CUDA that has none above it, and what is below it. Ranks that a launcher
-    without CUDA has started are a job each then; they are known by the same ``parent_pid`` of their roots.
+    Without a name, the job is the outermost process with CUDA and everything below it. Ranks started by a launcher
+    without CUDA are then one job each; their roots share a ``parent_pid``.
     """
 
     root: ProcessInfo
@@ -55,7 +54,7 @@ class GpuJob(Struct, frozen=True):
 
     @property
     def parent(self) -> ProcessId | None:
-        """What started its root, if it still runs."""
+        """The parent of its root, if it still runs."""
         stat = processes.read_stat(self.root.parent_pid)
         return ProcessId(self.root.parent_pid, stat.start_time_ticks) if stat is not None else None
 
@@ -66,12 +65,12 @@ class GpuJob(Struct, frozen=True):
 
     @property
     def states(self) -> tuple[CudaState, ...]:
-        """The CUDA states that its processes are in, each once."""
+        """The distinct CUDA states of its processes."""
         return tuple(sorted({each.state for each in self.processes if each.state is not None}))
 
     @property
     def state_word(self) -> str:
-        """What all are in, a state or a halt, in a word; else ``mixed``."""
+        """The state or halt that all are in, in a word; otherwise ``mixed``."""
         words = {each.word for each in self.processes}
         return (words.pop() or "-") if len(words) == 1 else "mixed"
 
@@ -86,7 +85,7 @@ class GpuJob(Struct, frozen=True):
 
     @property
     def resident_bytes(self) -> int:
-        """Host memory of its processes with CUDA; what they share counts for each."""
+        """Host memory of its processes with CUDA; shared memory counts for each."""
         return sum(each.resident_bytes for each in self.processes)
 
     @property
@@ -96,16 +95,16 @@ class GpuJob(Struct, frozen=True):
 
     @property
     def is_checkpointable(self) -> bool | None:
-        """Whether preflight has nothing against a dump; None where it was not asked."""
+        """Whether preflight would allow a dump; None if not checked."""
         if self.findings is None:
             return None
         return not any(finding.severity == "blocking" for finding in self.findings)
 
 
 def list_gpu_jobs(*, check: bool = False) -> tuple[GpuJob, ...]:
-    """Every job of the machine that uses CUDA, suspended ones included, as far as the caller may look. By pid.
+    """Every job on the machine that uses CUDA and that the caller may inspect, including suspended ones. By pid.
 
-    ``check`` asks preflight about each, which reads the memory maps and descriptors of all their processes. Raises
+    ``check`` runs preflight on each, which reads the memory maps and descriptors of all their processes. Raises
     DriverUnavailable.
     """
     states = list_cuda_processes()
@@ -126,9 +125,9 @@ def list_gpu_jobs(*, check: bool = False) -> tuple[GpuJob, ...]:
 
 
 def findings_of(pid: int) -> tuple[preflight.Finding, ...]:
-    """What stands in the way of a suspend or a dump of the job of ``pid``, wherever the snapshot would go.
+    """What blocks a suspend or a dump of the job of ``pid``, regardless of the snapshot's destination.
 
-    What keeps gpucr from looking is a blocking finding as well. Changes nothing.
+    Lack of access is a blocking finding too. Changes nothing.
     """
     try:
         found = selection.find_job(pid)
@@ -150,9 +149,9 @@ def findings_of(pid: int) -> tuple[preflight.Finding, ...]:
 
 
 def beside(job: GpuJob, others: Sequence[GpuJob]) -> tuple[GpuJob, ...]:
-    """Jobs that were started by the same process, and may be ranks of the same program.
+    """Jobs started by the same process, which may be ranks of one program.
 
-    None where that process is init, or gpucr is below it: a shell.
+    None if that process is init, or gpucr is below it: a shell.
     """
     parent_pid = job.root.parent_pid
     if job.name is not None or parent_pid <= 1 or parent_pid in {os.getpid(), *processes.ancestors(os.getpid())}:
@@ -173,7 +172,7 @@ def _parents() -> dict[int, int]:
 
 
 def _running_records() -> dict[int, JobRecord]:
-    """By the pid of the first process. Without a registry nothing has a name."""
+    """By the pid of the first process. Without a registry, jobs have no names."""
     with contextlib.suppress(OSError, InvalidRequest):
         listed = [job.record for job in registered.registry().jobs() if job.state.word == "running"]
         return {record.pid: record for record in listed if record is not None and processes.is_alive(record.root)}
@@ -181,7 +180,7 @@ def _running_records() -> dict[int, JobRecord]:
 
 
 def _root_of(pid: int, parents: Mapping[int, int], records: Mapping[int, JobRecord], using: set[int]) -> int:
-    """The first process of the registered job that it belongs to; else the outermost with CUDA that it is below."""
+    """The first process of its registered job; otherwise its outermost ancestor with CUDA."""
     line = [pid]
     while parents.get(line[-1], 0) > 0 and parents[line[-1]] not in line:
         line.append(parents[line[-1]])

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 class ProcessContents(Struct, frozen=True):
     """One process of a snapshot.
 
-    ``record`` is what the manifest says of it: pid, threads, command line, CUDA state. ``memory`` (by kind, with its
-    device memory) and ``descriptors`` are from CRIU's images, and empty where those cannot be read.
+    ``record`` is the manifest's: pid, threads, command line, CUDA state. ``memory`` (by kind, with its device memory)
+    and ``descriptors`` come from CRIU's images, and are empty if those cannot be read.
     """
 
     record: ProcessRecord
@@ -35,7 +35,7 @@ class ProcessContents(Struct, frozen=True):
 
     @property
     def pid(self) -> int:
-        """The pid that it had where gpucr dumped it."""
+        """The pid that it had for gpucr at the dump."""
         return self.record.pid
 
 
@@ -43,10 +43,9 @@ class ProcessContents(Struct, frozen=True):
 class SnapshotContents:
     """What a snapshot holds.
 
-    ``processes`` are in the manifest's order, the root first. ``shared`` is memory that processes share, which is
-    stored once; its ``pids`` are those of the processes here. ``problems`` tell which image could not be read, and
-    why: a line each. ``packed_bytes`` is what everything takes after compression; None: nothing is compressed, as in
-    every folder.
+    ``processes`` are in the manifest's order, the root first. ``shared`` is memory that processes share, stored once;
+    its ``pids`` are those of the processes here. ``problems``: a line for each image that could not be read, and why.
+    ``packed_bytes``: the compressed size of everything; None if nothing is compressed, as in every folder.
     """
 
     snapshot: JobSnapshot
@@ -57,7 +56,7 @@ class SnapshotContents:
 
     @property
     def memory(self) -> tuple[MemoryUse, ...]:
-        """The memory of all processes by kind. What is shared counts as often as it is mapped, and is stored once."""
+        """The memory of all processes by kind. Shared memory counts once per mapping, but is stored once."""
         stored = sum(each.stored_bytes for each in self.shared)
         return _sum((use for process in self.processes for use in process.memory), stored)
 
@@ -65,15 +64,15 @@ class SnapshotContents:
 def inspect(snapshot: JobSnapshot | Place, *, key: Secret | None = None) -> SnapshotContents:
     """What this snapshot holds: processes, their memory by kind, their files and sockets, shared memory.
 
-    The manifest is checked; CRIU's images are read as far as they can be, and what is wrong with one is told as a
-    problem (`Snapshot.verify` compares everything with its digests). ``key`` opens a store that is encrypted. Raises
-    InvalidRequest, SnapshotError and what is derived from it, as `open_snapshot` does.
+    The manifest is checked; CRIU's images are read where possible, and a bad one is reported as a problem
+    (`Snapshot.verify` compares everything with its digests). ``key`` opens an encrypted store. Raises InvalidRequest,
+    SnapshotError and its subclasses, like `open_snapshot`.
     """
     opened = open_snapshot(snapshot, key) if isinstance(snapshot, str | os.PathLike) else snapshot
     records = opened.manifest.processes
     try:
         source = source_of(opened)
-    except StoreDamaged as e:  # of what is in the store only the manifest is known to be there
+    except StoreDamaged as e:  # of the store's content only the manifest is known to exist
         bare = tuple(_process(record, None, None) for record in records)
         return SnapshotContents(opened, bare, (), (f"pstree.img: {e.message}",))
     in_images = {record.ns_pids[-1]: record.staging for record in records if record.device_data is None}

@@ -1,4 +1,4 @@
-"""Starting jobs that can be frozen and brought back, and the list of them."""
+"""Start jobs that can be frozen and brought back, and list them."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ _NEEDS = "namespaces of a job's own need CAP_SYS_ADMIN and CAP_SYS_PTRACE"
 
 
 class LaunchPlan(Struct, frozen=True):
-    """How a job would be started, and why so.
+    """How a job would be started, and why.
 
-    ``program`` is the file that would be run. ``interposer`` is what `gpucr run` puts in front of LD_PRELOAD; None:
-    nothing, and ``why_not_interposed`` says why. ``isolated``: in namespaces of its own; ``why_not_isolated`` is None
-    where it is. ``environment`` has what gpucr sets, and what it would set had the user not.
+    ``program`` is the file that would run. ``interposer`` is what `gpucr run` prepends to LD_PRELOAD; None: nothing,
+    and ``why_not_interposed`` says why. ``isolated``: in its own namespaces; ``why_not_isolated`` is None if it is.
+    ``environment`` has what gpucr sets, and what it would set had the user not set it.
     """
 
     command: tuple[str, ...]
@@ -62,7 +62,7 @@ class LaunchPlan(Struct, frozen=True):
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What will keep this job from being frozen or brought back, because the user wants it so."""
+        """What, by the user's choice, will keep this job from being frozen or brought back."""
         return tuple(
             f"{change.variable}={change.given} is left as it is: {change.consequence}"
             for change in self.environment
@@ -71,7 +71,7 @@ class LaunchPlan(Struct, frozen=True):
 
 
 class StartedJob(Struct, frozen=True):
-    """A job that has been started, and how."""
+    """A started job, and how it was started."""
 
     record: JobRecord
     plan: LaunchPlan
@@ -88,11 +88,11 @@ def plan_job(
 ) -> LaunchPlan:
     """What `run_job` would do with the same arguments. Starts nothing, needs no privileges.
 
-    Raises InvalidRequest where the program or the folder is not there, or the options contradict each other.
+    Raises InvalidRequest if the program or the folder does not exist, or options conflict.
     """
     given = without_passphrase(os.environ) if environment is None else environment
     folder = Path.cwd() if cwd is None else Path(cwd).absolute()
-    if not os.path.isdir(folder):  # which, unlike Path.is_dir, is no error where the caller may not look
+    if not os.path.isdir(folder):  # unlike Path.is_dir, does not raise if the caller may not look
         raise InvalidRequest(
             f"the folder {folder} does not exist", hint="give the folder to start the job in with --cwd"
         )
@@ -153,8 +153,8 @@ def run_job(
     load the interposer; None: as GPUCR_INTERPOSE says, and without that where there is a driver. Without a
     ``name`` it is called after its program. Jobs of a higher ``priority`` (0 to 1000) may borrow its GPUs.
 
-    Raises InvalidRequest (a name that is taken, a program that is not there, ...), Unsupported (the namespaces cannot
-    be made, the registry cannot be written), BrokenInstall, Interrupted (a signal, ``cancel``). Then no job runs.
+    Raises InvalidRequest (the name is taken, there is no such program, ...), Unsupported (the namespaces cannot be
+    made, the registry cannot be written), BrokenInstall, Interrupted (a signal, ``cancel``). Then no job runs.
     """
     check_priority(priority)
     plan = plan_job(command, isolate=isolate, network=network, cwd=cwd, environment=environment, interpose=interpose)
@@ -167,7 +167,7 @@ def run_job(
     )
     given = without_passphrase(os.environ) if environment is None else environment
     subject = name or _base_name(plan)
-    # Outermost: a signal between the job's start and the end of the reservation must not take its record away.
+    # Outermost: a signal between the job's start and the end of the reservation must not remove its record.
     with (
         all_or_nothing("run", subject, cancel, state="no job was started", at_once=False) as interrupts,
         registry_in_use(),
@@ -206,11 +206,11 @@ def _start(
             priority=priority,
         )
         records.append(reservation.register(record))
-        interrupts.check()  # for the last time: what the job does from here on cannot be taken back
+        interrupts.check()  # the last check: what the job does from here on cannot be undone
 
     variables = changed(given, plan.environment)
-    # Registered before it runs: a gpucr that is killed in between leaves the record of a job that never ran ("lost"),
-    # and never a job without a record.
+    # Registered before it runs: a gpucr killed in between leaves the record of a job that never ran ("lost"), but never
+    # a job without a record.
     with interrupts.allowed():
         sandbox.start(
             (plan.program, *plan.command[1:]),
@@ -229,10 +229,10 @@ def _start(
 
 
 def list_jobs(*, all_users: bool = False) -> tuple[ListedJob, ...]:
-    """The jobs in this user's registry, by name, and what has become of each. Changes nothing.
+    """The jobs in this user's registry, by name, and the fate of each. Changes nothing.
 
-    ``all_users``, for root only: also those of other users that run here, named ``USER/JOB``. Raises Unsupported where
-    the registry cannot be read, InvalidRequest where ``all_users`` is not asked by root.
+    ``all_users``, for root only: also other users' running jobs, named ``USER/JOB``. Raises Unsupported if the registry
+    cannot be read, InvalidRequest if another user than root passes ``all_users``.
     """
     driver: Driver | None = None
     with contextlib.suppress(DriverUnavailable):
@@ -243,12 +243,12 @@ def list_jobs(*, all_users: bool = False) -> tuple[ListedJob, ...]:
 
 
 def forget_job(name: str, *, force: bool = False, cancel: Cancellation | None = None) -> ListedJob:
-    """Remove the record and the logs of a job that does not run any more. Returns what was known of it.
+    """Remove the record and the logs of a job that no longer runs. Returns its record.
 
-    ``force``: also of one that may run on another machine or in another container, and also the log of a job that was
-    dumped, to which a restore would append. Logs of a damaged record, whose job may run, and logs that another job
-    writes to are kept. Raises InvalidRequest where there is no such job, or it runs, or may run elsewhere; Unsupported
-    where the registry cannot be written.
+    ``force``: also for a job that may run on another machine or in another container, and also the log of a dumped job,
+    to which a restore would append. Logs of a damaged record, whose job may run, and logs that another job writes to
+    are kept. Raises InvalidRequest if there is no such job, or it runs, or may run elsewhere; Unsupported if the
+    registry cannot be written.
     """
     return forget_jobs([name], force=force, cancel=cancel)[0]
 
@@ -256,7 +256,7 @@ def forget_job(name: str, *, force: bool = False, cancel: Cancellation | None = 
 def forget_jobs(
     names: Iterable[str], *, force: bool = False, cancel: Cancellation | None = None
 ) -> tuple[ListedJob, ...]:
-    """As `forget_job`, for several: where one of them cannot be forgotten, none is."""
+    """Like `forget_job`, for several: if one of them cannot be forgotten, none is."""
     chosen = list(dict.fromkeys(names))
     with all_or_nothing("forget", ", ".join(chosen), cancel) as interrupts, registry_in_use():
         known = registry()
@@ -269,7 +269,7 @@ def forget_jobs(
 def _with_cuda_state(job: ListedJob, driver: Driver | None) -> ListedJob:
     if job.record is None or job.state.word != "running" or driver is None:
         return job
-    with contextlib.suppress(GpucrError, PermissionError):  # it has just ended, or is not ours
+    with contextlib.suppress(GpucrError, PermissionError):  # just ended, or not ours
         members = gang.discover(driver, processes.tree(job.record.pid))
         if any(member.found is CudaState.CHECKPOINTED for member in members):
             return replace(job, state=JobState("suspended"))
@@ -277,7 +277,7 @@ def _with_cuda_state(job: ListedJob, driver: Driver | None) -> ListedJob:
 
 
 def _comes_back() -> Mapping[str, bool] | None:
-    """What was measured on this machine (`gpucr doctor --probe`); empty where nothing was, None without a driver."""
+    """Measurements on this machine (`gpucr doctor --probe`); empty if there are none, None without a driver."""
     try:
         driver = load_driver()
     except DriverUnavailable:
@@ -305,7 +305,7 @@ def _why_not_isolated(wanted: bool | None) -> str | None:
 def _interposer(
     wanted: bool | None, given: Mapping[str, str], program: str, comes_back: Mapping[str, bool] | None
 ) -> tuple[str | None, str | None]:
-    """What is preloaded, or why nothing is."""
+    """The library to preload, or why there is none."""
     if wanted is None:
         said = given.get(_INTERPOSE_VARIABLE, "")
         if said not in ("", "0", "1"):
@@ -329,7 +329,7 @@ def _interposer(
 
 
 def _require_visible(what: str, path: str) -> None:
-    """Raise InvalidRequest for what the /dev/shm of an isolated job hides from it."""
+    """Raise InvalidRequest for files that an isolated job's own /dev/shm would hide."""
     if any(Path(each).is_relative_to(SHARED_MEMORY) for each in (path, os.path.realpath(path))):
         raise InvalidRequest(
             f"{what} {path} is in {SHARED_MEMORY}, but an isolated job has its own {SHARED_MEMORY}",
@@ -348,7 +348,7 @@ def _network(wanted: Network | None, *, isolated: bool) -> Network:
 
 
 def _program(name: str, cwd: Path, environment: Mapping[str, str]) -> str:
-    """The file to run, found as a shell in the job's folder would."""
+    """The file to run, found like a shell in the job's folder would."""
     if "/" in name:
         path = cwd / name
         if os.path.isfile(path) and os.access(path, os.X_OK):
@@ -381,7 +381,7 @@ def _require_words(command: Sequence[str]) -> None:
 def _split(text: str) -> list[str]:
     try:
         return shlex.split(text)
-    except ValueError:  # quotes that are not closed
+    except ValueError:  # unbalanced quotes
         return text.split()
 
 

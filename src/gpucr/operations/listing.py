@@ -23,13 +23,13 @@ from gpucr.model import CudaState, ProcessInfo
 
 
 class ProcessState(Struct, frozen=True):
-    """One process. ``state`` is None where it does not use CUDA; ``device_bytes`` is per GPU UUID.
+    """One process. ``state`` is None if it does not use CUDA; ``device_bytes`` is per GPU UUID.
 
-    ``halt`` is ``stopped`` (by a signal or a tracer) or ``frozen`` (with its cgroup) where it has the driver's library
-    loaded and cannot be asked for its state, which is None then too.
+    ``halt`` is ``stopped`` (by a signal or a tracer) or ``frozen`` (with its cgroup) if it has the driver's library
+    loaded but cannot be queried; then the state is None too.
 
-    ``age_s`` is the time since it was started or, of a restored process, restored. ``way`` is how its device memory
-    would leave the GPU (None: it does not run); preflight may find why it cannot go that way.
+    ``age_s`` is the time since its start or restore. ``way`` is how its device memory would leave the GPU (None: it
+    does not run); preflight may find a reason against that.
     """
 
     process: ProcessInfo
@@ -42,25 +42,25 @@ class ProcessState(Struct, frozen=True):
 
     @property
     def word(self) -> str | None:
-        """Its state, or else its halt, in a word; None where it does not use CUDA."""
+        """Its state or halt, in a word; None if it does not use CUDA."""
         return self.state.word if self.state is not None else self.halt
 
 
 def list_cuda_processes() -> tuple[ProcessState, ...]:
-    """Every process of the machine that uses CUDA, suspended ones included, as far as the caller may look.
+    """Every process on the machine that uses CUDA and that the caller may inspect, including suspended ones.
 
-    Programs that only watch GPUs through NVML are not among them, nor is what gpucr itself uses. One that is stopped or
-    frozen is listed with its ``halt`` if it has the driver's library loaded.
+    Excludes programs that only watch GPUs through NVML, and gpucr itself. A stopped or frozen process is listed with
+    its ``halt`` if it has the driver's library loaded.
 
-    Raises DriverUnavailable where there is no driver with the checkpoint functions.
+    Raises DriverUnavailable if there is no driver with the checkpoint functions.
     """
     driver = load_driver()
     held = _device_bytes()
     found: list[ProcessState] = []
     for pid in sorted(processes.all_pids()):
-        if pid == os.getpid():  # NVML has just given it a CUDA state (driver 580)
+        if pid == os.getpid():  # NVML may have given it a CUDA state just now (driver 580)
             continue
-        with contextlib.suppress(GpucrError, PermissionError):  # it has ended meanwhile, or is someone else's
+        with contextlib.suppress(GpucrError, PermissionError):  # ended meanwhile, or another user's
             process = processes.describe(pid)
             state = state_of(driver, process)
             if isinstance(state, Halt):
@@ -71,10 +71,9 @@ def list_cuda_processes() -> tuple[ProcessState, ...]:
 
 
 def _has_cuda(pid: int, state: CudaState, held: Mapping[int, Mapping[str, int]]) -> bool:
-    """Whether a process with a CUDA state uses CUDA, rather than having asked NVML for something, or being gpucr.
+    """Whether a process with a CUDA state really uses CUDA: it may only have called NVML, or be gpucr.
 
-    NVML gives a process the state RUNNING, with nothing behind it (driver 580); cuInit maps device files
-    (docs/hardware.md).
+    NVML calls alone give a process the state RUNNING (driver 580); cuInit maps device files (docs/hardware.md).
     """
     if state is not CudaState.RUNNING:
         return True
@@ -86,7 +85,7 @@ def job_states(pid: int | str | JobSelector, *, only: bool = False) -> tuple[Pro
     """The CUDA state of every process in the tree of ``pid``, or of the registered job of this name
     (``only``: of the one process). Changes nothing.
 
-    Raises NotACudaProcess where none of them uses CUDA.
+    Raises NotACudaProcess if none of them uses CUDA.
     """
     found = selection.find_job(pid, only=only)
     job = found.job
@@ -111,7 +110,7 @@ def _describe(
     driver: Driver,
     halt: str | None = None,
 ) -> ProcessState:
-    # What custom storage has it keep, it has not touched.
+    # It has not touched the file that custom storage makes it keep.
     kept_bytes = memory.mapped_bytes(process.pid, f"/{KEPT_NAME}") if state is CudaState.CHECKPOINTED else 0
     return ProcessState(
         process,

@@ -37,12 +37,12 @@ def move(
     on_progress: OnProgress | None = None,
     cancel: Cancellation | None = None,
 ) -> ChangeReport:
-    """Take a running job to other GPUs of this machine: RUNNING or LOCKED → the same state there.
+    """Move a running job to other GPUs of this machine: RUNNING or LOCKED → the same state there.
 
     ``gpu`` (``auto``, or the new places of the GPUs that it uses) or ``gpu_map`` (``OLD=NEW,...``) says where to, as in
-    `resume`; two jobs do not change places this way, the GPUs of one do. Refuses before anything starts where a GPU
-    has too little free memory. If anything fails, the job runs as before on the GPUs that it had. A job that is there
-    already keeps running, and nothing is done. Needs access to the processes (same user, or CAP_SYS_PTRACE).
+    `resume`; this can swap the GPUs of one job, but not two jobs. Refuses up front if a GPU has too little free memory.
+    On any failure the job keeps running on the GPUs that it had. Does nothing to a job that is already there. Needs
+    access to the processes (same user, or CAP_SYS_PTRACE).
 
     Raises InvalidRequest, NotACudaProcess, Unsupported (nothing was changed), LockTimeout, DeadlineExceeded,
     Interrupted, DriverError or JobChanged (all undone), JobDamaged (not undone).

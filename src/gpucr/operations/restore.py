@@ -55,11 +55,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RestoreReport:
-    """What a restore did. ``root_pids`` are those of all trees, ``pid`` the first.
+    """What a restore did. ``root_pids``: of all trees; ``pid``: the first.
 
-    ``seconds`` is the time until the job ran, verification included. ``name`` is the job's in the registry; None where
-    no `gpucr run` had started it. ``gpu_map`` is None where every GPU stayed; ``gpu_reasons`` say what of it gpucr
-    chose itself, and why.
+    ``seconds`` is the time until the job ran, including verification. ``name`` is the job's in the registry; None if it
+    was not started by `gpucr run`. ``gpu_map`` is None if every GPU stayed; ``gpu_reasons`` explain gpucr's own choices
+    in it.
     """
 
     snapshot: JobSnapshot
@@ -93,36 +93,35 @@ def restore(
     on_progress: OnProgress | None = None,
     cancel: Cancellation | None = None,
 ) -> RestoreReport:
-    """Bring the job of a snapshot back, on the GPUs that it had or on others. The snapshot stays.
+    """Restore a snapshot's job, on the GPUs that it had or on others. The snapshot stays.
 
     ``gpu_map`` (``OLD=NEW,...``: GPUs of the snapshot, GPUs of this machine) and ``gpu`` (``auto``, or the new places
     of the GPUs that the job uses) name GPUs by index or UUID; what they leave open is filled in.
 
     The snapshot is verified and compared with this machine before anything starts: GPUs of the same kind with enough
-    free memory, free pids, a driver, CRIU. Every CUDA process ends in the state in which the dump had found it. What
-    fails later ends the half-restored processes. Needs root (CAP_SYS_ADMIN and CAP_SYS_PTRACE), or for the caller's own
+    free memory, free pids, a driver, CRIU. Every CUDA process ends up in the state in which the dump found it. A later
+    failure ends the half-restored processes. Needs root (CAP_SYS_ADMIN and CAP_SYS_PTRACE), or for the caller's own
     jobs a CRIU that root has granted (`gpucr criu --grant`).
 
-    ``files``: what becomes of files that the job was writing and that have another size now. ``"keep"`` leaves them,
-    and the job writes on at their end; ``"rewind"`` cuts those that have grown back to their size at the dump, and
-    keeps what is cut off beside them. ``tcp``: connections to programs outside the job are closed in the restored job,
-    or with ``"keep"`` taken up again. Those inside the job are always kept.
+    ``files``: what to do with files that the job was writing and whose size has changed. ``"keep"`` leaves them, and
+    the job continues writing at their end; ``"rewind"`` cuts grown files back to their size at the dump, and keeps what
+    is cut off beside them. ``tcp``: connections to programs outside the job are closed, or with ``"keep"`` restored.
+    Those inside the job are always kept.
 
-    A job that was in a sandbox gets a new one, where its pids, its ports and its names in /dev/shm are free;
-    ``isolate`` puts any other job into one. ``clone`` makes a copy of a job that runs, or of which a copy runs: with a
-    name and a log of its own, but the same files otherwise. ``name`` is its name in the registry.
+    A sandboxed job gets a new sandbox, where its pids, its ports and its names in /dev/shm are free; ``isolate`` puts
+    any other job into one. ``clone`` allows a copy while the job or another copy runs: with its own name and log, but
+    otherwise the same files. ``name`` is its name in the registry.
 
     ``before_it_runs`` is called when all of the job is there and none of it runs yet; what it raises ends the job
     again. Only for a job that was frozen for the dump (`FrozenJob.save`). With ``ends_with_caller`` the job is killed
     when the calling process ends; otherwise it keeps running.
 
-    Out of a store (``STORE#NAME``, ``STORE#latest``, or STORE with one snapshot; ``key`` opens one that is encrypted)
-    device memory is fetched while CRIU restores, and goes nowhere else.
+    Out of a store (``STORE#NAME``, ``STORE#latest``, or STORE with one snapshot; ``key`` opens an encrypted one) device
+    memory is fetched while CRIU restores, without a copy on disk.
 
     Raises InvalidRequest, SnapshotUnfinished, SnapshotDamaged, SnapshotError, WrongKey, StoreDamaged, StoreError,
     NotPermitted, Unsupported, DriverUnavailable, CriuUnavailable (nothing was started); CriuError, DriverError,
-    DeadlineExceeded, Interrupted (all ended again); JobDamaged (something of it still runs).
-    """  # fmt: skip
+    DeadlineExceeded, Interrupted (all ended again); JobDamaged (part of it still runs). """  # fmt: skip
     subject = snapshot if isinstance(snapshot, str | os.PathLike) else snapshot.where
     with (
         operation("restore", subject, on_progress=on_progress, cancel=cancel) as running,
@@ -132,7 +131,7 @@ def restore(
         if isinstance(snapshot, str | os.PathLike):
             snapshot = open_snapshot(snapshot, key)
             if isinstance(snapshot, Snapshot):
-                on_failure.callback(snapshot.close)  # else the error would keep it open
+                on_failure.callback(snapshot.close)  # otherwise the error would keep it open
         if not snapshot.manifest.has_images:
             raise InvalidRequest(
                 f"{snapshot.where} is the GPU part of a container's checkpoint",
@@ -281,7 +280,7 @@ def _run(
 
 
 def _recall_overruled(error: GpucrError, manifest: Manifest, findings: Sequence[preflight.Finding]) -> None:
-    """Add to the hint what --force overruled, in the dump or now: it may well be the reason."""
+    """Add to the hint what --force overruled, in the dump or now: it may be the reason."""
     overruled = [
         *(f"{each.finding}: {each.consequence}" for each in manifest.overruled),
         *(f"{each.sentence()}: {each.consequence}" for each in findings if each.severity == "blocking"),
@@ -329,5 +328,5 @@ def _gang(driver: Driver, deadline: float | None) -> Gang:
 
 
 def _driver_for(snapshot: JobSnapshot) -> Driver | None:
-    """The driver, where the snapshot needs one: a tree without CUDA is restored without looking for any."""
+    """The driver, if the snapshot needs one: a tree without CUDA is restored without looking for one."""
     return load_driver() if snapshot.manifest.has_gpu_state else None

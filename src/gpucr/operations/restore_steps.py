@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 
 class CriuRestore:
-    """CRIU makes the process trees again; the CUDA processes (``gang``, None: none) come back CHECKPOINTED.
+    """CRIU recreates the process trees; the CUDA processes (``gang``, None: none) come back CHECKPOINTED.
 
-    The CRIU of each tree waits at its hook post-restore, where all of its sockets are there and none has sent anything,
-    until the next tree is restored. So a connection between two trees meets its other end.
+    The CRIU of each tree waits at its hook post-restore, when all of its sockets exist and none has sent anything,
+    until the next tree is restored. So both ends of a connection between two trees exist before either is used.
     """
 
     name = "criu"
@@ -108,7 +108,7 @@ class CriuRestore:
         self.tree.set(take_stock(roots, self._manifest, self._gang, self._protection))
 
     def _on_start(self, criu: ProcessId) -> None:
-        # One in a sandbox ends with it, and so do the tasks that it makes, whose pids mean others here.
+        # In a sandbox CRIU and its tasks end with it, and their pids mean other processes here.
         if self._protection is not None and not self._site.value.criu.is_in_sandbox:
             self._crius.append(criu)
             with images_read_from(self._images[0].original):
@@ -116,14 +116,14 @@ class CriuRestore:
             self._protection.protect(EndRestore(tuple(self._crius), tuple(pids)))
 
     def _on_notify(self, number: int, hook: str, pid: int, interrupts: Interrupts) -> None:
-        """Before pre-resume all threads are there, before their first instruction: what they start inherits from them.
+        """At pre-resume all threads exist, before their first instruction: what they start inherits from them.
 
-        A tree that runs from there on is the only one.
+        Only a single tree runs from there on.
         """
         if hook == "post-restore" and number + 1 < len(self._images):
             self._restore_tree(number + 1, interrupts)
         elif hook == "pre-resume":
-            if not self._site.value.criu.install.is_unprivileged:  # that opens nothing that its user could not
+            if not self._site.value.criu.install.is_unprivileged:  # so that it opens nothing that its user could not
                 folder = self._images[number].folder
                 with images_read_from(folder):
                     names = FilesImage.read(folder).paths().values()
@@ -131,7 +131,7 @@ class CriuRestore:
                 require_as_recorded(pids, {*names, *map(str, self._site.value.outputs.values())})
             self._root_pids[number] = pid
             if not self._is_left_stopped:
-                self._take_stock()  # CRIU lets it run now, and it may have ended a moment later
+                self._take_stock()  # CRIU lets it run now, and it may end at once
             self.warnings += tuple(restore_scheduling(self._manifest, pid))
             if not self._is_left_stopped:
                 interrupts.commit()
@@ -142,7 +142,7 @@ class CriuRestore:
 
 
 class WaitForOthers:
-    """All is restored, and nothing runs yet: whoever restores it decides whether it may."""
+    """All is restored, and nothing runs yet: ask the caller whether it may."""
 
     name = "wait"
 
@@ -154,10 +154,10 @@ class WaitForOthers:
         return "wait until those who restore other parts are ready"
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
-        """Call it. Raises what it raises."""
+        """Call it. Raises the callback's errors."""
         with interrupts.allowed():
             self._call()
         return 0
 
     def undo(self) -> None:
-        """Nothing: what was restored is CriuRestore's to end."""
+        """Nothing: CriuRestore's undo ends what was restored."""

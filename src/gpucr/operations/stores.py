@@ -1,4 +1,4 @@
-"""What is done with a store and the snapshots in it, without a job: making one, listing, verifying, copying, ..."""
+"""Operations on stores and their snapshots, without a job: make, list, verify, copy, ..."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from gpucr.undo.steps import Meter
 T = TypeVar("T")
 
 _LEFT_BY_INIT = {INCOMING_NAME, KEYS_PREFIX.rstrip("/")}
-"""All that there is where making a store has failed, for want of space say: then it can be tried again."""
+"""All that a failed attempt to make a store leaves (lack of space, for example): it can be tried again."""
 
 
 def init_store(
@@ -41,10 +41,10 @@ def init_store(
     shared_with_group: str | None = None,
     cancel: Cancellation | None = None,
 ) -> Store:
-    """Make a store, encrypted where there is a key. A folder is made, if its parent exists; it must be empty.
+    """Make a store, encrypted if there is a key. A folder is made, if its parent exists; it must be empty.
 
-    ``shared_with_group``: members of this group use it, root alone prunes it; takes root. Where that fails, nothing of
-    it stays in a folder. Raises InvalidRequest, StoreError, BrokenInstall.
+    ``shared_with_group``: members of this group can use it, only root can prune it; needs root. On failure nothing is
+    left in the folder. Raises InvalidRequest, StoreError, BrokenInstall.
     """
     location = place_of_store(place)
     if location.snapshot is not None:
@@ -70,7 +70,7 @@ def init_store(
 def _remove_empty(path: Path, *, was_there: bool) -> None:
     folders = [path / name for name in _LEFT_BY_INIT]
     for folder in folders if was_there else [*folders, path]:
-        with contextlib.suppress(OSError):  # it is not there, or somebody else's, who makes a store here too
+        with contextlib.suppress(OSError):  # gone, or another process's that makes a store here too
             folder.rmdir()
 
 
@@ -84,7 +84,7 @@ def _make_folder(path: Path) -> None:
             path=str(path),
             hint="name another one, in one that exists",
         ) from e
-    if others - _LEFT_BY_INIT and "gpucr-store.json" not in others:  # of a store that is there, `Store.create` tells
+    if others - _LEFT_BY_INIT and "gpucr-store.json" not in others:  # `Store.create` reports an existing store
         raise StoreError(
             f"{path} is not empty",
             path=str(path),
@@ -106,9 +106,9 @@ def verify_snapshots(
     on_progress: OnProgress | None = None,
     cancel: Cancellation | None = None,
 ) -> VerifyReport:
-    """Check one snapshot (``STORE#NAME``), or all: that every piece is in its place, and with ``deep`` its content.
+    """Check one snapshot (``STORE#NAME``), or all: that every piece is there, and with ``deep`` its content.
 
-    What is wrong is in the report's ``problems``. Raises InvalidRequest, StoreError, WrongKey.
+    Damage is in the report's ``problems``. Raises InvalidRequest, StoreError, WrongKey.
     """
     opened, wanted = _named(store, key)
 
@@ -123,8 +123,8 @@ def verify_snapshots(
 def remove_snapshot(store: Place, *, key: Secret | None = None, cancel: Cancellation | None = None) -> StoredSnapshot:
     """Remove the snapshot ``STORE#NAME``; its pieces stay until a prune. Raises InvalidRequest, StoreError, WrongKey.
 
-    Returns what was removed. One that is damaged is removed by its id, and nothing else is known of it. Of a set of
-    several nodes all parts are removed, and that of node 0 is returned.
+    Returns what was removed. A damaged one is removed by its id; nothing else is known about it. For a set of several
+    nodes all parts are removed, and node 0's is returned.
     """
     return remove_parts(store, key=key, cancel=cancel)[0]
 
@@ -141,7 +141,7 @@ def remove_parts(
         found = snapshots.find_to_remove(opened, location.snapshot)
         interrupts.conclude()
         if len(found) > 1 and found[0].part is not None:
-            sets.remove(opened, found[0].part.set_id)  # first: half of a set must not be restored
+            sets.remove(opened, found[0].part.set_id)  # first, since half of a set must not be restored
         for each in found:
             snapshots.remove(opened, each.id)
         return found
@@ -155,9 +155,9 @@ def prune_store(
     key: Secret | None = None,
     cancel: Cancellation | None = None,
 ) -> PruneReport:
-    """Remove the snapshots that the rules do not keep, and what nothing needs.
+    """Remove the snapshots that the rules do not keep, and unneeded data.
 
-    Space comes back with a later prune: see `PruneRules`. Raises StoreDamaged, StoreError, WrongKey.
+    A later prune frees the space: see `PruneRules`. Raises StoreDamaged, StoreError, WrongKey.
     """
     _require_whole(store)
 
@@ -168,7 +168,7 @@ def prune_store(
 
 
 class CopiedSnapshot(Struct, frozen=True):
-    """A snapshot of the source, and what it is in the target; the two may have other ids."""
+    """A snapshot in the source and in the target; the ids may differ."""
 
     source: StoredSnapshot
     target: StoredSnapshot
@@ -186,8 +186,8 @@ def copy_snapshots(
 ) -> tuple[CopiedSnapshot, ...]:
     """Copy one snapshot (``STORE#NAME``), or all, to another store: only what is missing there.
 
-    What the target has already is read once, and copied again where it is damaged; with ``trust_store`` it is not read.
-    A copy that was cut off continues when it is made again. Raises InvalidRequest, StoreDamaged, StoreError, WrongKey.
+    What the target already has is read once, and copied again if damaged; with ``trust_store`` it is not read.
+    Repeating an interrupted copy continues it. Raises InvalidRequest, StoreDamaged, StoreError, WrongKey.
     """
     _require_whole(target)
     opened, named = _named(source, key)
@@ -208,12 +208,12 @@ def copy_snapshots(
 
 
 def _copy_sets(source: Store, target: Store, copied: Sequence[CopiedSnapshot]) -> None:
-    """Complete, in the target, each set whose parts were all copied: last, and with their ids there."""
+    """Complete each set in the target whose parts were all copied: last, and with the ids there."""
     there = {each.source.id: each.target.id for each in copied}
     for made in sets.of_snapshots(source, [each.source for each in copied]).values():
         if all(each in there for each in made.snapshot_ids):
             moved = structs.replace(made, snapshot_ids=tuple(there[each] for each in made.snapshot_ids))
-            if not sets.complete(target, moved):  # an older copy, of whose parts one was damaged
+            if not sets.complete(target, moved):  # an older copy with a damaged part
                 sets.remove(target, made.id)
                 sets.complete(target, moved)
 
@@ -233,10 +233,10 @@ def store_keys(
     remove: str | None = None,
     cancel: Cancellation | None = None,
 ) -> tuple[StoreKey, ...]:
-    """The keys that open a store, after the one with this id was removed, and one more was added.
+    """The keys that open a store, after removing the one with this id and adding a new one.
 
-    What is stored stays as it is: who has used a key may have kept what it opens. Raises StoreError also for the
-    last key and for the one that ``key`` has opened, WrongKey.
+    Stored data is not re-encrypted: the user of a removed key may have kept what it opens. Raises WrongKey, and
+    StoreError, also for the last key and the one that ``key`` opened.
     """
     _require_whole(store)
     with all_or_nothing("keys", store, cancel) as interrupts:
@@ -254,7 +254,7 @@ def _key_id(name: str) -> str:
 
 
 def _named(place: Place, key: Secret | None) -> tuple[Store, Sequence[StoredSnapshot] | None]:
-    """The store, and the snapshot, or the parts of the set, that was named in it; None: all are meant."""
+    """The store, and the named snapshot or parts of a set in it; None: all."""
     location = place_of_store(place)
     store = open_store(place, key)
     return store, None if location.snapshot is None else snapshots.find_parts(store, location.snapshot)
@@ -281,7 +281,7 @@ def _run(
     on_progress: OnProgress | None,
     cancel: Cancellation | None,
 ) -> T:
-    """An operation of one step, which leaves nothing to undo: with progress, and an end by a signal."""
+    """A one-step operation with nothing to undo: progress, and interruption by signals."""
     step = _Work(name, description, work)
     with operation(name, subject, on_progress=on_progress, cancel=cancel) as running:
         running.run([step])
@@ -301,8 +301,8 @@ class _Work(Generic[T]):
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
         self.results.append(self._work(interrupts, meter))
-        interrupts.commit()  # it is done: a signal that came since the last `check` was too late
+        interrupts.commit()  # done: a signal since the last `check` was too late
         return 0
 
     def undo(self) -> None:
-        """Nothing: what was stored for a copy is found again, or pruned."""
+        """Nothing: data stored for a copy is reused or pruned later."""

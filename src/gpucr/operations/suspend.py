@@ -36,7 +36,7 @@ from gpucr.undo.steps import Phase, Step
 
 
 class StateChange(Struct, frozen=True):
-    """One process: the CUDA state in which it was found, and the one in which it is now (None: it has ended)."""
+    """One process: the CUDA state in which it was found, and its state now (None: it has ended)."""
 
     pid: int
     found: CudaState
@@ -47,8 +47,8 @@ class StateChange(Struct, frozen=True):
 class ChangeReport:
     """What a suspend or resume did. ``size_bytes`` is the host memory that holds device memory now (suspend).
 
-    ``lock`` tells how a suspend locked the job. ``warnings`` are what preflight found and what did not stop it.
-    ``gpu_map`` is the map of a resume to other GPUs, and ``gpu_reasons`` say what of it gpucr chose itself, and why.
+    ``lock`` says how a suspend locked the job. ``warnings`` are preflight's non-blocking findings. ``gpu_map`` is the
+    map of a resume to other GPUs, and ``gpu_reasons`` explain gpucr's own choices in it.
     """
 
     pid: int
@@ -79,9 +79,10 @@ def suspend(
     """Move the device memory of a job into host memory and release its GPUs: RUNNING or LOCKED → CHECKPOINTED.
 
     ``pid``, or the name of a registered job, stands for its whole tree (``only``: for the one process); a `JobSelector`
-    for several trees, or a cgroup, whose CUDA processes are one gang. ``force`` takes what is not one job, too, and
-    overrules preflight. ``gpu_state`` insists on a way for the device memory. Processes found CHECKPOINTED stay so. CPU
-    threads keep running until they call CUDA. Needs access to the processes (same user, or CAP_SYS_PTRACE).
+    for several trees, or a cgroup, whose CUDA processes are one gang. ``force`` also accepts processes that are not one
+    job, and overrules preflight. ``gpu_state`` insists on a way for the device memory. Processes found CHECKPOINTED
+    stay so. CPU threads keep running until they call CUDA. Needs access to the processes (same user, or
+    CAP_SYS_PTRACE).
 
     Raises NotACudaProcess, Unsupported (nothing was changed), LockTimeout, DeadlineExceeded, Interrupted, DriverError
     or JobChanged (all undone), JobDamaged (not undone).
@@ -111,7 +112,7 @@ def suspend(
         opened.callback(work.close)
         findings += preflight.check_handed_over(work.custom.pids(found.job.gang))
         work.staging.prepare(work.sizes)
-        work.staging.settle()  # while the job runs: it stands still for the copy alone
+        work.staging.settle()  # while the job runs: it is stopped only for the copy
         phases = running.run(work.steps_off_gpu(), roll=taken.roll, deadline=deadline, protection=protection)
         gang = work.gang
         work.custom.release()
@@ -141,10 +142,10 @@ def resume(
     """Bring a suspended job back onto its GPUs, or onto others: CHECKPOINTED or LOCKED → RUNNING.
 
     ``gpu_map`` (``OLD=NEW,...``) and ``gpu`` (``auto``, or the new places of the GPUs that it uses) name GPUs of this
-    machine by index or UUID; what they leave open is filled in. Processes that run are left alone, and what `suspend`
-    had found LOCKED or CHECKPOINTED is that again. Refuses before it starts where a GPU has too little free memory: a
+    machine by index or UUID; what they leave open is filled in. Running processes are left alone, and those that
+    `suspend` found LOCKED or CHECKPOINTED return to that state. Refuses up front if a GPU has too little free memory: a
     restore that runs out of it loses the job. On failure every process is CHECKPOINTED or LOCKED again, as it was
-    found, so that another attempt (with other GPUs, or when memory is free) is possible. Needs access to the processes.
+    found, so another attempt (with other GPUs, or when memory is free) is possible. Needs access to the processes.
 
     Raises InvalidRequest, NotACudaProcess, Unsupported (nothing was changed); DriverError, Interrupted,
     DeadlineExceeded (all undone); JobDamaged.
@@ -160,7 +161,7 @@ def _resume(
     taken: TakenJob, deadline: float | None, request: GpuRequest, running: Operation, *, force: bool
 ) -> ChangeReport:
     (found, protection), roll = taken.cuda(), taken.roll
-    assert found.driver is not None  # noqa: S101 - some of its processes use CUDA
+    assert found.driver is not None  # noqa: S101 - it has processes with CUDA
     gang = Gang(found.driver, found.job.gang, deadline=deadline)
     records = {member.pid: suspended.recall(member.id) for member in gang.members}
 
@@ -179,7 +180,7 @@ def _resume(
     if choice.gpu_map is not None:
         findings += preflight.check_driver(gang.driver.capabilities(), choice.gpu_map)
     preflight.require_no_blocking(findings, force=force)
-    steps: list[Step] = []  # none for a job that runs: what is not done is not announced, either
+    steps: list[Step] = []  # none for a running job: do not announce what is not done
     maps = placement.maps(gang)
     ids = {member.pid: member.id for member in gang.members}
 
@@ -217,7 +218,7 @@ def _resume(
 def change_report(
     pid: int, gang: Gang, phases: tuple[Phase, ...], led_to: Callable[[GangMember], CudaState]
 ) -> ChangeReport:
-    """What has been done, which no failure here may hide: where a process cannot be asked, the steps have told."""
+    """The report, which no failure here may hide: if a process cannot be queried, use what the steps reported."""
 
     def now(member: GangMember) -> CudaState | None:
         try:

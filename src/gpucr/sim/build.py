@@ -18,7 +18,7 @@ from gpucr.linux import trusted_paths
 
 SOURCES = Path(__file__).parent / "c"
 FLAGS = ("-std=c11", "-D_GNU_SOURCE", "-O2", "-Wall", "-Wextra")
-# Symbolic: no library loaded earlier stands in for its functions, in calls or in what cuGetProcAddress gives.
+# Symbolic: no library loaded earlier can interpose its functions, in calls or in results of cuGetProcAddress.
 _LIBRARY_FLAGS = ("-fPIC", "-shared", "-fvisibility=hidden", "-pthread", "-Wl,-z,defs", "-Wl,-Bsymbolic")
 _BUILD_TIMEOUT_S = 120
 
@@ -32,7 +32,7 @@ _CHECKPOINT = ("faults.c", "watcher.c", "restore_thread.c", "control.c", "checkp
 
 
 class Product(Struct, frozen=True):
-    """One file that the build makes: its path in the folder, its C sources and its own compiler flags."""
+    """One build product: its path in the folder, its C sources and its compiler flags."""
 
     path: str
     sources: tuple[str, ...]
@@ -54,19 +54,19 @@ PRODUCTS = (
 
 
 def build(cache_dir: Path | None = None) -> Path:
-    """The folder that holds libcuda.so.1, libnvidia-ml.so.1 and counter; compiles them where they are missing.
+    """The folder that holds libcuda.so.1, libnvidia-ml.so.1 and counter; compiles them if they are missing.
 
-    The folder's name is a digest of the sources and flags, so a new version never meets an old build. Several
-    processes may build at once: each works in a folder of its own, and the first to finish puts it in place.
-    ``cache_dir`` defaults to ``$XDG_CACHE_HOME/gpucr/sim``.
+    The folder's name is a digest of the sources and flags, so a new version never uses an old build. Several processes
+    may build at once: each works in its own folder, and the first to finish installs it. ``cache_dir`` defaults to
+    ``$XDG_CACHE_HOME/gpucr/sim``.
 
-    Raises SimulatorUnavailable where there is no C compiler or it fails, and where the folder cannot be made.
+    Raises SimulatorUnavailable if there is no C compiler or it fails, and where the folder cannot be made.
     """
     parent = cache_dir if cache_dir is not None else _default_cache_dir()
     folder = parent / _digest()
     try:
-        trusted_paths.require_ours(folder)  # every program that is started on the simulated driver loads it
-        if os.path.isdir(folder):  # which, unlike Path.is_dir, is no error where the caller may not look
+        trusted_paths.require_ours(folder)  # every program on the simulated driver loads it
+        if os.path.isdir(folder):  # which, unlike Path.is_dir, does not raise if the caller may not look
             return folder
         trusted_paths.make_private(parent)
         work = Path(tempfile.mkdtemp(prefix="build-", dir=parent))
@@ -93,12 +93,12 @@ def environment(
     faults: str | None = None,
     machine: str | None = None,
 ) -> dict[str, str]:
-    """The environment variables that put the simulator in the place of the driver, for programs started with them.
+    """The environment variables that make programs use the simulator instead of the driver.
 
-    ``gpus`` is ``[COUNTx]SIZE`` groups with a comma between (``2x16GiB,80GiB``). ``state_dir`` is where the processes
-    of one simulated machine keep count of device memory. ``driver="old"`` is a driver without the checkpoint API.
-    ``faults`` is read by target processes when they start CUDA; docs/reference/simulator.md has the syntax.
-    Another ``machine`` name gives GPUs with other UUIDs.
+    ``gpus`` is a comma-separated list of ``[COUNTx]SIZE`` (``2x16GiB,80GiB``). ``state_dir``: where the processes of
+    one simulated machine account for device memory. ``driver="old"`` is a driver without the checkpoint API. ``faults``
+    is read by target processes when they start CUDA; docs/reference/simulator.md has the syntax. Another ``machine``
+    name gives GPUs with other UUIDs.
 
     Raises SimulatorUnavailable as `build` does.
     """

@@ -1,4 +1,4 @@
-"""Where a dump puts what it takes: a folder that becomes a snapshot, or a store (store_destination.py)."""
+"""Where a dump goes: a folder that becomes a snapshot, or a store (store_destination.py)."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from gpucr.undo.steps import Result
 
 
 class DumpCounts(Struct, frozen=True):
-    """What became of the data of a dump, in bytes.
+    """A dump's data, in bytes.
 
     ``seen_bytes``: device memory, and all files (CRIU's images, shared memory). Of these ``zero_bytes`` were zero,
-    ``known_bytes`` were in the store already, and compression saved ``compressed_saved_bytes``. ``written_bytes`` is
-    what was written. Of what the store had already ``checked_bytes`` were read; ``repaired_bytes`` were damaged there
-    and were written again.
+    ``known_bytes`` were in the store already, and compression saved ``compressed_saved_bytes``. ``written_bytes`` were
+    written. Of the data that the store had already, ``checked_bytes`` were read and ``repaired_bytes`` were damaged and
+    rewritten.
     """
 
     seen_bytes: int
@@ -40,7 +40,7 @@ class DumpCounts(Struct, frozen=True):
 
 
 class DumpTarget(Protocol):
-    """A snapshot that is being made. Until `commit` returns there is none; after `discard` there never will be.
+    """A snapshot in the making. It exists only once `commit` returns; after `discard` it never will.
 
     ``folder`` is where CRIU writes its images, and where files of shared memory go.
     """
@@ -49,7 +49,7 @@ class DumpTarget(Protocol):
 
     @property
     def where(self) -> str:
-        """How messages name it."""
+        """Its name in messages."""
 
     @property
     def preparation(self) -> str:
@@ -57,44 +57,44 @@ class DumpTarget(Protocol):
 
     @property
     def images_at(self) -> str:
-        """How messages name the place of CRIU's images."""
+        """The name of the images' folder in messages."""
 
     @property
     def sink(self) -> DeviceSink:
-        """Where pieces of device memory go, from `create` on."""
+        """The sink for device memory, from `create` on."""
 
     @property
     def disk(self) -> Path | None:
-        """A folder on the file system that device memory will be written to; None: not one of this machine."""
+        """A folder on the file system that device memory goes to; None: not on this machine."""
 
     @property
     def buffers_bytes(self) -> int:
-        """Host memory that those who write hold at most."""
+        """Maximum host memory of the writers' buffers."""
 
     def findings(self, job: Job, device_bytes: int) -> list[preflight.Finding]:
-        """What stands in its way, while nothing has been changed."""
+        """Findings against it, before anything is changed."""
 
     def create(self, protection: Protection | None) -> None:
-        """Make ready. Raises SnapshotExists, SnapshotError."""
+        """Prepare. Raises SnapshotExists, SnapshotError."""
 
     @property
     def is_committed(self) -> bool:
         """Whether `commit` has returned."""
 
     def seal_images(self) -> None:
-        """Store the files of ``folder``, which is complete, while others still put pieces."""
+        """Store the files of the complete ``folder``, while pieces are still being written."""
 
     def commit(self, draft: Manifest) -> JobSnapshot:
-        """Make everything durable, then the snapshot exist. The draft lacks only what `seal_images` knows."""
+        """Make everything durable, then create the snapshot. The draft lacks only what `seal_images` adds."""
 
     def counts(self, writer: DeviceWriter) -> DumpCounts:
-        """What became of the data, after `commit`."""
+        """The counts, after `commit`."""
 
     def discard(self) -> None:
-        """Leave nothing that is in anybody's way, also after `commit`."""
+        """Remove everything that could be in the way, even after `commit`."""
 
     def close(self) -> None:
-        """Remove, and close, what the operation needed only while it lasted. Idempotent."""
+        """Remove and close temporary resources of the operation. Idempotent."""
 
 
 class FolderTarget:
@@ -108,7 +108,7 @@ class FolderTarget:
 
     @property
     def where(self) -> str:
-        """Its path as it was given."""
+        """Its path as given."""
         return str(self.folder.path)
 
     @property
@@ -128,13 +128,13 @@ class FolderTarget:
 
     @property
     def disk(self) -> Path:
-        """The folder, or the one that it will be made in."""
+        """The folder, or its parent if it does not exist yet."""
         path = self.folder.path
         return path if path.is_dir() else path.resolve().parent
 
     @property
     def buffers_bytes(self) -> int:
-        """One piece a thread."""
+        """One piece per thread."""
         return buffers_bytes(self._sink.piece_bytes)
 
     def findings(self, job: Job, device_bytes: int) -> list[preflight.Finding]:
@@ -180,12 +180,12 @@ class FolderTarget:
         self.folder.discard()
 
     def close(self) -> None:
-        """Let the folder go: it is the snapshot now, or discarded."""
+        """Close the folder: it is the snapshot now, or discarded."""
         self.folder.close()
 
 
 def repairs_of(target: DumpTarget, writer: DeviceWriter) -> tuple[str, ...]:
-    """A sentence for a user where what the snapshot relies on in a store was damaged."""
+    """A sentence for the user if data that the snapshot shares in a store was damaged."""
     repaired_bytes = target.counts(writer).repaired_bytes
     if not repaired_bytes:
         return ()

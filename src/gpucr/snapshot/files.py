@@ -1,7 +1,7 @@
 """Digests of the files that CRIU wrote: many threads, piece by piece.
 
-A file is hashed in pieces of 64 MiB, so that one large page image uses all cores and damage is named by its place.
-SHA-256 because it is in every Python and modern processors have instructions for it.
+A file is hashed in pieces of 64 MiB, so one large page image uses all cores and damage is located precisely. SHA-256,
+because every Python has it and modern processors have instructions for it.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from gpucr.linux import durable
 from gpucr.snapshot.manifest import FileRecord
 
 PIECE_BYTES = 64 << 20
-_BLOCK_BYTES = 4 << 20  # the threads that read device memory want the interpreter's lock as often as these do
+_BLOCK_BYTES = 4 << 20  # the threads that read device memory need the interpreter's lock as often as these
 _THREADS = min(16, os.cpu_count() or 1)
 
 
 def record(folder: Path, relative_paths: Iterable[str]) -> tuple[FileRecord, ...]:
-    """Size and digests of these files of the folder. Raises OSError where one cannot be read."""
+    """Size and digests of these files of the folder. Raises OSError if one cannot be read."""
     sizes = {path: (folder / path).stat().st_size for path in relative_paths}
     digests = _digest_all(folder, [(path, offset) for path, size in sizes.items() for offset in _offsets(size)])
     return tuple(
@@ -33,9 +33,9 @@ def record(folder: Path, relative_paths: Iterable[str]) -> tuple[FileRecord, ...
 
 
 def verify(folder: Path, records: Sequence[FileRecord], check: Callable[[], None] = lambda: None) -> None:
-    """Raise SnapshotDamaged, naming the file, where one is missing, not a plain file, or differs.
+    """Raise SnapshotDamaged, naming the file, if one is missing, not a plain file, or differs.
 
-    ``check`` is called before each piece, by several threads; what it raises ends this.
+    ``check`` is called before each piece, by several threads; an exception ends this.
     """
     for file in records:
         _check_shape(folder, file)
@@ -56,7 +56,7 @@ def verify(folder: Path, records: Sequence[FileRecord], check: Callable[[], None
 
 
 def sync(folder: Path, relative_paths: Iterable[str]) -> None:
-    """Make these files and the folders on their way durable (fsync)."""
+    """Make these files and their parent folders durable (fsync)."""
     folders = {folder}
     for path in relative_paths:
         durable.sync(folder / path)

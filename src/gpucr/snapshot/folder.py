@@ -1,4 +1,4 @@
-"""A snapshot as a folder: created private, committed by its manifest, opened with suspicion.
+"""A snapshot as a folder: created private, committed by its manifest, checked when opened.
 
 ::
 
@@ -36,14 +36,14 @@ DEVICE_NAME = "device"
 GPU_PART_NAME = "gpucr"
 """The folder among a container's images that holds its GPU state: a manifest and device memory."""
 UNFINISHED_MARK_NAME = f"{GPU_PART_NAME}.unfinished"
-"""The file beside it that says that these images should have such a folder (snapshot/gpu_part.py)."""
+"""The marker file that says that these images should have such a folder (snapshot/gpu_part.py)."""
 OLDER_PART_NAME = f"{GPU_PART_NAME}.older"
 """Where an older one is until it is replaced."""
 SCATTERED_MANIFEST_NAME = f"{GPU_PART_NAME}.{MANIFEST_NAME}"
 SCATTERED_DEVICE_PREFIX = f"{GPU_PART_NAME}.{DEVICE_NAME}."
-"""The names that the files of a GPU part have where they lie among the images (containers/plain_files.py)."""
+"""The names of a GPU part's files if they lie directly among the images (containers/plain_files.py)."""
 CONTAINER_RECORD_NAME = "container.json"
-"""The file that a dump of a container by its runtime ends with (containers/record.py)."""
+"""The last file that a dump of a container by its runtime writes (containers/record.py)."""
 _UNFINISHED_NAME = f".{MANIFEST_NAME}.unfinished"
 
 _NO_SPACE_HINT = "free space on that disk, or name a folder on another one with --to"
@@ -51,7 +51,7 @@ _NO_SPACE_HINT = "free space on that disk, or name a folder on another one with 
 
 @contextlib.contextmanager
 def completed(where: str, *, hint: str) -> Iterator[None]:
-    """What keeps the snapshot ``where`` from being completed in this block, as a SnapshotError that says what to do.
+    """Turn errors that keep the snapshot ``where`` from being completed into a SnapshotError that says what to do.
 
     ``hint`` is for a file that cannot be written: where to make room.
     """
@@ -77,7 +77,7 @@ def not_written(message: str, error: OSError, *, path: str, hint: str) -> Snapsh
 
 
 class UnfinishedSnapshot:
-    """A snapshot folder that is being filled. `commit` makes it a snapshot, `discard` removes it.
+    """A snapshot folder being filled. `commit` makes it a snapshot, `discard` removes it.
 
     Without ``with_images`` it is the GPU part of a container's checkpoint: CRIU's images are the runtime's.
     """
@@ -93,9 +93,9 @@ class UnfinishedSnapshot:
 
     @classmethod
     def left_behind(cls, path: Path, mode_before: int | None, fd: int | None = None) -> UnfinishedSnapshot:
-        """What a process that died had made with `create`; ``mode_before`` as it said, None: the folder is new.
+        """What a dead process had made with `create`; ``mode_before`` as it recorded, None: the folder is new.
 
-        ``fd``: a descriptor of the folder; without one it is the folder that is at ``path`` now, if there is one.
+        ``fd``: a descriptor of the folder; without one, the folder now at ``path``, if any.
         """
         unfinished = cls(path)
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
@@ -107,12 +107,12 @@ class UnfinishedSnapshot:
 
     @property
     def mode_before(self) -> int | None:
-        """The mode that an existing folder had before `create`; None where it was made here."""
+        """The mode that an existing folder had before `create`; None if it was made here."""
         return self._mode_before
 
     @property
     def held(self) -> HeldFolder:
-        """The folder itself, from `create` on: what is at ``path`` can be another one by now."""
+        """The folder itself, from `create` on: ``path`` may lead to another one by now."""
         if self._held is None:
             raise RuntimeError("the folder has not been made")
         return self._held
@@ -124,7 +124,7 @@ class UnfinishedSnapshot:
 
     @property
     def image_folders(self) -> tuple[Path, ...]:
-        """Where CRIU's images of each tree go, as far as that was made."""
+        """Where CRIU's images of each tree go, for those made so far."""
         paths = (self.held.path / images_name(tree) for tree in count())
         return tuple(takewhile(Path.exists, paths))
 
@@ -155,8 +155,8 @@ class UnfinishedSnapshot:
     def create(self, when_held: Callable[[], None] = lambda: None) -> None:
         """Make the folder with mode 0700. An empty folder that exists is used; anything else is SnapshotExists.
 
-        An empty `images` is what a dump has left that was killed right here, unless that still holds the folder's lock.
-        ``when_held`` is called when the folder is this dump's alone, before anything is put there.
+        An empty `images` was left by a dump that was killed right here, unless that still holds the folder's lock.
+        ``when_held`` is called once this dump has the folder exclusively, before anything is put there.
         """
         check_target(self.path)
         try:
@@ -165,7 +165,7 @@ class UnfinishedSnapshot:
                 self._made_folder = True
             held = HeldFolder.open(self.path)
             is_locked = _lock(held, self.path)
-            self._held = held  # not before: what another dump has locked is not this one's to discard
+            self._held = held  # not earlier: a folder locked by another dump is not ours to discard
             if is_locked and os.listdir(held.fd) == [IMAGES_NAME]:
                 with contextlib.suppress(OSError):  # it is not empty
                     os.rmdir(IMAGES_NAME, dir_fd=held.fd)
@@ -179,7 +179,7 @@ class UnfinishedSnapshot:
             if self._with_images:
                 self.images.mkdir(mode=0o700)
                 self.images.chmod(0o700)
-            if not is_locked:  # of two dumps at once only one gets so far
+            if not is_locked:  # of two concurrent dumps only one gets this far
                 self._is_begun = True
                 when_held()
         except OSError as e:
@@ -192,16 +192,16 @@ class UnfinishedSnapshot:
             ) from e
 
     def save_shared_files(self, root: Path, inodes: Collection[int] | None) -> tuple[SharedFileRecord, ...]:
-        """Take over the shared files under ``root`` (``inodes``: only these), as they are now (see shared_files.py)."""
+        """Copy the shared files under ``root`` (``inodes``: only these), as they are now (see shared_files.py)."""
         with self.filled():
             return shared_files.save(root, self.held.path, inodes=inodes)
 
     def filled(self) -> contextlib.AbstractContextManager[None]:
-        """For a block that writes into the folder: what it cannot write is a SnapshotError."""
+        """For a block that writes into the folder: failed writes become SnapshotError."""
         return completed(str(self.path), hint=_NO_SPACE_HINT)
 
     def seal_images(self) -> None:
-        """Hash CRIU's images and the shared files, and make them durable: what can be done while others still write."""
+        """Hash CRIU's images and the shared files, and make them durable, while others still write."""
         with self.filled():
             self._seal_images()
 
@@ -220,13 +220,13 @@ class UnfinishedSnapshot:
         return self._sealed
 
     def mark_committed(self) -> None:
-        """For a folder whose content is in a snapshot elsewhere now: `is_committed` is true from here on."""
+        """For a folder whose content is now in a snapshot elsewhere: `is_committed` is true from here on."""
         (self.held.path / MANIFEST_NAME).touch(mode=0o600)
 
     def commit(self, draft: Manifest) -> Snapshot:
         """Make all files durable and write the manifest, atomically. Only then is this a snapshot.
 
-        The device memory that the draft names must be durable already (`DeviceWriter.sync`).
+        The draft's device memory must be durable already (`DeviceWriter.sync`).
         """
         with self.filled():
             device.check_shape(self.device, draft.device_parts)  # a job may be ended for this snapshot
@@ -245,7 +245,7 @@ class UnfinishedSnapshot:
     def discard(self) -> None:
         """Remove what `create`, CRIU and a `DeviceWriter` put there, and the folder itself if it was made here.
 
-        What another dump put there, which made `create` fail, is not touched.
+        Content of another dump, which made `create` fail, is not touched.
         """
         if self._held is None:
             return
@@ -274,10 +274,10 @@ class UnfinishedSnapshot:
 class Snapshot:
     """A committed snapshot. Made by `Snapshot.open` or by a dump.
 
-    Its folder is open, and its file system in use, until `close` or the end of this object.
+    Its folder is open, and its file system busy, until `close` or the end of this object.
 
-    ``path`` is what it was called, ``held`` the folder itself: what is at ``path`` can be another one by now.
-    ``is_scattered``: it is a GPU part whose files lie in it among other ones, with names that tell them.
+    ``path`` is its name, ``held`` the folder itself: ``path`` may lead to another one by now. ``is_scattered``: it is a
+    GPU part whose files lie among others, distinguished by their names.
     """
 
     path: Path
@@ -286,12 +286,12 @@ class Snapshot:
     is_scattered: bool = False
 
     def close(self) -> None:
-        """Let the folder go: nothing of it can be read any more. Idempotent."""
+        """Close the folder: it can no longer be read. Idempotent."""
         self.held.close()
 
     @property
     def where(self) -> str:
-        """What names it in commands, from any folder."""
+        """Its name for commands, valid in any folder."""
         return str(self.path.resolve())
 
     @property
@@ -306,15 +306,15 @@ class Snapshot:
 
     @property
     def device_prefix(self) -> str:
-        """What the names of these files begin with."""
+        """Prefix of these files' names."""
         return SCATTERED_DEVICE_PREFIX if self.is_scattered else ""
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Snapshot:
         """Read and check the manifest (not the data: see `verify`).
 
-        Raises SnapshotUnfinished without a manifest, SnapshotDamaged for one that is not intact, and SnapshotError
-        where another user could have changed the snapshot.
+        Raises SnapshotUnfinished without a manifest, SnapshotDamaged for a damaged one, and SnapshotError if another
+        user could have changed the snapshot.
         """
         with contextlib.ExitStack() as on_failure:
             opened = cls._open(Path(path), on_failure)
@@ -374,7 +374,7 @@ class Snapshot:
 
 
 def check_target(path: Path) -> None:
-    """Raise SnapshotExists or InvalidRequest where a new snapshot cannot be put at this path."""
+    """Raise SnapshotExists or InvalidRequest if a new snapshot cannot be put at this path."""
     try:
         _check_target(path)
     except OSError as e:
@@ -400,15 +400,15 @@ def _check_target(path: Path) -> None:
 
 
 def _is_only_begun(path: Path) -> bool:
-    """Whether there is nothing but an empty folder for images: `create` sees who has made it."""
+    """Whether there is only an empty folder for images: `create` finds out who made it."""
     images = path / IMAGES_NAME
     return os.listdir(path) == [IMAGES_NAME] and images.is_dir() and not images.is_symlink() and not os.listdir(images)
 
 
 def _lock(held: HeldFolder, path: Path) -> bool:
-    """Lock the folder of a dump for as long as the dump, or its guard, has it open. False where that cannot be.
+    """Lock the folder of a dump while the dump, or its guard, has it open. False if that is impossible.
 
-    Raises SnapshotExists where another dump has it.
+    Raises SnapshotExists if another dump has it.
     """
     try:
         locks.lock(held.fd)
@@ -447,7 +447,7 @@ def _led_away(path: Path, error: OSError) -> SnapshotError:
 
 
 def _read_manifest(file: Path) -> bytes:
-    """The bytes of the manifest, one more than a manifest may have at most. Raises OSError."""
+    """The bytes of the manifest, at most one more than its maximum size. Raises OSError."""
     # Without O_NONBLOCK the open of a named pipe waits for a writer that never comes.
     fd = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
@@ -462,13 +462,13 @@ def _read_manifest(file: Path) -> bytes:
 
 
 def _require_ours(manifest_file: Path, manifest_stat: os.stat_result) -> None:
-    """Restoring runs what the snapshot says with the caller's privileges: nobody else may be able to write it."""
+    """A restore runs the snapshot's content with the caller's privileges: nobody else may be able to write it."""
     folder = manifest_file.parent
     checked = [(str(folder), folder.stat()), (manifest_file.name, manifest_stat)]
     if manifest_file.name == SCATTERED_MANIFEST_NAME:
         checked += [(str(path), path.lstat()) for path in folder.iterdir()]
     for inner in (*folder.glob(f"{IMAGES_NAME}*"), folder / DEVICE_NAME, folder / shared_files.FOLDER_NAME):
-        if inner.is_dir() and not inner.is_symlink():  # `verify` tells where it is neither
+        if inner.is_dir() and not inner.is_symlink():  # `verify` reports it if it is neither
             checked += [(str(path), path.lstat()) for path in (inner, *inner.iterdir())]
     for name, found in checked:
         writable = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not stat.S_ISLNK(found.st_mode)

@@ -1,8 +1,8 @@
-"""Whether the GPU part that lies among a container's images belongs to them.
+"""Make sure that a GPU part among a container's images belongs to them.
 
-CRIU overwrites the images in its folder, and tells nobody whether they are complete. So whoever is killed, whenever:
-beside new images there is never an older GPU part, which would pass for theirs; and images whose GPU part was never
-completed are marked, so that no restore takes them for those of a container without GPU state.
+CRIU overwrites the images in its folder, and does not report whether they are complete. Whichever process is killed, at
+any time: new images never have an older GPU part beside them, which would be mistaken for theirs; and images whose GPU
+part was never completed are marked, so that no restore mistakes them for those of a container without GPU state.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from gpucr.snapshot.folder import (
 )
 
 _WITHOUT_GPU_STATE = b"none"
-"""The mark's content where no GPU part is to come: whoever sees CRIU's end takes it away."""
+"""The mark's content if no GPU part will come: removed when CRIU has ended."""
 
 
 @contextlib.contextmanager
 def claimed(images: Path) -> Iterator[int]:
-    """No other gpucr changes the GPU part in this folder while the yielded descriptor, or a copy of it, is open.
+    """Lock the GPU part in this folder against other gpucr processes while the yielded descriptor, or a copy, is open.
 
-    Where the file system has no such lock (flock(2)) there is none. Raises Unsupported where another one has it.
+    Does not lock if the file system lacks flock(2). Raises Unsupported if another one holds it.
     """
     fd = os.open(images, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -53,7 +53,7 @@ def claimed(images: Path) -> Iterator[int]:
 
 
 class GpuPart:
-    """The GPU part in this folder of images. All methods raise SnapshotError where it cannot be changed.
+    """The GPU part in this folder of images. All methods raise SnapshotError if it cannot be changed.
 
     ``claim``: a descriptor of `claimed` that `finish` closes.
     """
@@ -67,21 +67,21 @@ class GpuPart:
 
     @property
     def is_complete(self) -> bool:
-        """Whether it is there. False where the caller may not look."""
+        """Whether it exists. False if the caller may not look."""
         return os.path.exists(self.path / MANIFEST_NAME)
 
     @property
     def is_scattered(self) -> bool:
-        """Whether it is there as plain files (containers/plain_files.py)."""
+        """Whether it exists as plain files (containers/plain_files.py)."""
         return os.path.exists(self._images / SCATTERED_MANIFEST_NAME)
 
     @property
     def is_known(self) -> bool:
-        """Whether there is anything of it: else these are images of a container without GPU state."""
+        """Whether there is any trace of it: otherwise the container had no GPU state."""
         return self.is_scattered or any(map(os.path.exists, (self.path, self._aside, self._mark)))
 
     def require_finished(self) -> None:
-        """Raise SnapshotUnfinished where there should be one, and is none."""
+        """Raise SnapshotUnfinished if one is missing."""
         if os.path.exists(self._mark) and not self.is_complete:
             raise SnapshotUnfinished(
                 f"the images in {self._images} lack their GPU part: their dump was never finished",
@@ -90,11 +90,11 @@ class GpuPart:
             )
 
     def recover(self) -> None:
-        """Tidy up after a gpucr that was killed: the older part goes back, unless its images are gone."""
+        """Clean up after a killed gpucr: put the older part back, unless its images are gone."""
         with self._explained("put back"):
             is_marked = os.path.exists(self._mark)
             if self.is_complete:
-                if is_marked:  # else nothing is touched: the file system may be read-only
+                if is_marked:  # otherwise touch nothing: the file system may be read-only
                     self._mark.unlink()
             elif not is_marked and os.path.exists(self._aside / MANIFEST_NAME):
                 UnfinishedSnapshot.left_behind(self.path, None).discard()
@@ -104,7 +104,7 @@ class GpuPart:
 
     @contextlib.contextmanager
     def older_aside(self) -> Iterator[None]:
-        """An older part is out of the way during the block. After it that is back, unless `begin` came first."""
+        """Move an older part out of the way during the block, and back afterwards, unless `begin` was called."""
         self.recover()
         if self.is_complete:
             with self._explained("moved aside"):
@@ -119,9 +119,9 @@ class GpuPart:
         self._begin(b"")
 
     def begin_without(self) -> None:
-        """CRIU may write from now on, and there is no GPU state: until `finish_without` nobody restores the images.
+        """CRIU may write from now on, without GPU state: until `finish_without` the images cannot be restored.
 
-        Nothing is done where nothing says that there was GPU state before. Durable.
+        Does nothing if there is no sign of earlier GPU state. Durable.
         """
         if not (self.is_complete or os.path.exists(self._mark)):
             return
@@ -129,7 +129,7 @@ class GpuPart:
             self._begin(_WITHOUT_GPU_STATE)
 
     def finish_without(self) -> None:
-        """CRIU has written images of a container without GPU state."""
+        """CRIU has written the images of a container without GPU state."""
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             if self._mark.read_bytes() == _WITHOUT_GPU_STATE:
                 self.finish()
@@ -140,7 +140,7 @@ class GpuPart:
         shutil.rmtree(self._aside, ignore_errors=True)
 
     def sync_images(self) -> None:
-        """Make the images among which it lies durable: CRIU does not, and the container may be ended for them."""
+        """Make the images around it durable: CRIU does not, and the container may be ended because of them."""
         with self._explained("completed"):
             entries = os.scandir(self._images)
             files.sync(self._images, [entry.name for entry in entries if entry.is_file(follow_symlinks=False)])

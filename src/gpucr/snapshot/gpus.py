@@ -1,4 +1,4 @@
-"""Which GPUs the job of a snapshot comes back on."""
+"""Choose the GPUs for a snapshot's job."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from gpucr.snapshot.manifest import Manifest
 
 
 def place_snapshot(manifest: Manifest, request: GpuRequest, here: Sequence[Gpu], uses: Sequence[GpuUse]) -> Placement:
-    """Where the job of a snapshot goes. What was suspended before the dump stays so, and needs no GPU.
+    """Where a snapshot's job goes. Processes suspended before the dump stay so, and need no GPU.
 
-    ``uses``: who computes on which GPU of this machine. Raises as `choose_gpus` does.
+    ``uses``: which processes use which GPU of this machine. Raises like `choose_gpus`.
     """
     gpus, users = _users(manifest)
     return Placement(choose_gpus(request, manifest.gpus, users, here, busy_gpus(uses)), gpus, here)
 
 
 def count_used_gpus(manifest: Manifest) -> int:
-    """On how many GPUs the job computes, which is how many places it wants."""
+    """The number of GPUs that the job uses and needs."""
     return len(used_gpus(manifest.gpus, _users(manifest)[1]))
 
 
 def _users(manifest: Manifest) -> tuple[dict[int, ProcessGpus], list[GpuUser]]:
-    """The GPUs of each process that uses CUDA, and those processes that want them back."""
+    """The GPUs of each process that uses CUDA, and the processes that need them back."""
     gpus: dict[int, ProcessGpus] = {}
     users: list[GpuUser] = []
     for record in manifest.processes:

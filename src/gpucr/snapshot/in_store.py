@@ -34,7 +34,7 @@ class SnapshotInStore:
 
     @classmethod
     def of(cls, store: Store, stored: StoredSnapshot) -> SnapshotInStore:
-        """As `open`, of one that was found. Raises StoreDamaged."""
+        """Like `open`, for one already found. Raises StoreDamaged."""
         try:
             manifest = decode(stored.manifest)
             _check_areas(manifest, stored)
@@ -46,7 +46,7 @@ class SnapshotInStore:
 
     @property
     def where(self) -> str:
-        """``STORE#ID``: a name can mean another snapshot later."""
+        """``STORE#ID``: names can be reused."""
         return snapshot_url(self.store, self.stored.id)
 
     def verify(self) -> None:
@@ -57,12 +57,12 @@ class SnapshotInStore:
 
 
 def snapshot_url(store: Store, name: str | None) -> str:
-    """What names this snapshot of a store; None: the store itself."""
+    """This snapshot's name in the store; None: the store itself."""
     return store.backend.url if name is None else f"{store.backend.url}#{name}"
 
 
 def device_area(part: DevicePart) -> str:
-    """The area with this part of device memory, whose pid is the manifest's."""
+    """The area with this part of device memory; the pid is the manifest's."""
     return f"device/{part}"
 
 

@@ -1,4 +1,4 @@
-"""What all snapshots of jobs have in common: in a folder of their own, or in a store."""
+"""What all snapshots of jobs have in common, in a folder or in a store."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ class JobSnapshot(Protocol):
 
     @property
     def manifest(self) -> Manifest:
-        """What it holds."""
+        """Its manifest."""
 
     @property
     def where(self) -> str:
-        """What names it in commands, from any folder: a path, or ``STORE#ID``."""
+        """Its name for commands, valid in any folder: a path, or ``STORE#ID``."""
 
     def verify(self) -> None:
         """Read and check all of it. Raises SnapshotDamaged or StoreDamaged."""

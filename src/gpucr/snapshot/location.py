@@ -1,6 +1,6 @@
-"""What a user names: a folder of one snapshot, or a store and a snapshot in it.
+"""What users name: a folder with one snapshot, or a store and a snapshot in it.
 
-What dumps need is loaded only for a dump, the libraries of a store only for a store.
+Code for dumps is loaded only for a dump, a store's libraries only for a store.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
 
 Place: TypeAlias = str | os.PathLike[str]
 Compress = Literal["auto", "none", "fast", "strong"]
-"""How a dump into a store compresses: where it saves time, not at all, or wherever it saves bytes."""
+"""How a dump into a store compresses: when it saves time, never, or whenever it saves bytes."""
 
 _STORE_FILE = "gpucr-store.json"
 _INVENTORY = "inventory.img"
 _IMAGES_IN_ARCHIVE = "checkpoint"
-"""The folder with CRIU's images in what podman exports, and in what a kubelet writes."""
+"""The folder with CRIU's images in podman's exports and a kubelet's archives."""
 
 
 class TargetPlace(Protocol):
@@ -55,13 +55,13 @@ class _Folder(Struct, frozen=True):
     path: Path
 
     def target(self, job: Job, device_bytes: int) -> DumpTarget:
-        from gpucr.snapshot.destination import FolderTarget  # what only looks at snapshots needs no preflight
+        from gpucr.snapshot.destination import FolderTarget  # not needed for just reading snapshots
 
         return FolderTarget(self.path)
 
 
 class InStore(Struct, frozen=True):
-    """A new snapshot of a store, of this name; ``part``: its place in a set of several nodes."""
+    """A new snapshot with this name in a store; ``part``: its place in a set of several nodes."""
 
     store: Store
     name: str | None
@@ -70,7 +70,7 @@ class InStore(Struct, frozen=True):
     part: SetPart | None = None
 
     def target(self, job: Job, device_bytes: int) -> DumpTarget:
-        """A snapshot there. Raises InvalidRequest for a name that none can have."""
+        """A snapshot there. Raises InvalidRequest for an invalid name."""
         from gpucr.snapshot.store_destination import StoreTarget
 
         return StoreTarget(
@@ -85,7 +85,7 @@ class InStore(Struct, frozen=True):
 
 
 def find_target(to: Place, *, compress: Compress, encrypt: bool, trust_store: bool, key: Secret | None) -> TargetPlace:
-    """Where a dump goes. A folder that is empty or does not exist is for a plain snapshot.
+    """Where a dump goes. An empty or missing folder is for a plain snapshot.
 
     Raises InvalidRequest, WrongKey, StoreDamaged, StoreError.
     """
@@ -113,10 +113,10 @@ def find_target(to: Place, *, compress: Compress, encrypt: bool, trust_store: bo
 def open_snapshot(place: Place, key: Secret | None = None) -> Snapshot | SnapshotInStore:
     """The named snapshot: a folder, ``STORE#NAME``, ``STORE#latest``, or the only one of a store.
 
-    Of a container's images it is the GPU part; also of the folder that `gpucr dump --container` has made, and of an
-    unpacked archive of podman's or a kubelet's.
+    For a container's images it is the GPU part; also for a folder made by `gpucr dump --container`, and for an unpacked
+    archive from podman or a kubelet.
 
-    Raises InvalidRequest, SnapshotError and what is derived from it.
+    Raises InvalidRequest, SnapshotError and its subclasses.
     """
     location = _store_location(place)
     if location is None:
@@ -132,27 +132,27 @@ def open_store(place: Place, key: Secret | None = None) -> Store:
 
 
 def place_of_store(place: Place) -> Location:
-    """Where a store is, or could be made. Raises InvalidRequest."""
+    """The location of a store, existing or not. Raises InvalidRequest."""
     from gpucr.store import location
 
     return location.parse(os.fspath(place))
 
 
 def is_store(place: Place) -> bool:
-    """Whether this names a store, or a snapshot in one, and not the folder of one snapshot. Raises InvalidRequest."""
+    """Whether this names a store or a snapshot in one, not the folder of one snapshot. Raises InvalidRequest."""
     return _store_location(place) is not None
 
 
 def open_store_for_jobs(place: Place, key: Secret | None = None) -> Store:
-    """`open_store` for dumps and restores. Raises StoreError as well where root's jobs do not belong there."""
+    """`open_store` for dumps and restores. Also raises StoreError if root must not put jobs there."""
     return _open_for_jobs(place_of_store(place), key)
 
 
 def source_of(snapshot: JobSnapshot) -> RestoreSource:
-    """What a restore gets this snapshot from.
+    """The origin for restoring this snapshot.
 
-    Raises StoreDamaged, StoreError where a part of it is missing, root does not restore from there, or it is of a set
-    that is not complete.
+    Raises StoreDamaged, StoreError if a part of it is missing, root must not restore from there, or its set is
+    incomplete.
     """
     if isinstance(snapshot, Snapshot):
         return FolderSource(snapshot)
@@ -168,16 +168,16 @@ def source_of(snapshot: JobSnapshot) -> RestoreSource:
 
 
 def _folder_of(path: Path) -> Path:
-    """The folder that has the manifest. (Of one that is closed to the caller, opening the snapshot says so.)
+    """The folder that has the manifest. (If the caller may not look, opening the snapshot fails with that.)
 
-    Raises InvalidRequest for a container's that has none: it may be complete.
+    Raises InvalidRequest for a container's folder without one: it may be complete.
     """
     if not os.path.exists(path / MANIFEST_NAME):
         for images in (path, path / IMAGES_NAME, path / _IMAGES_IN_ARCHIVE):
             if os.path.isdir(images / GPU_PART_NAME):
                 return images / GPU_PART_NAME
             GpuPart(images).require_finished()
-            if os.path.isdir(images / OLDER_PART_NAME):  # of a gpucr that was killed: a restore puts it back
+            if os.path.isdir(images / OLDER_PART_NAME):  # left by a killed gpucr: a restore puts it back
                 return images / OLDER_PART_NAME
             if os.path.isfile(images / SCATTERED_MANIFEST_NAME):
                 return images
@@ -200,7 +200,7 @@ def _require_no_container(path: Path) -> None:
 
 def _store_location(place: Place) -> Location | None:
     text = os.fspath(place)
-    if not text:  # an unset variable of a shell, as a rule: the current folder is not what was meant
+    if not text:  # usually an unset shell variable: the current folder is not meant
         raise InvalidRequest("the place of the snapshot is empty", hint="name a folder, or STORE#NAME")
     if "://" not in text and "#" not in text and not os.path.exists(os.path.join(text, _STORE_FILE)):
         return None

@@ -28,15 +28,15 @@ from gpucr.snapshot.manifest import Manifest
 from gpucr.snapshot.origin import RestoreSource, device_bytes_of, private_bytes_of
 
 REAPING_TIMEOUT_S = 10.0
-"""How long a restore waits for the parents of the dumped processes to collect their zombies."""
+"""How long a restore waits for the dumped processes' parents to reap their zombies."""
 
 
 def findings_of_machine(
     source: RestoreSource, choice: GpuChoice, here: Sequence[Gpu], install: CriuInstall, *, in_sandbox: bool
 ) -> list[preflight.Finding]:
-    """What of this machine stands in the way. ``here``: its GPUs.
+    """Findings about this machine against a restore. ``here``: its GPUs.
 
-    Waits for parents to collect zombies, and puts the interposer's library where the job had it, if it is gpucr's own.
+    Waits for parents to reap zombies, and installs the interposer's library where the job had it, if it is gpucr's own.
     """
     manifest = source.snapshot.manifest
     libraries = [path for file in manifest.open_files if (path := PurePosixPath(file.path)).name == LIBRARY]
@@ -70,7 +70,7 @@ def findings_of_machine(
 
 
 def _check_interposer(manifest: Manifest, libraries: Sequence[PurePath]) -> list[preflight.Finding]:
-    """What left by an interposer comes back by it alone, and the processes have it mapped from where it was."""
+    """Memory taken by an interposer only comes back through it, and the processes have it mapped from its old path."""
     if INTERPOSED not in manifest.kinds.values():
         return []
     return [
@@ -85,7 +85,7 @@ def _check_interposer(manifest: Manifest, libraries: Sequence[PurePath]) -> list
 def findings_of_room(
     manifest: Manifest, choice: GpuChoice, here: Sequence[Gpu], *, private_bytes: int, buffers_bytes: int
 ) -> list[preflight.Finding]:
-    """Whether host memory and these GPUs can take it. ``private_bytes``: what CRIU makes of private memory."""
+    """Whether it fits into host memory and these GPUs. ``private_bytes``: private memory that CRIU restores."""
     suspended = manifest.suspended_pids
     filled_by_us = {
         extent.gpu
@@ -116,7 +116,10 @@ def findings_of_room(
 
 
 def _has_connections_inside(source: RestoreSource) -> bool:
-    """Whether processes of the job were connected to each other. What led out of it can be restored as closed."""
+    """Whether processes of the job were connected to each other.
+
+    Connections to the outside can be restored as closed.
+    """
     sockets: list[TcpSocket] = []
     with contextlib.suppress(OSError, ImageError):  # a damaged image is an error of its own, when it is provided
         for open_image in source.openers:
@@ -127,7 +130,7 @@ def _has_connections_inside(source: RestoreSource) -> bool:
 
 
 def _pids_needed_here(source: RestoreSource) -> set[int]:
-    """None of a job that has a pid namespace of its own."""
+    """None for a job with its own pid namespace."""
     known = source.snapshot.manifest.processes
     if any(len(process.ns_pids) > 1 for process in known):
         return set()

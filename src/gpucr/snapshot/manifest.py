@@ -1,8 +1,8 @@
-"""The manifest: what a snapshot holds, in JSON, with a digest of itself.
+"""The manifest: what a snapshot holds, in JSON, with its own digest.
 
 ``manifest.json`` is ``{"sha256": HEX, "manifest": {...}}`` where HEX is the SHA-256 of the inner object in canonical
 JSON: sorted keys, no spaces, ASCII with escapes. Everything read from it is checked for type and range before it is
-used: a snapshot may be damaged, or made by someone else.
+used: a snapshot may be damaged or forged.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PAGE_BYTES = 4096
 _MAX_PIECE_BYTES = 1 << 30
 _MAX_DEVICE_BYTES = 1 << 48
 _ABOUT = {"format", "format_version", "has_gpu_state"}
-"""Members of the JSON that are none of `Manifest`."""
+"""Members of the JSON that are not in `Manifest`."""
 _STATES = {state.word: state for state in (CudaState.RUNNING, CudaState.LOCKED, CudaState.CHECKPOINTED)}
 
 Sha256 = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
@@ -46,18 +46,18 @@ Size = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 
 
 def images_name(tree: int) -> str:
-    """The folder of a snapshot that has CRIU's images of this one of the job's trees, from 0."""
+    """The folder with CRIU's images of this tree, from 0."""
     return f"images-{tree}" if tree else "images"
 
 
 def check_absolute(path: str) -> None:
-    """Raise RecordError where this is not an absolute path."""
+    """Raise RecordError if this is not an absolute path."""
     if not PurePosixPath(path).is_absolute() or "\0" in path:
         raise RecordError(f"{path!r} is not an absolute path")
 
 
 def check_inside(path: str) -> None:
-    """Raise RecordError where this is not a relative path in its shortest form that stays below its folder."""
+    """Raise RecordError if this is not a relative path in its shortest form that stays below its folder."""
     pure = PurePosixPath(path)
     if pure.is_absolute() or ".." in pure.parts or not pure.parts or "\0" in path or str(pure) != path:
         raise RecordError(f"the path {path!r} leads outside the snapshot")
@@ -70,7 +70,7 @@ def check_inside(path: str) -> None:
 class FileRecord(Record, frozen=True):
     """One file: path relative to the snapshot folder, size, and a SHA-256 for every piece of it (see files.py).
 
-    A snapshot in a store has no SHA-256 here: the store checks by itself what it gives back.
+    A snapshot in a store has no SHA-256 here: the store checks its data itself.
     """
 
     path: str
@@ -82,7 +82,7 @@ class FileRecord(Record, frozen=True):
 
 
 class FolderRecord(Record, frozen=True):
-    """A folder outside the snapshot that a restore needs, and makes again where it is missing. ``mode``: 12 bits."""
+    """A folder outside the snapshot that a restore needs, and recreates if missing. ``mode``: 12 bits."""
 
     path: str
     mode: Mode
@@ -119,10 +119,10 @@ class SharedFileRecord(Record, frozen=True):
 class DeviceData(Record, frozen=True):
     """A part of a process's device memory as it is stored in the folder ``device`` (see device/), or in a store.
 
-    ``kind`` is the backend that held it (gpu_state/backend.py). ``size_bytes`` is the size of its source (a staging
+    ``kind``: the backend that held it (gpu_state/backend.py). ``size_bytes`` is the size of its source (a staging
     file), a multiple of 4 KiB. ``sha256`` has one digest for every piece of ``piece_bytes``; None: the piece is all
-    zero and not stored. The pieces are dealt out to ``stripes`` files. In a store there are neither; ``store_bytes`` is
-    the size of its pieces there that are not zero (None: not in a store).
+    zero and not stored. The pieces are distributed over ``stripes`` files. A store has neither; ``store_bytes`` is the
+    size of its nonzero pieces there (None: not in a store).
     """
 
     extents: tuple[StagedExtent, ...]
@@ -146,7 +146,7 @@ class DeviceData(Record, frozen=True):
 
     @property
     def stored_bytes(self) -> int:
-        """The size of the pieces that are stored."""
+        """The size of the stored pieces."""
         if self.store_bytes is not None:
             return self.store_bytes
         starts = (number * self.piece_bytes for number, digest in enumerate(self.sha256) if digest is not None)
@@ -154,9 +154,9 @@ class DeviceData(Record, frozen=True):
 
 
 class ThreadRecord(Record, frozen=True):
-    """What CRIU does not keep of a thread. ``thread`` is its id in the process's own pid namespace.
+    """What CRIU does not save about a thread. ``thread`` is its id in the process's own pid namespace.
 
-    ``cpus`` is where it may run, as in ``0-3,8``; None: wherever its cgroup let it. ``io_priority``: see ioprio_get(2).
+    ``cpus``: its allowed CPUs, as in ``0-3,8``; None: all that its cgroup allowed. ``io_priority``: see ioprio_get(2).
     """
 
     thread: Pid
@@ -171,14 +171,13 @@ class ThreadRecord(Record, frozen=True):
 class ProcessRecord(Record, frozen=True):
     """One process as it was dumped.
 
-    ``found_state`` is the CUDA state in which gpucr found it, to which a restore brings it back (None: no CUDA).
-    ``device_bytes`` is the device memory that it held, per GPU UUID. ``staging`` is where the driver left it.
-    ``restore_thread`` is the id of the driver's thread in the process's own pid namespace. ``stopped``: by SIGSTOP.
-    ``device_data`` is what the driver delivered of its device memory (None: it has none, or CRIU's images hold it, kind
-    ``plain``), ``above`` what backends over the driver's held, lowest first. ``visible_gpus`` are the UUIDs of the GPUs
-    that it can use, ``known_gpus`` of those that the driver knows for it (both empty without CUDA).
-    ``scheduling`` has every one of its threads (None: not known). ``has_hooks``: its program wants to be called when it
-    runs again.
+    ``found_state`` is the CUDA state in which gpucr found it, which a restore reproduces (None: no CUDA).
+    ``device_bytes`` is the device memory that it held, per GPU UUID. ``staging``: where the driver left it.
+    ``restore_thread``: its id in the process's own pid namespace. ``stopped``: by SIGSTOP. ``device_data`` is the part
+    of its device memory from the driver (None: it has none, or CRIU's images hold it, kind ``plain``), ``above`` the
+    parts of backends above the driver's, lowest first. ``visible_gpus`` are the UUIDs of the GPUs that it can use,
+    ``known_gpus`` of those that the driver knows for it (both empty without CUDA). ``scheduling`` has every one of its
+    threads (None: not known). ``has_hooks``: its program has functions to call when it runs again.
     """
 
     pid: Pid
@@ -201,7 +200,7 @@ class ProcessRecord(Record, frozen=True):
 
     @property
     def device_parts(self) -> dict[DevicePart, DeviceData]:
-        """What is stored of its device memory, by level."""
+        """Its stored device memory, by level."""
         parts = {DevicePart(self.pid): self.device_data} if self.device_data is not None else {}
         return parts | {DevicePart(self.pid, level): data for level, data in enumerate(self.above, 1)}
 
@@ -213,9 +212,9 @@ class ProcessRecord(Record, frozen=True):
 
 
 class LaunchRecord(Record, frozen=True):
-    """How `gpucr run` had started the job: what a restore needs to register it under its name again.
+    """How `gpucr run` had started the job, for a restore to register it under its name again.
 
-    ``environment`` is what gpucr set in it, ``log_path`` the file that its output goes to.
+    ``environment``: what gpucr set in it; ``log_path``: its output file.
     """
 
     name: str
@@ -234,7 +233,7 @@ class LaunchRecord(Record, frozen=True):
 class SandboxRecord(Record, frozen=True):
     """The sandbox that the job was in. ``network``: ``own`` or ``host``; ``log_path``: where its output went, if known.
 
-    ``lineage`` is the same for a job and for everything that was restored from its snapshots.
+    ``lineage`` is the same for a job and everything restored from its snapshots.
     """
 
     network: Literal["own", "host"]
@@ -247,7 +246,7 @@ class SandboxRecord(Record, frozen=True):
 
 
 class OverruledFinding(Record, frozen=True):
-    """Something that stood in the way of the dump, which the user insisted on: ``finding`` and its ``consequence``."""
+    """A finding against the dump that the user overruled: ``finding`` and its ``consequence``."""
 
     finding: str
     consequence: str
@@ -256,14 +255,13 @@ class OverruledFinding(Record, frozen=True):
 class Manifest(Record, frozen=True):
     """Everything that a restore must know before it starts.
 
-    ``other_root_pids``: the roots of all trees but the first, of which each has its images in a folder of its own
-    (`images_name`). ``was_frozen``: every process was stopped for the dump, so that CRIU restores them stopped.
-    ``gpus`` are all GPUs that the job could see. ``criu_options`` is None where a container's runtime has them.
-    ``folders``, outermost first, are those in which its local sockets are bound: programs that end remove them, and
-    CRIU does not make them. ``launch`` is None where no `gpucr run` had started the job, ``sandbox`` where it was in
-    none of gpucr's. ``open_folders`` has working folders too. ``endpoints`` is where its TCP sockets are bound, but for
-    those of ``connections``, whose other end is outside the job. ``shares``: which blocks of device memory its
-    processes have of each other, by pid and by the numbers that their interposers give them.
+    ``other_root_pids``: the roots of all trees but the first; each has its own folder of images (`images_name`).
+    ``was_frozen``: every process was stopped for the dump, so that CRIU restores them stopped. ``gpus`` are all GPUs
+    that the job could see. ``criu_options`` is None if a container's runtime has them. ``folders``, outermost first,
+    are those of its local sockets: programs remove them at exit, and CRIU does not recreate them. ``launch`` is None if
+    the job was not started by `gpucr run`, ``sandbox`` if it was not in one. ``open_folders`` has working folders too.
+    ``endpoints``: addresses of its TCP sockets, except those of ``connections``, whose peer is outside the job.
+    ``shares``: the blocks of device memory that its processes share, by pid and their interposers' numbers.
     """
 
     created: str
@@ -304,17 +302,17 @@ class Manifest(Record, frozen=True):
 
     @property
     def has_gpu_state(self) -> bool:
-        """Whether device memory is inside: then a driver and fitting GPUs are needed to restore it."""
+        """Whether it contains device memory: then a restore needs a driver and suitable GPUs."""
         return any(process.found_state is not None for process in self.processes)
 
     @property
     def suspended_pids(self) -> set[int]:
-        """The processes that the dump had found CHECKPOINTED: they come back so."""
+        """The processes that the dump found CHECKPOINTED; they are restored so."""
         return {each.pid for each in self.processes if each.found_state is CudaState.CHECKPOINTED}
 
     @property
     def has_images(self) -> bool:
-        """Whether CRIU's images are inside. Not in the GPU part of a container's checkpoint: its runtime has them."""
+        """Whether it contains CRIU's images. In a container's checkpoint the runtime has them."""
         return any(file.path.startswith(f"{images_name(0)}/") for file in self.files)
 
     @property
@@ -325,21 +323,21 @@ class Manifest(Record, frozen=True):
 
     @property
     def is_in_store(self) -> bool:
-        """Whether its device memory is in a store; False also where it has none."""
+        """Whether its device memory is in a store; False also if it has none."""
         return any(data.store_bytes is not None for data in self.device_parts.values())
 
     @property
     def device_parts(self) -> dict[DevicePart, DeviceData]:
-        """The stored device memory, of those processes whose device memory is not in CRIU's images."""
+        """The stored device memory that is not in CRIU's images."""
         return {part: data for process in self.processes for part, data in process.device_parts.items()}
 
     @property
     def kinds(self) -> dict[DevicePart, str]:
-        """Which kind of backend held what is stored of device memory."""
+        """The kinds of backend that held the stored device memory."""
         return {part: data.kind for part, data in self.device_parts.items()}
 
     def with_device_parts(self, parts: Mapping[DevicePart, DeviceData]) -> Manifest:
-        """The same, with this for device memory; the levels of a process are without a gap."""
+        """A copy with this device memory; a process's levels must have no gaps."""
         above: dict[int, list[DeviceData]] = {}
         for part in sorted(parts):
             if part.level:
@@ -363,7 +361,7 @@ class Manifest(Record, frozen=True):
 
 
 def members(manifest: Manifest) -> dict[str, Any]:
-    """Its members as JSON has them."""
+    """Its members as JSON values."""
     body: dict[str, Any] = msgspec.to_builtins(manifest)
     for process in body["processes"]:
         state = process["found_state"]
@@ -372,7 +370,7 @@ def members(manifest: Manifest) -> dict[str, Any]:
 
 
 def encode(manifest: Manifest) -> bytes:
-    """The bytes of manifest.json. Raises RecordError where they are more than a reader takes."""
+    """The bytes of manifest.json. Raises RecordError if they are more than a reader accepts."""
     body = members(manifest)
     body |= {"format": FORMAT, "format_version": FORMAT_VERSION, "has_gpu_state": manifest.has_gpu_state}
     data = json.dumps({"sha256": _digest(body), "manifest": body}, indent=1).encode() + b"\n"
@@ -387,7 +385,7 @@ def decode(data: bytes) -> Manifest:
         raise RecordError("it is empty")
     outer = records.convert(records.read_json(data, least=0), _Sealed)
     body = outer.manifest
-    # The format comes before the digest, so that another one is named as what it is.
+    # Check the format before the digest, so that another format is reported as such.
     records.of_format(body, format=FORMAT, format_version=FORMAT_VERSION)
     if _digest(body) != outer.sha256:
         raise RecordError("its content does not match its own digest")
@@ -428,7 +426,7 @@ def _with_state(process: Any, where: str) -> Any:
 
 
 def _check_whole(manifest: Manifest) -> None:
-    """What concerns several members, or records that are not the manifest's alone."""
+    """Checks across members, or of shared record types."""
     pids = {process.pid for process in manifest.processes}
     for root_pid in manifest.root_pids:
         if root_pid not in pids:

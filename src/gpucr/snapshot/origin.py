@@ -1,4 +1,4 @@
-"""What a restore gets a job from: a folder that is a snapshot, or a store (store_origin.py)."""
+"""Where a restore gets a job from: a snapshot folder, or a store (store_origin.py)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from gpucr.snapshot.manifest import Manifest
 from gpucr.undo.interrupts import Interrupts
 from gpucr.undo.steps import Meter
 
-if TYPE_CHECKING:  # what only looks at a snapshot needs no driver
+if TYPE_CHECKING:  # not needed for just reading a snapshot
     from concurrent.futures import Future, ThreadPoolExecutor
 
     from gpucr.undo.protection import Protection
@@ -32,7 +32,7 @@ _LOOK_S = 0.05
 
 
 def device_bytes_of(manifest: Manifest) -> int:
-    """What files in host memory will hold: what the driver brings back, and what suspended processes keep."""
+    """Size of files in host memory: for the driver, and kept by suspended processes."""
     suspended = manifest.suspended_pids
     return sum(
         data.size_bytes
@@ -42,15 +42,15 @@ def device_bytes_of(manifest: Manifest) -> int:
 
 
 def private_bytes_of(manifest: Manifest) -> int:
-    """The private memory of its processes: CRIU's images of pages, all of which it makes again."""
+    """The private memory of its processes: the size of CRIU's page images."""
     return sum(file.size_bytes for file in manifest.files if PurePosixPath(file.path).name.startswith("pages-"))
 
 
 @contextlib.contextmanager
 def images_read_from(folder: Path) -> Iterator[None]:
-    """For a block that reads CRIU's images in this folder: what is wrong with them is SnapshotDamaged.
+    """For a block that reads CRIU's images in this folder: errors become SnapshotDamaged.
 
-    They have been verified; somebody may have taken them away since.
+    They were verified, but may have been removed since.
     """
     try:
         yield
@@ -65,10 +65,10 @@ def images_read_from(folder: Path) -> Iterator[None]:
 class RestoreSource(ABC):
     """A snapshot on its way into a job. ``folder`` holds its files (images, ``shared``) once `provide` has run.
 
-    Nothing is made before that: `openers` and `packed_bytes` are also for who only looks at a snapshot. ``provision``
-    is the name of the step that runs `provide`, and one line that says what it does. ``provides_first``: the files are
-    to be there before device memory is read, as both come by the same way. ``buffers_bytes`` is the host memory that
-    those who read hold at most.
+    Nothing is created before that: `openers` and `packed_bytes` also serve readers that do not restore. ``provision``:
+    the name of the step that runs `provide`, and a line that describes it. ``provides_first``: get the files before
+    reading device memory, since both use the same connection. ``buffers_bytes``: maximum host memory of the readers'
+    buffers.
     """
 
     provides_first: bool
@@ -86,7 +86,7 @@ class RestoreSource(ABC):
 
     @property
     def openers(self) -> tuple[OpenImage, ...]:
-        """What opens an image of each tree where it is stored, also before `provide`."""
+        """For each tree, a function that opens a stored image, even before `provide`."""
         return tuple(partial(self.open_image, name) for name in self.snapshot.manifest.image_folders)
 
     @property
@@ -96,11 +96,11 @@ class RestoreSource(ABC):
 
     @abstractmethod
     def begin(self) -> None:
-        """`provide` is called next, with something to wait for before it: what it does may begin."""
+        """`provide` will follow after a wait: its work may begin."""
 
     @abstractmethod
     def provide(self, protection: Protection | None, interrupts: Interrupts, meter: Meter) -> int:
-        """Have all files in ``folder``, checked. Returns their bytes. Raises SnapshotDamaged, StoreDamaged."""
+        """Put all files into ``folder``, checked. Returns their bytes. Raises SnapshotDamaged, StoreDamaged."""
 
     @abstractmethod
     def pieces(self) -> StoredPieces:
@@ -111,16 +111,16 @@ class RestoreSource(ABC):
         """An image of this folder of the snapshot, as `OpenImage` does."""
 
     def packed_bytes(self, part: DevicePart | None = None) -> int | None:
-        """What this part of device memory takes there, or the whole snapshot; None: nothing is compressed."""
+        """The compressed size of this part of device memory, or of the whole snapshot; None: not compressed."""
         return None
 
     @abstractmethod
     def close(self) -> None:
-        """Remove what was needed only while the operation lasted. Idempotent."""
+        """Remove temporary resources of the operation. Idempotent."""
 
 
 class FolderSource(RestoreSource):
-    """A folder that is a snapshot: everything is in its place, and has to be checked.
+    """A snapshot folder: everything is there, and must be checked.
 
     Device memory is read from the disk while the images are checked.
     """
@@ -136,8 +136,8 @@ class FolderSource(RestoreSource):
         self._is_closed = False
 
     def begin(self) -> None:
-        """Check the files meanwhile: to make a GPU's context takes about as long."""
-        from concurrent.futures import ThreadPoolExecutor  # a job without device memory need not wait for its import
+        """Check the files meanwhile: creating a GPU context takes about as long."""
+        from concurrent.futures import ThreadPoolExecutor  # imported late: not needed without device memory
 
         self._pool = ThreadPoolExecutor(1, "verify")
         self._verified = self._pool.submit(self._snapshot.verify_files, self._require_open)
@@ -169,21 +169,21 @@ class FolderSource(RestoreSource):
         return FolderPieces(snapshot.device, snapshot.manifest.device_parts, prefix=snapshot.device_prefix)
 
     def open_image(self, folder: str, name: str) -> BinaryIO:
-        """One of the snapshot's, or of the container whose GPU part it is: the part lies among them."""
+        """An image of the snapshot, or of the container whose images surround this GPU part."""
         images = self.folder / folder
         around = self.folder if self._snapshot.is_scattered else self.folder.resolve().parent
         is_part = not images.exists() and (around / "pstree.img").is_file()
         return images_in(around if is_part else images)(name)
 
     def close(self) -> None:
-        """Nothing is to be removed: the folder is the snapshot."""
+        """Nothing to remove: the folder is the snapshot."""
         self._is_closed = True
         if self._pool is not None:
             self._pool.shutdown()
 
 
 class ProvideFiles:
-    """Every file of the snapshot is at hand and checked. Device memory is checked as it is read."""
+    """Make every file of the snapshot available and checked. Device memory is checked as it is read."""
 
     def __init__(self, source: RestoreSource, protection: Protection | None) -> None:
         self._source = source
@@ -199,4 +199,4 @@ class ProvideFiles:
         return self._source.provide(self._protection, interrupts, meter)
 
     def undo(self) -> None:
-        """Nothing: what was fetched goes when the operation ends."""
+        """Nothing: fetched files are removed when the operation ends."""

@@ -1,4 +1,4 @@
-"""What a dump that dies has left on disk."""
+"""Clean up what a dead dump has left on disk."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from gpucr.undo.recovery import Action
 
 
 class DiscardFolder(Action):
-    """A snapshot folder is removed, unless it is committed. The descriptor is the folder itself.
+    """Remove a snapshot folder unless it is committed. The descriptor is the folder itself.
 
-    By the time another one may be at ``path``. ``mode_before``: it was there, and empty, with this mode.
+    ``path`` may lead to another one by now. ``mode_before``: it existed, empty, with this mode.
     """
 
     outlives_job: ClassVar[bool] = True
@@ -31,7 +31,7 @@ class DiscardFolder(Action):
 
 
 class RemoveWorkingFolder(Action):
-    """A working folder is removed, whatever else there is (see working_folder.py)."""
+    """Remove a working folder in any case (see working_folder.py)."""
 
     outlives_job: ClassVar[bool] = True
 
@@ -44,5 +44,5 @@ class RemoveWorkingFolder(Action):
 
 
 def discard_folder(folder: UnfinishedSnapshot) -> tuple[DiscardFolder, tuple[int]]:
-    """The action for a folder that has just been made, and its descriptor."""
+    """The action for a new folder, and its descriptor."""
     return DiscardFolder(str(folder.path.absolute()), folder.mode_before), (folder.held.fd,)

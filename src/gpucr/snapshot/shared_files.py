@@ -1,11 +1,11 @@
-"""Files of shared memory: what lies under /dev/shm is memory of the job, and goes into the snapshot and back.
+"""Shared memory files: files in /dev/shm are memory of the job, and go into the snapshot and back.
 
-POSIX shared memory (shm_open), named semaphores (``sem.*``) and Python's SharedMemory are files of a tmpfs. CRIU writes
-their names only. Their contents are saved while the job is frozen, in the folder ``shared`` of the snapshot, and put
+POSIX shared memory (shm_open), named semaphores (``sem.*``) and Python's SharedMemory are files of a tmpfs. CRIU saves
+only their names. Their contents are saved while the job is frozen, in the folder ``shared`` of the snapshot, and put
 back before CRIU opens them.
 
-Every function takes the folder in which such files lie, ``root``: that of this machine is /dev/shm, that of another
-mount namespace is reached through ``/proc/PID/root``. Names are relative to it.
+Every function takes the folder of such files, ``root``: /dev/shm on this machine; another mount namespace's is reached
+through ``/proc/PID/root``. Names are relative to it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gpucr.linux.sparse import data_ranges
 from gpucr.linux.trusted_paths import make_folder_in
 from gpucr.snapshot.manifest import SharedFileRecord
 
-ROOT = Path("/dev/shm")  # noqa: S108 - this is where the C library puts them
+ROOT = Path("/dev/shm")  # noqa: S108 - where the C library puts them
 FOLDER_NAME = "shared"
 
 _REMAP = re.compile(r"(^|/)link_remap\.\d+$")
@@ -37,10 +37,10 @@ _CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def save(root: Path, snapshot: Path, *, inodes: Collection[int] | None = None) -> tuple[SharedFileRecord, ...]:
-    """Copy the regular files of ``root`` into the folder ``shared`` of a snapshot, which is made where there are any.
+    """Copy the regular files of ``root`` into the folder ``shared`` of a snapshot, made if needed.
 
-    ``inodes`` leaves out all others. The files must not change meanwhile. Zeros are not written, so holes stay holes.
-    Raises OSError.
+    ``inodes``: only these. The files must not change meanwhile. Zeros are not written, so holes stay holes. Raises
+    OSError.
     """
     found: dict[int, list[str]] = {}
     for name, inode in _walk(root):
@@ -55,7 +55,7 @@ def save(root: Path, snapshot: Path, *, inodes: Collection[int] | None = None) -
 
 
 class SharedFiles:
-    """The shared files of a snapshot on their way back. What they replace comes back with `undo`."""
+    """Restores a snapshot's shared files. `undo` brings back what they replaced."""
 
     def __init__(self, root: Path, snapshot: Path, records: Sequence[SharedFileRecord]) -> None:
         self._root = root
@@ -66,18 +66,18 @@ class SharedFiles:
         self._replaced: dict[str, int] = {}
 
     def put_back(self) -> int:
-        """Make them as they were at the dump, instead of those that have their names now. Returns their bytes.
+        """Make them as they were at the dump, replacing files with the same names. Returns their bytes.
 
-        The content of the others is kept until `close`. Needs to be their owner, or root. Raises OSError.
+        Keeps the content of replaced files until `close`. The caller must own them, or be root. Raises OSError.
         """
         for record in self._records:
             self._put_back_one(record)
         return sum(record.size_bytes for record in self._records)
 
     def undo(self) -> None:
-        """Remove what was put back, and write again what had been there. Raises OSError.
+        """Remove what was put back, and rewrite what was there before. Raises OSError.
 
-        A name that leads to another file meanwhile is somebody else's, and stays as it is.
+        A name that leads to another file by now is somebody else's, and is left alone.
         """
         while self._made:
             name, inode = self._made.pop()
@@ -99,7 +99,7 @@ class SharedFiles:
         self.close()
 
     def close(self) -> None:
-        """Give up what was replaced."""
+        """Discard what was replaced."""
         for fd in self._replaced.values():
             os.close(fd)
         self._replaced.clear()
@@ -123,7 +123,7 @@ class SharedFiles:
             os.close(source)
 
     def _keep(self, name: str) -> None:
-        """Hold on to what has this name now."""
+        """Save the file that has this name now."""
         with contextlib.suppress(FileNotFoundError), self._folder_of(name) as folder:
             fd = os.open(Path(name).name, _READ, dir_fd=folder)
             self._replaced[name] = fd
@@ -132,7 +132,7 @@ class SharedFiles:
 
     @staticmethod
     def _write(folder: int, name: str, source: int, wanted: SharedFileRecord | os.stat_result) -> tuple[int, int]:
-        """Make a file of this name with the content of ``source``, instead of any that there is, at one stroke.
+        """Atomically create or replace a file of this name with the content of ``source``.
 
         Returns its device and inode.
         """
@@ -160,10 +160,10 @@ class SharedFiles:
 
     @contextlib.contextmanager
     def _folder_of(self, name: str, record: SharedFileRecord | None = None) -> Iterator[int]:
-        """The folder that holds ``name``. With a ``record`` it is made where it is missing, for the record's owner."""
+        """The folder that holds ``name``. With a ``record`` it is made if missing, for the record's owner."""
         parents = Path(name).parts[:-1]
         for depth in range(len(parents) if record is not None else 0):
-            assert record is not None  # noqa: S101 - or the range is empty
+            assert record is not None  # noqa: S101 - otherwise the range is empty
             with _folder_in(self._root, parents[:depth]) as above, contextlib.suppress(FileExistsError):
                 make_folder_in(above, parents[depth], mode=0o755, uid=record.uid, gid=record.gid)
                 self._made_folders.append("/".join(parents[: depth + 1]))
@@ -187,10 +187,10 @@ def _inode(status: os.stat_result) -> tuple[int, int]:
 
 
 def remove_remaps(root: Path, records: Sequence[SharedFileRecord]) -> None:
-    """Remove the names that CRIU gave to files of the job whose own name was gone (``link_remap.N``).
+    """Remove CRIU's names for the job's files whose own name was gone (``link_remap.N``).
 
-    It leaves them for the restore, which gets them from the snapshot; the next dump that wants the same number would
-    fail because of them, and they keep memory.
+    CRIU leaves them for the restore, but a restore here uses the snapshot; a later dump that needs the same number
+    would fail, and they use memory.
     """
     for record in records:
         for name in record.names:
@@ -200,7 +200,7 @@ def remove_remaps(root: Path, records: Sequence[SharedFileRecord]) -> None:
 
 
 def names_in_use(root: Path, records: Sequence[SharedFileRecord]) -> dict[str, tuple[int, int]]:
-    """Those names of the records that something has in ``root`` now, and its device and inode."""
+    """Those names of the records that exist in ``root`` now, with device and inode."""
     found: dict[str, tuple[int, int]] = {}
     for name in (name for record in records for name in record.names):
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
@@ -212,8 +212,8 @@ def names_in_use(root: Path, records: Sequence[SharedFileRecord]) -> dict[str, t
 def _walk(root: Path) -> Iterator[tuple[str, int]]:
     """Names and inodes of the regular files of the root's own file system.
 
-    Others write there as well. What they remove, move or nest while this looks, or have mounted so that root itself may
-    not look (a FUSE file system), holds no file of the job's, and must not make its dump fail.
+    Other programs use it too. What they remove, move or nest meanwhile, or have mounted so that even root may not look
+    (FUSE), holds none of the job's files, and must not fail its dump.
     """
     top = os.open(root, _FOLDER & ~os.O_NOFOLLOW)
     try:
@@ -246,7 +246,7 @@ def _others_passed_over() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _folder_below(top: int, inside: str) -> Iterator[int]:
-    """A folder by its relative name, opened without following any link."""
+    """Open a folder by its relative name, without following links."""
     fd = os.dup(top)
     try:
         for part in Path(inside).parts:
@@ -282,7 +282,7 @@ def _save_one(root: Path, snapshot: Path, stored: str, names: list[str]) -> Shar
 
 
 def _copy(source: int, target: int, size_bytes: int) -> None:
-    """Copy so many bytes, but no zeros."""
+    """Copy this many bytes, except zeros."""
     os.ftruncate(target, size_bytes)
     for begin, end in data_ranges(source, size_bytes):
         position = begin

@@ -1,4 +1,4 @@
-"""A dump into a store: device memory goes there as the driver delivers it, CRIU's images by way of a working folder."""
+"""A dump into a store: device memory goes there as the driver delivers it, CRIU's images through a working folder."""
 
 from __future__ import annotations
 
@@ -47,9 +47,10 @@ _PIECES_A_THREAD = 4
 class StoreTarget:
     """A snapshot in a store (see `DumpTarget`). ``job`` and ``device_bytes``: what will be dumped.
 
-    ``trust_store``: what the store has already is relied on unread. ``part``: its place in a set of several nodes.
+    ``trust_store``: assume that data which the store already has is intact, without reading it. ``part``: its place in
+    a set of several nodes.
 
-    Raises InvalidRequest for a name that no snapshot can have.
+    Raises InvalidRequest for an invalid name.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class StoreTarget:
 
     @property
     def images_at(self) -> str:
-        """By way of the working folder."""
+        """In the working folder."""
         return f"{self._store.backend.url}, by way of {self._working.path.parent}"
 
     @property
@@ -101,23 +102,23 @@ class StoreTarget:
 
     @property
     def disk(self) -> Path | None:
-        """The folder that the store is in, where it is one."""
+        """The store's folder, if it is in one."""
         backend = self._store.backend
         return Path(backend.url) if isinstance(backend, LocalBackend) else None
 
     @property
     def buffers_bytes(self) -> int:
-        """A thread has a piece, what it became when it was compressed, and the state of the compression."""
+        """Per thread: a piece, its compressed form, and the compressor's state."""
         return _PIECES_A_THREAD * buffers_bytes(self._sink.piece_bytes)
 
     def findings(self, job: Job, device_bytes: int) -> list[preflight.Finding]:
-        """Whether the disk has room, if that can be known, and whether the data is also elsewhere meanwhile."""
+        """Whether the disk has room, if known, counting data that is also elsewhere meanwhile."""
         return [*self._findings_of_room(job, device_bytes), *self._findings_of_secrecy()]
 
     def _findings_of_room(self, job: Job, device_bytes: int) -> list[preflight.Finding]:
         if self.disk is None:
             return []
-        # How much of the data is new to a store that has some, or can be compressed, shows only when it is there.
+        # How much of the data is new to a store, or can be compressed, is only known once it arrives.
         is_new = self._compress == "none" and not any(True for _ in self._store.backend.list(PACKS_PREFIX))
         return preflight.check_disk(job, self.disk, device_bytes, surely_bytes=device_bytes if is_new else 0)
 
@@ -128,7 +129,7 @@ class StoreTarget:
         return [facts.IMAGES_ON_DISK.seen(why, folder=self._working.path.parent)]
 
     def create(self, protection: Protection | None) -> None:
-        """Make the working folder, and look what the store has already, while the job still runs."""
+        """Make the working folder, and check what the store already has, while the job still runs."""
         if protection is not None:
             protection.protect(RemoveWorkingFolder(str(self._working.path)))
         self._working.create()
@@ -163,13 +164,13 @@ class StoreTarget:
                 part=self._part,
             )
         self._snapshot = SnapshotInStore(self._store, stored, complete)
-        # For the guard: CRIU may end the job now. Without it the guard brings the job back, which does no harm either.
+        # For the guard: CRIU may end the job now. Without it the guard brings the job back, which is harmless too.
         with contextlib.suppress(OSError):
             self.folder.mark_committed()
         return self._snapshot
 
     def counts(self, writer: DeviceWriter) -> DumpCounts:
-        """What the store's writer has counted; what it wrote contains index and snapshot, too."""
+        """The writer's counts; the written bytes include index and snapshot."""
         return DumpCounts(**structs.asdict(self._session.value.writer.counts))
 
     def discard(self) -> None:
@@ -224,7 +225,7 @@ class _File(NamedTuple):
 def _read(part: _Part) -> bytearray:
     data = bytearray(part.length)
     view, done = memoryview(data), 0
-    # For each part anew: there may be more files than a process may have open.
+    # Reopen for each part: there may be more files than a process may have open.
     fd = os.open(part.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         while done < part.length:
@@ -238,7 +239,7 @@ def _read(part: _Part) -> bytearray:
 
 
 class StoreSink:
-    """A store as a place for device memory (see `DeviceSink`). ``areas`` are what became of it, from `record` on."""
+    """A store as a sink for device memory (see `DeviceSink`). ``areas``: the result, from `record` on."""
 
     def __init__(self, store: Store) -> None:
         self.session: Result[WriteSession] = Result()
@@ -257,20 +258,20 @@ class StoreSink:
         return self._piece_bytes
 
     def add(self, part: DevicePart, size_bytes: int) -> None:
-        """Nothing: pieces have no place of their own."""
+        """Nothing: pieces have no fixed place."""
 
     def grow(self, part: DevicePart, size_bytes: int) -> None:
-        """Nothing, either."""
+        """Nothing."""
 
     def put(self, part: DevicePart, piece: int, buffer: PieceBuffer, length: int, before: bytes | None) -> bytes:
-        """Store a piece; one that has changed is one more, and nothing refers to the one before."""
+        """Store a piece. A changed one becomes an additional piece; nothing refers to the old one."""
         writer, data = self.session.value.writer, buffer.part(0, length)
         if before is not None and writer.name(data) == before:
             return before
         return writer.add(data).id
 
     def sync(self) -> None:
-        """Nothing yet: the commit publishes all packs that are open, those with the images as well."""
+        """Nothing yet: the commit publishes all open packs, including those with the images."""
 
     def record(
         self, part: DevicePart, size_bytes: int, names: Sequence[bytes], extents: Sequence[StagedExtent]
@@ -286,4 +287,4 @@ class StoreSink:
         return DeviceData(tuple(extents), size_bytes, self._piece_bytes, 0, (), store_bytes)
 
     def close(self) -> None:
-        """Nothing: the session is the target's."""
+        """Nothing: the target owns the session."""

@@ -1,4 +1,4 @@
-"""What differs between two snapshots of one store: by process and range of addresses, and by file."""
+"""Differences between two snapshots of one store: by process and address range, and by file."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ Range = tuple[int, int]
 
 
 class Difference(Struct, frozen=True):
-    """One thing that differs. Sizes in bytes; None: it is not in that snapshot.
+    """One difference. Sizes in bytes; None: not in that snapshot.
 
-    ``kind``: ``device`` (device memory of process ``pid``) or ``memory`` (its host memory), where ``ranges`` are
-    addresses; or ``file``, where they are offsets. Their ends are excluded, and they are as fine as pieces.
+    ``kind``: ``device`` (device memory of process ``pid``) or ``memory`` (its host memory), with ``ranges`` of
+    addresses; or ``file``, with offsets. Ends are exclusive; the resolution is a piece.
     """
 
     kind: str
@@ -41,9 +41,9 @@ class Difference(Struct, frozen=True):
 
 
 def diff_snapshots(before: Place, after: Place, *, key: Secret | None = None) -> tuple[Difference, ...]:
-    """What differs between two snapshots (``STORE#NAME``) of one store. Nothing but lists and small images is read.
+    """The differences between two snapshots (``STORE#NAME``) of one store. Reads only lists and small images.
 
-    Raises InvalidRequest where they are not in one store, StoreDamaged, StoreError, WrongKey.
+    Raises InvalidRequest if they are not in one store, StoreDamaged, StoreError, WrongKey.
     """
     old, new = open_snapshot(before, key), open_snapshot(after, key)
     if not (isinstance(old, SnapshotInStore) and isinstance(new, SnapshotInStore)):
@@ -62,7 +62,7 @@ def diff_snapshots(before: Place, after: Place, *, key: Secret | None = None) ->
 
 
 class _Side:
-    """One of the two snapshots, and what its images of pages hold, by file name."""
+    """One of the two snapshots, and the content of its page images, by file name."""
 
     def __init__(self, snapshot: SnapshotInStore) -> None:
         self.manifest = snapshot.manifest
@@ -72,12 +72,12 @@ class _Side:
         self._pages = {name: (process, pagemap) for process, name, pagemap in self._page_maps()}
 
     def owner(self, area: str) -> ProcessRecord | None:
-        """The process whose host memory this image of pages holds."""
+        """The process whose host memory this page image holds."""
         found = self._pages.get(area)
         return found[0] if found is not None else None
 
     def windows(self, area: str) -> Mapping[int, tuple[PieceRef, int]] | None:
-        """The pieces of an image of pages by the window of addresses, with sizes; None: it was cut otherwise."""
+        """The pieces of a page image by address window, with sizes; None: it was cut differently."""
         found = self._pages.get(area)
         if found is None:
             return None
@@ -148,7 +148,7 @@ def _process(manifest: Manifest, pid: int) -> ProcessRecord:
 
 
 def _addresses(ranges: Sequence[Range], extents: Sequence[StagedExtent]) -> Iterator[Range]:
-    """Where in the process ranges of its staging file are."""
+    """The process's addresses for ranges of its staging file."""
     for start, end in ranges:
         for extent in extents:
             first, last = max(start, extent.offset), min(end, extent.offset + extent.size_bytes)

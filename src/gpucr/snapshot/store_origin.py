@@ -27,7 +27,7 @@ from gpucr.store.reader import MAX_READ_BYTES, StoreReader
 from gpucr.undo.interrupts import Interrupts
 from gpucr.undo.steps import Meter
 
-if TYPE_CHECKING:  # what only looks at a snapshot needs no driver
+if TYPE_CHECKING:  # not needed for just reading a snapshot
     from gpucr.undo.protection import Protection
 
 _SMALL_BYTES = 64 << 10
@@ -35,15 +35,14 @@ _MAX_IMAGE_BYTES = 256 << 20
 
 
 class StoreSource(RestoreSource):
-    """A snapshot in a store: files are fetched first, since CRIU waits for them, and works while device memory comes.
+    """A snapshot in a store: files are fetched first, since CRIU waits for them, and works while device memory arrives.
 
-    Made before anything starts: it looks that every piece that is needed is in the index. Raises StoreDamaged,
-    StoreError.
+    Made before anything starts: checks that every needed piece is in the index. Raises StoreDamaged, StoreError.
     """
 
     provides_first = True
     buffers_bytes = MAX_READ_BYTES
-    """The reader looks ahead, and each of its threads has a range of a pack."""
+    """The reader reads ahead, and each of its threads holds a range of a pack."""
 
     def __init__(self, snapshot: SnapshotInStore) -> None:
         self._stored = snapshot.stored
@@ -58,7 +57,7 @@ class StoreSource(RestoreSource):
         self._small_images: dict[str, bytes] | None = None
 
     def begin(self) -> None:
-        """Nothing: the files are there before device memory is read."""
+        """Nothing: the files are fetched before device memory is read."""
 
     def provide(self, protection: Protection | None, interrupts: Interrupts, meter: Meter) -> int:
         """Fetch every file."""
@@ -83,7 +82,7 @@ class StoreSource(RestoreSource):
                 interrupts.check()
                 path, start = places[number]
                 if data is not None:
-                    # Each time anew: there may be more files than a process may have open.
+                    # Each time again: there may be more files than a process may have open.
                     with _opened(path) as fd:
                         _write(fd, memoryview(data), start)
                 meter.add(refs[number].length)
@@ -160,7 +159,7 @@ class StorePieces:
         self._refs = refs
 
     def starts(self, part: DevicePart) -> Sequence[int]:
-        """Told by the lengths of the pieces."""
+        """From the lengths of the pieces."""
         return _starts(self._refs[part])
 
     def is_zero(self, piece: Piece) -> bool:
@@ -176,7 +175,7 @@ class StorePieces:
 
 
 def _starts(refs: Sequence[PieceRef]) -> list[int]:
-    """Where each piece begins, and where the last one ends."""
+    """The start of each piece, and the end of the last."""
     return [0, *accumulate(ref.length for ref in refs)]
 
 

@@ -1,4 +1,4 @@
-"""A private folder on this machine for what CRIU writes or reads, where the snapshot itself lies in a store."""
+"""A private local folder for CRIU's images if the snapshot itself is in a store."""
 
 from __future__ import annotations
 
@@ -14,20 +14,19 @@ from gpucr.linux import locks, memory, trusted_paths
 
 PREFIX = "gpucr-work-"
 SNAPSHOT_NAME = "snapshot"
-_IN_MEMORY = Path("/dev/shm")  # noqa: S108 - where memory is to be had under a name
+_IN_MEMORY = Path("/dev/shm")  # noqa: S108 - memory with a path
 _MARGIN_BYTES = 64 << 20
 _LEFT_BEHIND_S = 3600.0
-"""A guard removes the folder of a gpucr that was killed at once. Without a guard (no CUDA) the next gpucr does."""
+"""A guard removes a killed gpucr's folder at once. Without a guard (no CUDA) the next gpucr does."""
 
 
 class WorkingFolder:
-    """A folder with a name that nobody guesses. `create` makes it (0700), `remove` removes all of it.
+    """A folder with an unguessable name. `create` makes it (0700), `remove` removes it with its content.
 
-    It is locked (``flock``) as long as the one who made it lives.
+    It is locked (``flock``) while its maker lives.
 
-    ``size_bytes`` is what will be in it, more or less, ``besides_bytes`` the host memory that is needed beside it.
-    Where ``TMPDIR`` names no place, it is in memory if there is room (nothing of it is left on a disk then), else where
-    temporary files go.
+    ``size_bytes``: its approximate content; ``besides_bytes``: other host memory needed. Without ``TMPDIR`` it is in
+    memory if there is room (then nothing remains on a disk), otherwise in the temporary folder.
     """
 
     def __init__(self, size_bytes: int, besides_bytes: int) -> None:
@@ -36,16 +35,16 @@ class WorkingFolder:
 
     @property
     def snapshot(self) -> Path:
-        """A folder in it for images and shared files. What makes changed copies of these puts them beside it."""
+        """A subfolder for images and shared files. Changed copies of these go beside it."""
         return self.path / SNAPSHOT_NAME
 
     @property
     def is_in_memory(self) -> bool:
-        """Whether nothing of it reaches a disk (but by swapping)."""
+        """Whether nothing of it reaches a disk (except by swapping)."""
         return memory.lies_in_memory(self.path.parent)
 
     def create(self) -> None:
-        """Make it, and remove those that others left long ago. Raises SnapshotError."""
+        """Make it, and remove those that dead processes left. Raises SnapshotError."""
         _remove_left_behind(self.path.parent)
         unlocked = _before_it_is_locked(self.path)
         try:
@@ -61,7 +60,7 @@ class WorkingFolder:
             ) from e
 
     def remove(self) -> None:
-        """Remove it with all that is in it. Idempotent."""
+        """Remove it with its content. Idempotent."""
         remove(self.path)
         if self._lock is not None:
             os.close(self._lock)
@@ -83,7 +82,7 @@ def _before_it_is_locked(path: Path) -> Path:
 
 
 def _remove_left_behind(parent: Path) -> None:
-    """Remove folders of this user whose makers have died, and whose guards too, or had none."""
+    """Remove this user's folders whose makers and guards, if any, have died."""
     for path in (*parent.glob(f"{PREFIX}*"), *parent.glob(f".{PREFIX}*")):
         with contextlib.suppress(OSError):
             lock = _locked(path)
@@ -95,7 +94,7 @@ def _remove_left_behind(parent: Path) -> None:
 
 
 def _locked(path: Path) -> int:
-    """The folder, opened and locked. Raises OSError where it is another user's, or its maker is at work."""
+    """The folder, opened and locked. Raises OSError if it is another user's, or its maker still runs."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         if os.fstat(fd).st_uid != os.geteuid():
@@ -108,7 +107,7 @@ def _locked(path: Path) -> int:
 
 
 def place(size_bytes: int, besides_bytes: int) -> Path:
-    """Where a working folder of this size is put. Half of what memory the machine has left is for others."""
+    """Where to put a working folder of this size. Leaves half of the machine's free memory to others."""
     if not os.environ.get("TMPDIR") and _IN_MEMORY.is_dir() and memory.lies_in_memory(_IN_MEMORY):
         room = min(memory.free_disk_bytes(_IN_MEMORY), (memory.available_bytes() - besides_bytes) // 2)
         if size_bytes + _MARGIN_BYTES <= room:

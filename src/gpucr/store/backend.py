@@ -1,14 +1,14 @@
-"""What a store needs of its place: objects with names, created once, never changed.
+"""What a store needs from its place: named objects, created once, never changed.
 
 A folder (`local`), an object store (`objects`) and the tests' memory are such places. All of them keep these promises,
 on which everything else in this package relies:
 
-- An object is there completely or not at all, and durable when `Backend.create` or `Sink.publish` returns.
-- A name is given once: the second writer gets `Exists`. Writers agree in no other way.
+- An object exists completely or not at all, and is durable when `Backend.create` or `Sink.publish` returns.
+- A name is created once: the second writer gets `Exists`. This is the writers' only coordination.
 - A list that begins after an object was created has it; one that begins after it was deleted does not.
 
-Names are relative, of plain parts between slashes (`check_name`). Every failure is an OSError; `Missing` and `Exists`
-mean something to a caller, all others say that the place does not work.
+Names are relative, with plain parts between slashes (`check_name`). Every failure is an OSError; callers handle
+`Missing` and `Exists`, all others mean that the place does not work.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Exists(FileExistsError):
 class ObjectInfo(Struct, frozen=True):
     """One object as a listing shows it.
 
-    ``modified_s``: when it was created, in seconds since 1970 by the clock of the place, not of this machine.
+    ``modified_s``: creation time in seconds since 1970 by the place's clock, not this machine's.
     """
 
     name: str
@@ -52,20 +52,20 @@ class ObjectInfo(Struct, frozen=True):
 
 
 class Sink(Protocol):
-    """A new object that is being filled from the front. One thread at a time; either `publish` or `discard` ends it."""
+    """A new object being filled from the start. One thread at a time; either `publish` or `discard` ends it."""
 
     @property
     def size_bytes(self) -> int:
         """What was written so far."""
 
     def write(self, data: Buffer) -> None:
-        """Append. The buffer is the caller's again when this returns. Raises OSError."""
+        """Append. The caller may reuse the buffer when this returns. Raises OSError."""
 
     def publish(self) -> None:
-        """Make the object durable and visible under its name. Raises Exists, OSError; then nothing is left of it."""
+        """Make the object durable and visible under its name. Raises Exists, OSError; then nothing of it remains."""
 
     def discard(self) -> None:
-        """Leave nothing of it. Idempotent, and without effect after `publish`."""
+        """Remove it. Idempotent, and without effect after `publish`."""
 
 
 class Backend(Protocol):
@@ -73,18 +73,18 @@ class Backend(Protocol):
 
     @property
     def url(self) -> str:
-        """How a user names this place; for messages."""
+        """The place's name in messages."""
 
     def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
-        """``length`` bytes from ``offset`` on; None: up to the end. Fewer where the object ends before.
+        """``length`` bytes from ``offset`` on; None: up to the end. Fewer if the object ends first.
 
         Raises Missing, OSError.
         """
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> int:
-        """Fill the buffer from ``offset`` on; how many bytes were there. Raises Missing, OSError.
+        """Fill the buffer from ``offset`` on; returns how many bytes were read. Raises Missing, OSError.
 
-        In a folder page-aligned buffers, offsets and lengths are read past the page cache.
+        In a folder, page-aligned reads bypass the page cache.
         """
 
     def size(self, name: str) -> int:
@@ -99,30 +99,30 @@ class Backend(Protocol):
     def create(self, name: str, parts: Buffer | Sequence[Buffer]) -> None:
         """A new object of these bytes, durable when this returns. Raises Exists, OSError.
 
-        After any other OSError than Exists the object may be there or not, and may even appear later.
+        After any OSError but Exists the object may or may not exist, and may even appear later.
         """
 
     def open_new(self, name: str) -> Sink:
-        """A new object for much data, filled bit by bit: see `Sink`. Raises OSError."""
+        """A new large object, filled piecemeal: see `Sink`. Raises OSError."""
 
     def delete(self, name: str) -> None:
-        """Remove the object, durably; nothing happens where there is none. Raises OSError."""
+        """Remove the object, durably; nothing happens if there is none. Raises OSError."""
 
     def sweep(self, unchanged_s: float) -> int:
-        """Remove what writers that died left of objects that they never published; how many things were removed.
+        """Remove unpublished objects of dead writers; returns how many were removed.
 
-        ``unchanged_s``: only what nothing was added to for so long. Raises OSError.
+        ``unchanged_s``: only those not written to for this long. Raises OSError.
         """
 
 
 def check_name(name: str) -> None:
-    """Raise ValueError for a name that is not made of plain parts: nothing may lead outside the place."""
+    """Raise ValueError unless the name has only plain parts: nothing may lead outside the place."""
     if len(name) > 512 or not all(_PART.fullmatch(part) for part in name.split("/")):
         raise ValueError(f"{name!r} cannot be the name of an object")
 
 
 def together(found: Iterable[ObjectInfo], most_bytes: int) -> Iterator[list[ObjectInfo]]:
-    """The objects in their order, in groups that have at most so many bytes, or one object: what is read at once."""
+    """The objects in order, grouped for reading: at most this many bytes per group, or one object."""
     group: list[ObjectInfo] = []
     size_bytes = 0
     for info in found:

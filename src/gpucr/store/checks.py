@@ -1,7 +1,7 @@
-"""Checks of pieces that a store has already, before somebody relies on them instead of storing them again.
+"""Check existing pieces of a store before relying on them instead of storing them again.
 
-The index says that a piece is there. Only reading it shows whether it is still what was written: disks rot, and a
-snapshot that relies on a damaged piece cannot be restored. So each piece is read once before something relies on it.
+The index only says where a piece is. Reading it shows whether it is intact: disks rot, and a snapshot with a damaged
+piece cannot be restored. So each piece is read once before something relies on it.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from gpucr.store.reader import THREADS, StoreReader
 
 
 class Checks:
-    """Finds out whether pieces are intact, each one once. May be used by many threads, and by several writers in turn.
+    """Checks each piece once. Thread-safe, and usable by several writers in turn.
 
-    ``trust``: all count as intact, and none is read.
+    ``trust``: assume that all are intact, without reading.
     """
 
     def __init__(self, *, trust: bool = False) -> None:
@@ -31,14 +31,14 @@ class Checks:
 
     @property
     def read_bytes(self) -> int:
-        """The size of all pieces that were read, before compression."""
+        """The uncompressed size of all pieces read."""
         with self._lock:
             return self._read_bytes
 
     def is_intact(self, reader: StoreReader, ref: PieceRef, place: Place, content: memoryview | None = None) -> bool:
-        """Whether the piece really lies there. ``content``: what it is, for who has it, which saves the digest.
+        """Whether the piece is intact there. ``content``: its content, if known, which saves the digest.
 
-        Raises StoreError where the place of the store does not work.
+        Raises StoreError if the store's place does not work.
         """
         if self._trust or place in self._intact:
             return True
@@ -55,7 +55,7 @@ class Checks:
         wanted: Iterable[tuple[PieceRef, Place]],
         on_intact: Callable[[PieceRef], None] | None = None,
     ) -> list[tuple[PieceRef, Place]]:
-        """Those that are not intact. ``on_intact`` is told each of the others. Raises StoreError."""
+        """The damaged ones. ``on_intact`` gets each of the others. Raises StoreError."""
         in_order = sorted(wanted, key=lambda each: (each[1].pack_id, each[1].block))
         found: list[tuple[PieceRef, Place]] = []
         with ThreadPoolExecutor(THREADS, "store-checks") as pool:
@@ -67,7 +67,7 @@ class Checks:
                     elif on_intact is not None:
                         on_intact(each[0])
             except BaseException:
-                pool.shutdown(cancel_futures=True)  # Ctrl-C came here, to the thread that waits
+                pool.shutdown(cancel_futures=True)  # Ctrl-C reached this waiting thread
                 raise
         return found
 

@@ -1,4 +1,4 @@
-"""How a piece is stored: as it is, or compressed by Zstandard, whole or in byte planes.
+"""How a piece is stored: raw, or compressed by Zstandard, whole or in byte planes.
 
 A sample of 16 KiB decides. Numbers in byte planes get parameters that find (nearly) no matches and leave everything to
 the entropy coder: smaller and more than twice as fast as level 1 (ADR 20).
@@ -28,12 +28,12 @@ class Encoding(IntEnum):
 
     @property
     def width(self) -> int:
-        """The size of a number in bytes, where the piece is in byte planes; else 1."""
+        """The size of a number in bytes if the piece is in byte planes; otherwise 1."""
         return {Encoding.PLANES2: 2, Encoding.PLANES4: 4}.get(self, 1)
 
 
 class Choice(NamedTuple):
-    """What a sample advises, and the part of the piece that it expects to save (0 to 1)."""
+    """The encoding that a sample suggests, and the expected saving (0 to 1)."""
 
     encoding: Encoding
     saved: float
@@ -47,11 +47,11 @@ _SPOTS, _SPOT_BYTES = 4, 4096
 _PURPOSE = "compression in a store"
 _NUMBERS = 0.95
 _MATCHED = 0.9
-"""Sampled spots hold fewer matches than the whole piece: matches win where they come this near to the planes."""
+"""Sampled spots hold fewer matches than the whole piece: so prefer matches if they come this close to the planes."""
 
 
 class Codec:
-    """Compresses as ``compress`` says. May be used by many threads; each has its own Zstandard contexts."""
+    """Compresses as ``compress`` says. Thread-safe; each thread has its own Zstandard contexts."""
 
     def __init__(self, compress: Compress) -> None:
         self.compress = compress
@@ -59,7 +59,7 @@ class Codec:
         self._zstd: Any = extra.load("zstandard", _PURPOSE) if compress != "none" else None
 
     def choose(self, data: memoryview) -> Choice:
-        """Which encoding a sample of the piece advises."""
+        """The encoding that a sample of the piece suggests."""
         if self._zstd is None or len(data) <= _SMALLEST_BYTES:
             return Choice(Encoding.RAW, 0.0)
         sample = _sample(data)
@@ -71,7 +71,7 @@ class Codec:
         return best if best.saved >= _LEAST_SAVED[self.compress] else Choice(Encoding.RAW, 0.0)
 
     def encode(self, data: memoryview, encoding: Encoding) -> tuple[Encoding, Buffer]:
-        """The piece as it is stored; as it is where that would save less than a block of 4 KiB."""
+        """The encoded piece; raw if encoding would save less than a 4 KiB block."""
         if encoding is Encoding.RAW:
             return encoding, data
         planes = transform.split(data, encoding.width) if encoding.width > 1 else data
@@ -103,7 +103,7 @@ class Codec:
 
 
 def decode(stored: Buffer, encoding: int, raw_length: int) -> Buffer:
-    """The piece. Raises Changed where this is not what `Codec.encode` makes of so many bytes."""
+    """The piece. Raises Changed if it is not `Codec.encode`'s output for this many bytes."""
     if encoding == Encoding.RAW:
         if len(stored) != raw_length:
             raise Changed(f"{len(stored)} bytes are stored of a piece of {raw_length}")
@@ -128,7 +128,7 @@ _own = threading.local()
 
 
 def _decompressor(zstd: Any) -> Any:
-    """One for each thread: Zstandard's contexts are not to be shared."""
+    """One per thread: Zstandard contexts must not be shared."""
     if not hasattr(_own, "decompressor"):
         _own.decompressor = zstd.ZstdDecompressor()
     return _own.decompressor
@@ -137,7 +137,7 @@ def _decompressor(zstd: Any) -> Any:
 def _sample(data: memoryview) -> bytes:
     if len(data) <= _SPOTS * _SPOT_BYTES:
         return bytes(data[: len(data) // 4 * 4])
-    # At multiples of 4, so that the bytes of a number stay at their places.
+    # At multiples of 4, so that the bytes of a number keep their places.
     step = (len(data) - _SPOT_BYTES) // (_SPOTS - 1) // 4 * 4
     return b"".join(data[spot * step : spot * step + _SPOT_BYTES] for spot in range(_SPOTS))
 

@@ -1,4 +1,4 @@
-"""``gpucr-store.json``: what is decided once for a store, when it is made.
+"""``gpucr-store.json``: a store's parameters, fixed when it is made.
 
 ::
 
@@ -7,7 +7,7 @@
      "sha256": HEX, "mac": HEX or null}
 
 ``sha256`` is the digest of the inner object in canonical form (sorted keys, no spaces). ``mac`` is its HMAC-SHA256 in
-an encrypted store, so that nobody without the key can change what was decided.
+an encrypted store, so that nobody without the key can change it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FORMAT, VERSION = "gpucr-store", 1
 MAX_CONFIG_BYTES = 64 << 10
 
 PIECE_BYTES = 2 << 20
-"""The unit in which the driver hands out device memory: what moves by an allocation keeps its pieces."""
+"""The driver's allocation unit of device memory: data that moves by an allocation keeps its pieces."""
 PACK_BYTES = 60 << 20
 """With its last piece and its footer still below 64 MiB: one conditional request of an object store."""
 _MIN_PIECE_BYTES = 4096
@@ -39,10 +39,10 @@ _ID_BYTES = 16
 
 
 class StoreConfig(Record, frozen=True):
-    """What is decided once for a store.
+    """A store's fixed parameters.
 
     ``id`` in hexadecimal. ``piece_bytes`` is the size into which data is cut (a power of two), ``pack_bytes`` the size
-    at which a pack is closed. Made with what a reader would refuse: RecordError.
+    at which a pack is closed. Raises RecordError for values that a reader would refuse.
     """
 
     id: Annotated[str, Meta(pattern=r"\A[0-9a-f]{32}\Z")]
@@ -76,7 +76,7 @@ class StoreConfig(Record, frozen=True):
 
     @classmethod
     def new(cls, hash_name: str, *, encrypted: bool, piece_bytes: int, pack_bytes: int) -> StoreConfig:
-        """The configuration of a store that is being made. Raises RecordError for what a reader would refuse."""
+        """The configuration of a new store. Raises RecordError for values that a reader would refuse."""
         return cls(
             os.urandom(_ID_BYTES).hex(), hash_name, piece_bytes, pack_bytes, "aes-256-gcm" if encrypted else None
         )
@@ -109,7 +109,7 @@ def decode(data: bytes) -> tuple[StoreConfig, str | None]:
 
 
 def check_mac(config: StoreConfig, mac: str | None, mac_key: bytes) -> None:
-    """Raise RecordError where somebody without the key has changed the configuration."""
+    """Raise RecordError if somebody without the key has changed the configuration."""
     expected = hmac.new(mac_key, _canonical(config), "sha256").hexdigest()
     if mac is None or not hmac.compare_digest(mac, expected):
         raise RecordError("it was changed by somebody who does not have the key")

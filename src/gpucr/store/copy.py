@@ -1,9 +1,9 @@
-"""Copies a snapshot from one store to another: only pieces that are missing there, encrypted for the target.
+"""Copy a snapshot from one store to another: only pieces missing there, encrypted for the target.
 
-The target's index is written now and then, so that a copy that was cut off continues from there when it is made
-again. A snapshot that was copied before gets back what it lacks by now. What the target has already is read and
-checked there, once. Between stores without encryption that name pieces by the same hash, the source need not be read
-for it; where one of them is encrypted, only the content tells.
+The target's index is written from time to time, so that a repeated copy continues where an interrupted one stopped. A
+snapshot copied earlier gets back pieces that it lacks by now. What the target already has is read and checked there,
+once. Between unencrypted stores with the same hash, the source need not be read for that; if one of them is encrypted,
+the contents must be compared.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ def copy(
     checks: Checks | None = None,
     flush_bytes: int = _FLUSH_BYTES,
 ) -> StoredSnapshot:
-    """The snapshot as it is in the target now; one that is there already, and intact, is not copied again.
+    """Returns the snapshot in the target; an intact existing one is not copied again.
 
     It gets an id of its own there; name, time and host stay. ``on_bytes`` is told the size of every piece that is done,
     by several threads. ``checks`` are those of the target: what it has is read before it is relied on, and copied again
     where it is damaged. Raises StoreDamaged, StoreError.
     """
     for each in (source, target):
-        sharing.require_may_keep_jobs(each.backend)  # what root copies would be root's there
+        sharing.require_may_keep_jobs(each.backend)  # root's copies would belong to root there
     checks = checks if checks is not None else Checks()
     there = _same(snapshot, snapshots.list_all(target).snapshots)
     if there is not None and _is_intact(target, there, checks):
@@ -54,7 +54,7 @@ def copy(
             session.writer.flush()
         areas = tuple(session.area(name, moved.refs(refs)) for name, refs in lists.items())
         if there is not None and areas == there.areas:
-            session.writer.flush()  # with what it lacked, the one that is there is whole again
+            session.writer.flush()  # the existing one is complete again
             return there
         return session.commit(
             name=snapshot.name,
@@ -68,7 +68,7 @@ def copy(
 
 
 class _Moved:
-    """Which pieces of the target take the place of a piece of the source."""
+    """Maps pieces of the source to pieces of the target."""
 
     def __init__(self, reader: StoreReader, session: WriteSession, on_bytes: Callable[[int], None]) -> None:
         self._reader = reader
@@ -112,7 +112,7 @@ def _same(snapshot: StoredSnapshot, there: Sequence[StoredSnapshot]) -> StoredSn
 
 
 def _is_intact(target: Store, there: StoredSnapshot, checks: Checks) -> bool:
-    """Whether all that it needs is in packs that are there in their full size, and is what was written.
+    """Whether all that it needs is intact, in packs of full size.
 
     Raises StoreError.
     """

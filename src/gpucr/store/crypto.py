@@ -1,9 +1,9 @@
-"""What is secret in an encrypted store, and what is checked in every store.
+"""Encryption of encrypted stores, and integrity of all stores.
 
 All keys come from one random master key of 32 bytes, by HKDF-SHA256 with the store's id as salt and a purpose as info,
-so that no key serves two purposes. Data is AES-256-GCM. A pack has a key of its own, and the nonce of what lies in it
-is the number of the 4 KiB block where it starts: packs are never rewritten and their names are random, so no pair of
-key and nonce occurs twice. Sealed objects (index, snapshots, ...) have a key for each name, and a random nonce.
+so no key serves two purposes. Data uses AES-256-GCM. Each pack has its own key, and the nonce of an item is the number
+of its first 4 KiB block: packs are never rewritten and their names are random, so no pair of key and nonce occurs
+twice. Sealed objects (index, snapshots, ...) have a key for each name, and a random nonce.
 
 Without encryption a sealed object still has its digest: a flipped bit is found in both kinds of store.
 """
@@ -33,11 +33,11 @@ _PURPOSE = "an encrypted store"
 
 
 class CutShort(ValueError):
-    """The bytes end before their end."""
+    """The bytes are truncated."""
 
 
 class Changed(ValueError):
-    """The bytes are not those that were written."""
+    """The bytes differ from what was written."""
 
 
 class KeyRing:
@@ -53,7 +53,7 @@ class KeyRing:
 
     @property
     def master(self) -> bytes:
-        """The master key: to wrap it for one more key file or passphrase."""
+        """The master key: to wrap it for another key file or passphrase."""
         return self._master
 
     def derive(self, purpose: bytes) -> bytes:
@@ -70,20 +70,20 @@ class KeyRing:
 
 
 class PackCipher:
-    """AES-256-GCM with the key of one pack. May be used by many threads."""
+    """AES-256-GCM with the key of one pack. Thread-safe."""
 
     def __init__(self, aead: Any) -> None:
         self._aead = aead
 
     def encrypt(self, block: int, data: Buffer, bound: bytes, into: memoryview) -> None:
-        """Ciphertext and tag of what starts at this 4 KiB block, into a buffer that is 16 bytes longer than the data.
+        """Encrypt the item at this 4 KiB block into a buffer, 16 bytes longer than the data for the tag.
 
         ``bound`` is authenticated with it, and not written.
         """
         self._aead.encrypt_into(_nonce(block), data, bound, into)
 
     def decrypt(self, block: int, stored: Buffer, bound: bytes) -> bytes:
-        """The data. Raises Changed where it is not what was encrypted there, or not with ``bound``."""
+        """The data. Raises Changed if it was not encrypted for this place with ``bound``."""
         try:
             return bytes(self._aead.decrypt(_nonce(block), stored, bound))
         except _invalid_tag() as e:
@@ -100,7 +100,7 @@ def _invalid_tag() -> type[Exception]:
 
 
 def seal(name: str, data: Buffer, keys: KeyRing | None) -> bytes:
-    """The bytes of a small object: with its digest, bound to its name, encrypted where there are keys."""
+    """The bytes of a small object: with its digest, bound to its name, encrypted if there are keys."""
     nonce = os.urandom(NONCE_BYTES) if keys else bytes(NONCE_BYTES)
     stored_bytes = len(data) + (TAG_BYTES if keys else 0)
     header = _HEADER.pack(_SEALED_MAGIC, _VERSION, _ENCRYPTED if keys else 0, 0, stored_bytes, nonce)
@@ -109,7 +109,7 @@ def seal(name: str, data: Buffer, keys: KeyRing | None) -> bytes:
 
 
 def unseal(name: str, sealed: Buffer, keys: KeyRing | None) -> bytes:
-    """What was given to `seal`. Raises CutShort where the end is missing, Changed for everything else."""
+    """The inverse of `seal`. Raises CutShort if the end is missing, Changed for everything else."""
     view = memoryview(sealed)
     if len(view) < _HEADER.size:
         raise CutShort(f"it has {len(view)} bytes, less than its header")
@@ -127,7 +127,7 @@ def unseal(name: str, sealed: Buffer, keys: KeyRing | None) -> bytes:
     if _digest(name, header, body) != digest:
         raise Changed("it differs from its digest")
     if bool(flags & _ENCRYPTED) != (keys is not None):
-        # Somebody who can write to the store must not be able to pass off objects of his own as ours.
+        # Somebody who can write to the store must not be able to forge objects.
         raise Changed("it is not encrypted, in a store that is" if keys else "it is encrypted, in a store that is not")
     if keys is None:
         return bytes(body)

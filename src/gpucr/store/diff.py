@@ -1,4 +1,4 @@
-"""What differs between two snapshots of one store, by area and range, from the names of their pieces alone."""
+"""Differences between two snapshots of one store, by area and range, using only piece names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class AreaDiff(Struct, frozen=True):
     """One area that differs: a file, or the device memory of one process.
 
     Sizes in bytes; None: the snapshot has no such area. ``ranges`` are offsets in the area, end excluded, in which the
-    two differ, as fine as their pieces; what lies behind the end of the shorter one differs.
+    two differ, with the resolution of pieces; data beyond the end of the shorter one differs.
     """
 
     name: str
@@ -30,7 +30,7 @@ class AreaDiff(Struct, frozen=True):
 
 
 def diff(reader: StoreReader, before: StoredSnapshot, after: StoredSnapshot) -> Sequence[AreaDiff]:
-    """All areas that differ, by name. Both snapshots are of the reader's store. Raises StoreDamaged, StoreError."""
+    """All differing areas, by name. Both snapshots must be in the reader's store. Raises StoreDamaged, StoreError."""
     old = {area.name: area for area in before.areas}
     new = {area.name: area for area in after.areas}
     found = []
@@ -48,11 +48,11 @@ def diff(reader: StoreReader, before: StoredSnapshot, after: StoredSnapshot) -> 
 
 
 def _differing(before: Sequence[PieceRef], after: Sequence[PieceRef]) -> Iterator[tuple[int, int]]:
-    """Ranges in which pieces differ. Where the two were cut differently, a whole piece counts as different."""
+    """Ranges in which pieces differ. If the two were cut differently, a whole piece counts as different."""
     ends_before, ends_after = _by_end(before), _by_end(after)
     start = 0
     for end in sorted(ends_before.keys() | ends_after.keys()):
-        # A reference has the length in it: equal ones with the same end have the same start as well.
+        # References include the length: equal ones with the same end have the same start.
         if ends_before.get(end) != ends_after.get(end):
             yield start, end
         start = end

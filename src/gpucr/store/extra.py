@@ -1,4 +1,4 @@
-"""The libraries that only some parts need: imported when needed, and named when they are missing."""
+"""Optional libraries: imported on demand, with a helpful error when missing."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 from gpucr.errors import BrokenInstall
 
 _EXTRAS = {"obstore": "gpucr[objects]", "prometheus_client": "gpucr[metrics]", "ray": "gpucr[ray]"}
-"""What to install for a package that is no dependency of gpucr's own."""
+"""What to install for an optional package."""
 
 
 def load(module: str, purpose: str) -> Any:
-    """The module. Raises BrokenInstall, with what to install, where it is not there; ``purpose`` says who asks."""
+    """The module. Raises BrokenInstall, with what to install, if it is missing; ``purpose`` goes into the message."""
     try:
         return importlib.import_module(module)
     except ImportError as e:

@@ -1,7 +1,8 @@
-"""The index: which piece is in which pack, in few objects, so that opening a store reads little.
+"""The index: which pack has which piece, in few objects, so that opening a store reads little.
 
 A writer that has published its packs publishes one index object (more only for very many pieces) that repeats their
-footers. What is in no index is found again in the footers. An index object is sealed (see crypto.py) and holds::
+footers. Packs missing from the index are found through their footers. An index object is sealed (see crypto.py) and
+holds::
 
     "GPUCRIX1", packs (u32), zeros (4)
     for each pack: pack id (16), size in bytes (u64), entries (u32), zeros (4), then its entries as in its footer
@@ -47,17 +48,17 @@ _PLACE = struct.Struct(f"<{ID_BYTES}xIIIB3x")
 
 
 class Index:
-    """Where every piece is. Built by one thread; then `find` may be called by many."""
+    """Where every piece is. Built by one thread; then `find` is thread-safe."""
 
     def __init__(self) -> None:
         self._packs: dict[bytes, PackContents] = {}
         self._numbers: list[PackContents] = []
-        # A piece is found as pack number and entry number in one integer: 200 bytes of memory a piece, not 500.
+        # Pack number and entry number in one integer: 200 bytes of memory per piece instead of 500.
         self._pieces: dict[bytes, int] = {}
         self._copies: dict[bytes, list[int]] = {}
 
     def add(self, contents: PackContents) -> None:
-        """Take in one pack. A piece that is in another one too is found where it was found first."""
+        """Add a pack. For a piece in several packs, the first added wins."""
         if contents.pack_id in self._packs:
             return
         base = len(self._numbers) * MAX_ENTRIES
@@ -73,7 +74,7 @@ class Index:
         return None if found is None else self._place(found)
 
     def places(self, piece_id: bytes) -> Sequence[Place]:
-        """Every place where the piece is, the one that `find` tells first."""
+        """Every place of the piece, starting with `find`'s."""
         first = self.find(piece_id)
         return () if first is None else (first, *map(self._place, self._copies.get(piece_id, ())))
 
@@ -83,7 +84,7 @@ class Index:
         return Place(contents.pack_id, *_PLACE.unpack_from(contents.entries, number * ENTRY_BYTES))
 
     def pack(self, pack_id: bytes) -> PackContents | None:
-        """What this pack holds; None: the index does not know it."""
+        """The content of this pack; None: not in the index."""
         return self._packs.get(pack_id)
 
     @property
@@ -93,14 +94,14 @@ class Index:
 
     @property
     def pieces(self) -> int:
-        """How many different pieces there are."""
+        """The number of different pieces."""
         return len(self._pieces)
 
 
 def load(store: Store, *, without: Collection[bytes] = ()) -> Index:
-    """The index of a store, less the packs ``without``: what is only in those is not found.
+    """The index of a store without the packs ``without``: pieces only in those are not found.
 
-    Raises StoreDamaged, StoreError. An index object that disappears meanwhile is one that a prune has replaced.
+    Raises StoreDamaged, StoreError. An index object that disappears meanwhile was replaced by a prune.
     """
     excluded = frozenset(without)
     index = Index()
@@ -116,8 +117,8 @@ def load_objects(
 ) -> Iterator[tuple[str, list[PackContents]]]:
     """Every index object with the packs that it lists.
 
-    ``on_damaged`` is told the name of each one that cannot be read: the footers of the packs have the same. Raises
-    StoreError, and without it StoreDamaged.
+    ``on_damaged`` gets the name of each unreadable one: the packs' footers have the same data. Raises StoreError, and
+    without it StoreDamaged.
     """
     try:
         found = list(store.backend.list(PREFIX))
@@ -138,7 +139,7 @@ def load_objects(
 
 
 def publish(store: Store, packs: Iterable[PackContents]) -> list[str]:
-    """Write index objects that list these packs, which are all published. The names. Raises OSError."""
+    """Write index objects for these published packs. Returns their names. Raises OSError."""
     names: list[str] = []
     for group in _groups(packs):
         name = f"{PREFIX}{os.urandom(16).hex()}"
@@ -148,7 +149,7 @@ def publish(store: Store, packs: Iterable[PackContents]) -> list[str]:
 
 
 def read_footer(store: Store, pack_id: bytes) -> PackContents:
-    """What a pack says that it holds. Raises StoreDamaged, StoreError."""
+    """A pack's content according to its footer. Raises StoreDamaged, StoreError."""
     name = pack_name(pack_id)
     try:
         size_bytes = store.backend.size(name)
@@ -171,7 +172,7 @@ def read_footer(store: Store, pack_id: bytes) -> PackContents:
 
 
 def encode(packs: Collection[PackContents]) -> bytes:
-    """The bytes of an index object, before they are sealed."""
+    """The bytes of an index object before sealing."""
     parts = [_HEADER.pack(_MAGIC, len(packs))]
     for contents in packs:
         parts.append(_PACK.pack(contents.pack_id, contents.size_bytes, len(contents.entries) // ENTRY_BYTES))
@@ -180,7 +181,7 @@ def encode(packs: Collection[PackContents]) -> bytes:
 
 
 def decode(data: Buffer) -> list[PackContents]:
-    """The packs of an index object. Raises Changed for anything that `encode` does not write."""
+    """The packs of an index object. Raises Changed for anything that `encode` cannot have written."""
     view = memoryview(data)
     if len(view) < _HEADER.size:
         raise Changed(f"an index of {len(view)} bytes")

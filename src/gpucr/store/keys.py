@@ -1,15 +1,14 @@
 """Key objects: the master key of an encrypted store, wrapped for one key file or one passphrase.
 
-A store has any number of them, and each opens it. Rotation adds one and removes another; the data is not touched.
+A store can have several, and each opens it. Rotation adds one and removes another without touching the data.
 
 A key object is JSON::
 
     {"format": "gpucr-store-key", "version": 1, "kdf": "scrypt" or "hkdf", "log2_n": ..., "r": ..., "p": ...,
      "salt": HEX, "nonce": HEX, "wrapped": HEX, "sha256": HEX}
 
-A passphrase goes through scrypt (RFC 7914); a key file, which is random already, through HKDF-SHA256. The key that
-comes out encrypts the master key with AES-256-GCM; the store's id and all members before ``nonce`` are authenticated
-with it.
+A passphrase goes through scrypt (RFC 7914); a key file, which is random already, through HKDF-SHA256. The derived key
+encrypts the master key with AES-256-GCM; the store's id and all members before ``nonce`` are authenticated with it.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _PURPOSE = "an encrypted store"
 
 
 class Secret(Struct, frozen=True):
-    """What opens an encrypted store: the content of a key file, or a passphrase. Never shown."""
+    """The secret of an encrypted store: the content of a key file, or a passphrase. Never shown."""
 
     kind: str
     value: bytes
@@ -78,7 +77,7 @@ class _KeyObject(Record, frozen=True):
     version: int = VERSION
 
     def bound_to(self, store_id: bytes) -> bytes:
-        """What is authenticated together with the wrapped key."""
+        """Data authenticated together with the wrapped key."""
         members = msgspec.to_builtins(self)
         return store_id + _canonical({name: members[name] for name in members if name not in ("nonce", "wrapped")})
 
@@ -124,7 +123,7 @@ def unwrap(data: bytes, secret: Secret, store_id: bytes) -> bytes | None:
 
 
 def check(data: bytes) -> str:
-    """What the key object is for: ``scrypt`` (a passphrase) or ``hkdf`` (a key file). Raises RecordError."""
+    """The kind of key object: ``scrypt`` (a passphrase) or ``hkdf`` (a key file). Raises RecordError."""
     return _decode(data).kdf
 
 
@@ -153,7 +152,7 @@ def _decode(data: bytes) -> _KeyObject:
 
 
 def _check_cost(key: _KeyObject) -> None:
-    """Whoever can write to the store must not be able to make its readers run out of memory or time."""
+    """A writer of the store must not be able to make readers run out of memory or time."""
     if key.kdf == "hkdf":
         if key.log2_n or key.r or key.p:
             raise RecordError("it has a cost where there is none")

@@ -1,4 +1,4 @@
-"""Lanes: packs that are being filled side by side, each by one thread at a time."""
+"""Lanes: packs filled in parallel, each by one thread at a time."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LANES = 6
 
 
 class OpenPack:
-    """A pack that is being filled. One thread at a time."""
+    """A pack being filled. One thread at a time."""
 
     def __init__(self, store: Store) -> None:
         self.pack_id = new_pack_id()
@@ -46,7 +46,7 @@ class OpenPack:
 
     @property
     def is_full(self) -> bool:
-        """Whether it cannot take one more entry."""
+        """Whether it is full."""
         return len(self._entries) == MAX_ENTRIES
 
     def append(self, piece_id: bytes, raw_length: int, encoding: Encoding, data: Buffer, scratch: AlignedBuffer) -> int:
@@ -77,7 +77,7 @@ class OpenPack:
         return PackContents(self.pack_id, self._sink.size_bytes, entries)
 
     def discard(self) -> None:
-        """Leave nothing of it."""
+        """Remove it."""
         self._sink.discard()
 
 
@@ -87,7 +87,7 @@ class _Lane:
 
 
 class Lanes:
-    """Up to ``count`` open packs. ``on_finished`` is told each pack that is published, by the thread that filled it."""
+    """Up to ``count`` open packs. ``on_finished`` gets each published pack, from the thread that filled it."""
 
     def __init__(self, store: Store, count: int, on_finished: Callable[[PackContents], None]) -> None:
         self._store = store
@@ -99,9 +99,9 @@ class Lanes:
 
     @contextmanager
     def pack(self) -> Iterator[OpenPack]:
-        """An open pack for this thread alone. A pack that is full afterwards is published before this returns.
+        """An open pack for this thread's exclusive use. If it is full afterwards, it is published before this returns.
 
-        Raises OSError. A pack in which a write failed is dropped with all that is in it.
+        Raises OSError. A pack with a failed write is dropped with its content.
         """
         lane = self._take()
         try:
@@ -118,7 +118,7 @@ class Lanes:
             self._give(lane)
 
     def finish(self) -> None:
-        """Publish all packs that are open. Waits for the threads that fill them. Raises OSError."""
+        """Publish all open packs. Waits for the threads that fill them. Raises OSError."""
         lanes = self._take_all()
         try:
             filled = [lane for lane in lanes if lane.pack is not None]
@@ -130,7 +130,7 @@ class Lanes:
                 self._give(lane)
 
     def discard(self) -> None:
-        """Leave nothing of the packs that are open. Waits for the threads that fill them."""
+        """Remove all open packs. Waits for the threads that fill them."""
         lanes = self._take_all()
         for lane in lanes:
             self._drop(lane)
@@ -138,7 +138,7 @@ class Lanes:
 
     def _take(self) -> _Lane:
         with self._freed:
-            # The one that was used last: a single thread fills one pack after the other.
+            # The last used one: a single thread fills one pack after the other.
             while not self._idle:
                 if len(self._lanes) < self._count:
                     self._lanes.append(_Lane())

@@ -1,4 +1,4 @@
-"""A store in a folder: every object a file, filled under another name and given its own by a hard link.
+"""A store in a folder: every object is a file, filled under another name and published by a hard link.
 
 ::
 
@@ -6,9 +6,8 @@
       packs/ab/...       objects, by their names
       .incoming/         objects that are not finished: no name of an object begins with a dot
 
-A link is made once: the second one fails, also on NFS; rename(2) would replace the first. Folders are
-made when the first object needs them, and files and folders are synced before anyone is told that an object exists or
-is gone.
+A second link to a name fails, also on NFS; rename(2) would replace the first. Folders are made on demand, and files and
+folders are synced before an object is reported as created or deleted.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ from gpucr.store.backend import Buffer, Exists, Missing, ObjectInfo, as_parts, c
 
 INCOMING_NAME = ".incoming"
 FOLDER_MODE = 0o3750
-"""Of the folder of a store that a group shares, which is root's, and of no other one."""
+"""The mode of a group-shared store's folder, which is root's, and of no other."""
 _SHARED_FILE_MODE = 0o640
 _DIRECT_BYTES = 4096
-"""O_DIRECT wants memory, offset and length in multiples of the block size of the disk, which is never larger."""
+"""O_DIRECT needs memory, offset and length in multiples of the disk's block size, which is never larger."""
 _TAIL_BYTES = 2 << 20
 _LARGE_BYTES = 64 << 10
 _GROW_BYTES = 64 << 20
@@ -44,17 +43,16 @@ class LocalBackend:
     """A folder of this machine, or one that it has mounted, as a `Backend`.
 
     Raises NotADirectoryError, FileNotFoundError, OSError (ELOOP: it is behind a link that another user can change), and
-    PermissionError where another user could change the folder: what a store says is run with the privileges of who
-    restores it.
+    PermissionError if another user could change the folder: a restore runs its content with the caller's privileges.
     """
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = Path(root).absolute()
-        # Who owns the folder above could put another one there: everything is opened below this one.
+        # The parent's owner could replace the folder: everything is opened below this descriptor.
         self._held = HeldFolder.open(self.root)
         status = self._held.status()
         self.group = status.st_gid if status.st_uid == 0 and stat.S_IMODE(status.st_mode) == FOLDER_MODE else None
-        """The group that shares it; None: it is one user's."""
+        """The group that shares it; None: a single user's."""
         if self.group is None:
             _require_ours(status, self.root)
 
@@ -87,7 +85,7 @@ class LocalBackend:
             return os.fstat(fd).st_size
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """See `Backend.list`. Files whose names no object can have are passed over."""
+        """See `Backend.list`. Files with invalid object names are skipped."""
         folder = self._held.path / prefix.rpartition("/")[0]
         found = [
             ObjectInfo(name, at.st_size, at.st_mtime)
@@ -122,11 +120,11 @@ class LocalBackend:
                     raise
                 what = "only root may delete what another member of the group has stored"
                 raise PermissionError(errno.EACCES, what, name) from e
-            # A snapshot that comes back after a power failure, when its packs are gone, would be a damaged one.
+            # A snapshot that reappears after a power failure, without its packs, would be damaged.
             durable.sync(path.parent)
 
     def sweep(self, unchanged_s: float) -> int:
-        """See `Backend.sweep`. What is still being filled fails where it is published: nothing is lost by it."""
+        """See `Backend.sweep`. If it is still being filled, publishing it fails: nothing is lost."""
         removed = 0
         oldest_s = time.time() - unchanged_s
         with contextlib.suppress(FileNotFoundError):
@@ -163,7 +161,7 @@ class LocalBackend:
 
 
 class LocalSink:
-    """A file that is being filled: large aligned buffers go straight to the disk, the others are collected first."""
+    """A file being filled: large aligned buffers go straight to the disk, others are collected first."""
 
     def __init__(self, name: str, folder: HeldFolder, group: int | None = None) -> None:
         check_name(name)
@@ -173,14 +171,14 @@ class LocalSink:
         self._path = root / name
         self._name = name
         incoming = root / INCOMING_NAME
-        if not self._is_shared:  # there are all folders, and they are root's
+        if not self._is_shared:  # all folders exist, and are root's
             _make_folders(incoming, root)
         self._temporary = incoming / secrets.token_hex(16)
         self._root = root
         self._fd = os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         self._is_open = True
         if self._is_shared:
-            os.fchmod(self._fd, _SHARED_FILE_MODE)  # whatever the umask
+            os.fchmod(self._fd, _SHARED_FILE_MODE)  # regardless of the umask
         self._tail = mmap.mmap(-1, _TAIL_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         # open(2): O_DIRECT into private memory is not safe while the process forks.
         self._tail.madvise(mmap.MADV_DONTFORK)
@@ -229,7 +227,7 @@ class LocalSink:
         try:
             os.link(self._temporary, self._path)
         except FileExistsError as e:
-            # link(2): NFS may make the link, lose the answer, and find it there when it asks again.
+            # link(2): NFS may make the link, lose the answer, and find it when it retries.
             if os.fstat(self._fd).st_nlink != 2:
                 raise Exists(self._name) from e
         except OSError as e:
@@ -246,14 +244,14 @@ class LocalSink:
             self._temporary.unlink(missing_ok=True)
 
     def _flush(self, length: int) -> None:
-        """Write so much of the tail; it is empty afterwards. Past its end lies what nobody will see."""
+        """Write this much of the tail, then empty it. Bytes beyond its end are never visible."""
         if length:
             self._put(self._tail_view[:length])
             self._tail_bytes = 0
 
     def _put(self, data: memoryview) -> None:
         while self._written_bytes + len(data) > self._grown_bytes:
-            # A write that makes a file longer holds the inode's lock alone.
+            # A write that extends a file holds the inode's lock exclusively.
             self._grown_bytes += _GROW_BYTES
             os.ftruncate(self._fd, self._grown_bytes)
         if _transfer(os.pwritev, self._fd, data, self._written_bytes) < len(data):
@@ -267,7 +265,7 @@ def _transfer(call: Callable[[int, list[memoryview], int], int], fd: int, data: 
         try:
             count = call(fd, [data[done:]], offset + done)
         except OSError as e:
-            # Some file systems take O_DIRECT at open and refuse it here, or want another alignment.
+            # Some file systems accept O_DIRECT at open but refuse it here, or need another alignment.
             if e.errno == errno.EINVAL and fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
                 _set_direct(fd, on=False)
                 continue
@@ -287,7 +285,7 @@ def _walk(folder: Path, root: Path, *, is_shared: bool) -> Iterator[tuple[str, o
         if entry.name.startswith("."):
             continue
         if entry.is_dir(follow_symlinks=False):
-            # In the place of a member's own folder he could put a link, while root works below it.
+            # A member could replace his own folder by a link while root works below it.
             if not is_shared or entry.stat(follow_symlinks=False).st_uid == 0:
                 yield from _walk(Path(entry.path), root, is_shared=is_shared)
         elif entry.is_file(follow_symlinks=False):
@@ -319,7 +317,7 @@ def _set_direct(fd: int, *, on: bool) -> None:
 
 
 def _require_the_groups(found: os.stat_result, path: Path, group: int) -> None:
-    """What a member has stored has the group from its folder, and only its owner can change it."""
+    """A member's file gets the folder's group, and only its owner can change it."""
     if (found.st_gid != group and found.st_uid != 0) or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         what = f"it did not come there from a member (gid {found.st_gid}, mode {stat.S_IMODE(found.st_mode):04o})"
         raise PermissionError(errno.EPERM, what, str(path))

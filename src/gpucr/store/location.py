@@ -1,4 +1,4 @@
-"""What a user means by ``STORE``, ``STORE#NAME`` or the path of a plain snapshot folder.
+"""Parse ``STORE``, ``STORE#NAME`` or the path of a plain snapshot folder.
 
 ::
 
@@ -30,7 +30,7 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 class Location(Struct, frozen=True):
     """A place, and a snapshot in it. Exactly one of ``url`` and ``path`` is set.
 
-    ``snapshot`` is a name, an id or ``latest``; None: nothing was said. `is_store` says what is there now.
+    ``snapshot`` is a name, an id or ``latest``; None: not given. `is_store` checks what is there now.
     """
 
     text: str
@@ -45,7 +45,7 @@ class Location(Struct, frozen=True):
 
 
 def parse(text: str) -> Location:
-    """What is meant. Raises InvalidRequest where that cannot be told."""
+    """Parse it. Raises InvalidRequest if it is ambiguous or malformed."""
     if not text:
         raise InvalidRequest("the place of the store is empty", hint="name a folder, or a URL like s3://bucket/prefix")
     if "\0" in unquote(text):

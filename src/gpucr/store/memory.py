@@ -1,4 +1,4 @@
-"""Page-aligned memory for pieces, as O_DIRECT wants it, and comparisons that do not hold the GIL."""
+"""Page-aligned memory for pieces, as O_DIRECT needs, and comparisons without the GIL."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class AlignedBuffer:
         self._memory = mmap.mmap(-1, size_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         # open(2): O_DIRECT into private memory is not safe while the process forks, as it does to start CRIU.
         self._memory.madvise(mmap.MADV_DONTFORK)
-        with contextlib.suppress(OSError):  # a kernel without huge pages: slower, nothing else
+        with contextlib.suppress(OSError):  # a kernel without huge pages: only slower
             self._memory.madvise(mmap.MADV_HUGEPAGE)
         self.view = memoryview(self._memory)
 
@@ -33,7 +33,7 @@ def is_equal(one: Buffer, other: Buffer) -> bool:
 
 
 def is_direct(view: memoryview, block_bytes: int) -> bool:
-    """Whether the memory can be read into or written from past the page cache: whole blocks, aligned."""
+    """Whether the memory is suitable for O_DIRECT: whole blocks, aligned."""
     if view.readonly or not view or len(view) % block_bytes:
         return False
     return address_of(view) % block_bytes == 0

@@ -1,11 +1,11 @@
-"""A store in an object store: S3 and what speaks its protocol, Google Cloud Storage, Azure, through obstore.
+"""A store in an object store: S3 and compatible services, Google Cloud Storage, Azure, through obstore.
 
-A request that fails for a passing reason is retried, after a wait that doubles and is partly random, until
-`Patience.deadline_s` is over. A create whose answer was lost may have happened: when a later attempt finds the name
-taken, the object there is compared with the one to be stored.
+A request that fails for a transient reason is retried, with exponential backoff and jitter, until
+`Patience.deadline_s`. A create whose answer was lost may have happened: when a later attempt finds the name taken, the
+object there is compared with the one to be stored.
 
-An object of up to `SINGLE_BYTES` is one conditional request: it is there or not, and a death leaves nothing. A larger
-one goes up in parts (see `upload`).
+An object of up to `SINGLE_BYTES` is one conditional request: it exists or not, and a crash leaves nothing. A larger one
+is uploaded in parts (see `upload`).
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from gpucr.store.upload import ObjectsSink
 
 SCHEMES = ("s3", "gs", "az")
 _ANSWER_TIMEOUT_S = 60
-"""For the beginning of an answer, and again for each further part of it."""
+"""For the start of a response, and again for each further part."""
 _REQUEST_TIMEOUT_S = 600
 _UPLOAD_TIMEOUT_S = 300
-"""What is sent counts as waiting for an answer. A dump has up to 18 parts of 8 MiB under way at once."""
+"""Sending counts as waiting for a response. A dump has up to 18 parts of 8 MiB in flight at once."""
 _UPLOAD_BYTES = 1 << 20
 _CONNECT_TIMEOUT_S = 5
 _MAY_PASS = frozenset({408, 409, 425, 429})
@@ -40,17 +40,17 @@ T = TypeVar("T")
 
 
 class Patience(Struct, frozen=True):
-    """How long a request is tried: the first wait, the longest wait, and when to give up, in seconds."""
+    """Retry settings: the first wait, the longest wait, and when to give up, in seconds."""
 
     first_wait_s: float = 0.1
     longest_wait_s: float = 10.0
     deadline_s: float = 120.0
 
     def waits_s(self) -> Iterator[float]:
-        """The waits between attempts. Random, so that many writers do not come back all at once."""
+        """The waits between attempts, with jitter, so that many writers do not retry all at once."""
         wait_s = self.first_wait_s
         while True:
-            yield wait_s * random.uniform(0.5, 1.0)  # noqa: S311 - nobody gains by guessing it
+            yield wait_s * random.uniform(0.5, 1.0)  # noqa: S311 - not for secrets
             wait_s = min(2 * wait_s, self.longest_wait_s)
 
 
@@ -58,7 +58,7 @@ class ObjectsBackend:
     """A bucket, or a prefix in one, as a `Backend`.
 
     Credentials and endpoint come from the environment, as obstore reads it (``AWS_*``, ``GOOGLE_*``, ``AZURE_*``);
-    ``options`` go over that. Raises BrokenInstall without obstore, ValueError for a URL that it does not understand.
+    ``options`` override that. Raises BrokenInstall without obstore, ValueError for an unsupported URL.
     """
 
     def __init__(self, url: str, *, patience: Patience | None = None, options: Mapping[str, Any] | None = None) -> None:
@@ -67,7 +67,7 @@ class ObjectsBackend:
         self._errors = extra.load("obstore.exceptions", purpose)
         self._url = url.rstrip("/")
         self._patience = patience or Patience()
-        # Attempts are counted here: only so is it known whether an object in the way may be our own.
+        # Attempts are counted here, to know whether an object in the way may be our own.
         answers = {
             "timeout": timedelta(seconds=_REQUEST_TIMEOUT_S),
             "read_timeout": timedelta(seconds=_ANSWER_TIMEOUT_S),
@@ -79,16 +79,16 @@ class ObjectsBackend:
 
     def _open(self, timeouts: Mapping[str, timedelta], *, max_retries: int, options: Mapping[str, Any]) -> Any:
         client: dict[str, Any] = {**timeouts, "connect_timeout": timedelta(seconds=_CONNECT_TIMEOUT_S)}
-        # obstore reads this one too, and then takes these settings in place of what it has read.
+        # obstore reads this one too, and these settings then override it.
         if os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true"):
             client["allow_http"] = True
-        # For as long as one attempt may take it is no reason to give up.
+        # A single attempt may take this long.
         retry = {
             "max_retries": max_retries,
             "retry_timeout": timedelta(seconds=self._patience.deadline_s) + timeouts["timeout"],
         }
         stores = extra.load("obstore.store", f"the store {self._url}")
-        # Not all that speak S3's protocol can delete many objects at once, which obstore does even for one.
+        # Not all S3-compatible services support the bulk delete that obstore uses even for one object.
         settings: dict[str, Any] = {"disable_bulk_delete": True} if self._url.startswith("s3:") else {}
         settings |= {key: value for key, value in options.items() if key != "client_options"}
         try:
@@ -128,7 +128,7 @@ class ObjectsBackend:
             try:
                 return self._obstore.get_range(self._store, _checked(name), start=offset, length=length)
             except self._errors.BaseError as e:
-                # A range that begins behind the end is refused, where a read of a file gives nothing.
+                # A range beyond the end is refused, where reading a file returns nothing.
                 if _status(e) == 416 and self._size(name) <= offset:
                     return b""
                 raise
@@ -173,10 +173,10 @@ class ObjectsBackend:
         self._again(name, attempt)
 
     def _resolve(self, name: str, parts: Sequence[Buffer], *, is_first: bool, cause: BaseException) -> None:
-        """Whose object is in the way? Returns where it is our own, from an attempt whose answer was lost."""
+        """Return if the object in the way is our own, from an attempt whose response was lost; otherwise raise."""
         size_bytes = sum(len(part) for part in parts)
         try:
-            # While another put of the same name is under way, S3 says that the name is taken when it is not (409).
+            # During another put of the same name, S3 reports the name as taken although it is not (409).
             found = self.read(name) if not is_first and self.size(name) == size_bytes else None
             if is_first:
                 self.size(name)
@@ -204,7 +204,7 @@ class ObjectsBackend:
 
     def _upload(self, name: str, parts: Iterator[bytes], part_bytes: int, at_once: int) -> None:
         try:
-            # An exception out of `parts` makes obstore abort the upload; a request of it that fails is made again.
+            # An exception from `parts` makes obstore abort the upload; it retries failed requests.
             self._obstore.put(
                 self._patient_store, name, parts, use_multipart=True, chunk_size=part_bytes, max_concurrency=at_once
             )
@@ -227,8 +227,8 @@ class ObjectsBackend:
         return 0
 
     def _again(self, name: str, attempt: Callable[[], T]) -> T:
-        """Do it until it works, fails for good, or the deadline is over. Raises OSError in every other case."""
-        # From the first failure on: what was sent slowly until its connection broke deserves another attempt.
+        """Retry until success, a permanent failure, or the deadline. Raises OSError on failure."""
+        # From the first failure on: a slow transfer whose connection broke deserves another attempt.
         give_up_s: float | None = None
         for wait_s in self._patience.waits_s():
             try:
@@ -250,7 +250,7 @@ def _checked(name: str) -> str:
 
 
 def _translated(error: Exception, name: str, errors: Any) -> OSError:
-    """What obstore raised, as the OSError that a `Backend` raises; ConnectionError: it may pass."""
+    """obstore's exception as a `Backend`'s OSError; ConnectionError: transient."""
     text = _first_line(error)
     if isinstance(error, FileNotFoundError):
         return Missing(name)

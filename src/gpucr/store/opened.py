@@ -1,4 +1,4 @@
-"""A store that was opened: where it is, what was decided for it, and its keys."""
+"""An opened store: its place, parameters and keys."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ HINT_DAMAGED = "the disk, a copy or somebody damaged it: use another snapshot, o
 _MASTER_BYTES = 32
 _MAX_KEYS = 64
 _MAX_PASSPHRASES = 8
-"""Each one takes 0.3 s to try, also one that somebody forged."""
+"""Each one takes 0.3 s to try, even a forged one."""
 NO_SPACE = "GPUCR-NO-SPACE"
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 _BAD_DISK = (errno.EIO, errno.EUCLEAN, errno.EBADMSG)
 _BAD_FILE = (*_BAD_DISK, errno.EINVAL, errno.ELOOP, errno.EPERM)
-"""What one object that cannot be read gives: a bad sector, a broken file system, something else in its place."""
+"""Errors of a single unreadable object: a bad sector, a broken file system, something else in its place."""
 
 
 @dataclass(frozen=True)
 class Store:
-    """An opened store. All of it may be used by many threads at once.
+    """An opened store. Thread-safe.
 
-    ``opened_with`` is the name of the key object that opened it, where it is encrypted.
+    ``opened_with``: the name of the key object that opened it, if it is encrypted.
     """
 
     backend: Backend
@@ -54,10 +54,10 @@ class Store:
         pack_bytes: int = configuration.PACK_BYTES,
         hash_name: str | None = None,
     ) -> Store:
-        """Make a store in an empty place; encrypted where there is a secret. Nothing is overwritten.
+        """Make a store in an empty place; encrypted if there is a secret. Nothing is overwritten.
 
-        Its pieces are named by BLAKE3 where that is installed, else by SHA-256. Raises StoreError where there is a
-        store already or the place does not work.
+        Its pieces are named by BLAKE3 if installed, otherwise by SHA-256. Raises StoreError if there is a store already
+        or the place does not work.
         """
         if hash_name is None:
             hash_name = "blake3" if secret is not None or extra.is_installed("blake3") else "sha256"
@@ -70,18 +70,18 @@ class Store:
         ring = KeyRing(os.urandom(_MASTER_BYTES), made.store_id) if secret is not None else None
         store = cls(backend, made, ring, _digest(made, ring))
         try:
-            # A key that is added to another store opens nothing there, and looks like one that does.
+            # A key added to a different store opens nothing there, but looks as if it did.
             _require_no_store(backend)
             if secret is not None:
                 store = replace(store, opened_with=store.add_key(secret))
-            # Last, and only once: this is what makes it a store.
+            # Last, and only once: this makes it a store.
             try:
                 backend.create(configuration.NAME, configuration.encode(made, _mac_key(ring) if ring else None))
             except Exists as e:  # somebody else has made one meanwhile
                 _withdraw_key(store)
                 raise _store_exists(backend) from e
             except OSError:
-                # A request that failed may still arrive at an object store, which would then have no key.
+                # A failed request may still reach an object store, which would then have no key.
                 if isinstance(backend, LocalBackend):
                     with contextlib.suppress(OSError):
                         _withdraw_key(store)
@@ -92,11 +92,11 @@ class Store:
 
     @classmethod
     def open(cls, backend: Backend, secret: Secret | None = None) -> Store:
-        """Open the store that is there.
+        """Open an existing store.
 
-        Raises WrongKey where it is encrypted and the secret does not open it, StoreDamaged where its configuration or
-        a key is not intact, and StoreError where there is none, where it is not encrypted although there is a secret,
-        or where the place does not work.
+        Raises WrongKey if it is encrypted and the secret does not open it, StoreDamaged if its configuration or a key
+        is damaged, and StoreError if there is none, if it is not encrypted although there is a secret, or if the place
+        does not work.
         """
         name = configuration.NAME
         try:
@@ -121,31 +121,31 @@ class Store:
         return cls(backend, found, ring, _digest(found, ring), opened_with)
 
     def path(self, name: str) -> str:
-        """How a message names an object."""
+        """An object's name in messages."""
         return f"{self.backend.url}/{name}"
 
     def not_usable(self, error: OSError) -> StoreError:
-        """What an error of the place means to the user."""
+        """A place's error for the user."""
         return _not_usable(self.backend, error)
 
     def unreadable(self, name: str, error: OSError) -> StoreError:
-        """What an error of the place means that came when this object was read: where only that one is bad, damage."""
+        """An error from reading this object: damage if only this object is bad."""
         if error.errno in _BAD_FILE:
             return self.damaged(name, f"cannot be read: {error.strerror}")
         return self.not_usable(error)
 
     def damaged(self, name: str, what: str) -> StoreDamaged:
-        """The error for an object that is not what was written; ``what`` continues the sentence after its name."""
+        """The error for a damaged object; ``what`` continues the sentence after its name."""
         return StoreDamaged(f"{self.path(name)} {what}", path=self.path(name), hint=HINT_DAMAGED)
 
     # --- small objects ---------------------------------------------------------------------------------------
 
     def seal(self, name: str, data: Buffer) -> bytes:
-        """The bytes to store under this name: with a digest, encrypted where the store is."""
+        """The bytes to store under this name: with a digest, encrypted if the store is."""
         return crypto.seal(name, data, self.keys)
 
     def unseal(self, name: str, sealed: Buffer) -> bytes:
-        """What was given to `seal`. Raises StoreDamaged."""
+        """The inverse of `seal`. Raises StoreDamaged."""
         try:
             return crypto.unseal(name, sealed, self.keys)
         except crypto.CutShort as e:
@@ -156,7 +156,10 @@ class Store:
     # --- keys ------------------------------------------------------------------------------------------------
 
     def add_key(self, secret: Secret) -> str:
-        """Let one more secret open the store. The name of its key object. Raises StoreError, also for one too many."""
+        """Let another secret open the store. Returns its key object's name.
+
+        Raises StoreError, also for one too many.
+        """
         if self.keys is None:
             raise _not_encrypted(self.backend, "only an encrypted store has keys")
         name = f"{KEYS_PREFIX}{os.urandom(8).hex()}.json"
@@ -173,7 +176,7 @@ class Store:
         return name
 
     def _require_room_for_key(self, secret: Secret, more: int) -> None:
-        """With one key too many nobody could open the store: one that somebody filled with keys is refused."""
+        """With too many keys nobody could open the store: a store flooded with keys is refused."""
         names = [found.name for found in self.backend.list(KEYS_PREFIX)]
         kinds = [_kind(_key_object(self.backend, name)) for name in names] if secret.kind == "scrypt" else []
         passphrases = kinds.count("passphrase")
@@ -187,7 +190,7 @@ class Store:
         return {name: _kind(data) for name, data in _key_objects(self.backend)}
 
     def damaged_keys(self) -> dict[str, str]:
-        """The key objects that open nothing, each with what is wrong. Raises StoreError."""
+        """The unusable key objects, each with its problem. Raises StoreError."""
         if self.keys is None:
             return {}
         remedy = "remove it and add a new one with `gpucr store keys`"
@@ -198,10 +201,10 @@ class Store:
         }
 
     def remove_key(self, name: str) -> None:
-        """Remove a key. Raises StoreError for the last one, and where there is no such key.
+        """Remove a key. Raises StoreError for the last one, and if there is no such key.
 
-        The key that opened the store stays: it is not known here whether the others open anything. Who has opened the
-        store with a key may have kept the master key: then only a new store helps.
+        The key that opened the store cannot be removed: the others may not open anything. A user of a removed key may
+        have kept the master key: then only a new store helps.
         """
         names = self.key_names()
         if name not in names:
@@ -218,7 +221,7 @@ class Store:
             self.backend.delete(name)
             try:
                 self.backend.size(self.opened_with)
-            except Missing:  # who opened it with the other one has removed this one at the same time
+            except Missing:  # a process that opened it with the other key has removed this one at the same time
                 self.backend.create(name, removed)
                 raise self._not_removed(name, "was removed meanwhile") from None
         except OSError as e:
@@ -274,10 +277,10 @@ def _not_usable(backend: Backend, error: OSError) -> StoreError:
 
 
 def _unlock(backend: Backend, config: StoreConfig, secret: Secret | None) -> tuple[str, KeyRing] | None:
-    """The key object that the secret opens, and what is derived from it; None: the store is not encrypted."""
+    """The key object that the secret opens, and the derived keys; None: the store is not encrypted."""
     if not config.encrypted:
         if secret is not None:
-            # Not taken for one of ours: whoever can write there could have put a store without encryption in its place.
+            # Do not accept it: a writer could have replaced our store by an unencrypted one.
             raise _not_encrypted(backend, "omit the key if you mean a plain store")
         return None
     if secret is None:
@@ -324,14 +327,14 @@ def _key_objects(backend: Backend) -> Iterator[tuple[str, bytes]]:
                 hint=HINT_DAMAGED,
             )
         for name in names:
-            with contextlib.suppress(Missing):  # it was removed meanwhile: another one takes its place
+            with contextlib.suppress(Missing):  # removed meanwhile: another one replaces it
                 yield name, _key_object(backend, name)
     except OSError as e:
         raise _not_usable(backend, e) from e
 
 
 def _key_object(backend: Backend, name: str) -> bytes:
-    """What is there; where the disk is bad nothing, which is no valid key: another one may open the store."""
+    """The bytes; none if the disk is bad, which is no valid key: another one may open the store."""
     try:
         return backend.read(name, 0, keys.MAX_KEY_OBJECT_BYTES + 1)
     except OSError as e:

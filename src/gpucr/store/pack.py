@@ -1,12 +1,9 @@
-"""Packs: many pieces in one object, which is written once and explains itself.
+"""Packs: many pieces in one self-describing object, written once.
 
 ::
 
-    piece, zeros up to a multiple of 4096
-    piece, zeros ...
-    footer (encrypted where the store is): one entry of 48 bytes for each piece, in the order of their offsets
-    zeros up to a multiple of 4096, less the trailer
-    trailer, 64 bytes
+    piece, zeros up to a multiple of 4096 piece, zeros ... footer (encrypted if the store is): one entry of 48 bytes for
+    each piece, in the order of their offsets zeros up to a multiple of 4096, less the trailer trailer, 64 bytes
 
     entry    piece id (32), first block (u32), stored length (u32), raw length (u32), encoding (u8), zeros (3)
     trailer  "GPUCRPAK", version (u16), flags (u16: 1 encrypted), entries (u32), pack id (16), first block of the footer
@@ -37,7 +34,7 @@ PACK_ID_BYTES = 16
 ENTRY_BYTES = 48
 TRAILER_BYTES = 64
 MAX_STORED_BYTES = MAX_PIECE_BYTES + TAG_BYTES
-"""A piece that compression does not make smaller is stored as it is."""
+"""A piece that does not compress is stored raw."""
 MAX_ENTRIES = 1 << 20
 
 _ENTRY = struct.Struct(f"<{ID_BYTES}sIIIB3x")
@@ -80,7 +77,7 @@ class Entry(NamedTuple):
 
 
 class PackContents(Struct, frozen=True):
-    """What a pack holds. ``entries`` are packed: 48 bytes a piece, see `iter_entries`."""
+    """A pack's content. ``entries`` are packed: 48 bytes per piece, see `iter_entries`."""
 
     pack_id: bytes
     size_bytes: int
@@ -93,7 +90,7 @@ class PackContents(Struct, frozen=True):
 
 
 def new_pack_id() -> bytes:
-    """A name that no other pack has: 128 random bits."""
+    """A unique name: 128 random bits."""
     return os.urandom(PACK_ID_BYTES)
 
 
@@ -104,7 +101,7 @@ def pack_name(pack_id: bytes) -> str:
 
 
 def pack_id_of(name: str) -> bytes | None:
-    """The pack whose object has this name; None: it is no pack's."""
+    """The pack of this object name; None: not a pack."""
     text = name.rpartition("/")[2]
     try:
         pack_id = bytes.fromhex(text)
@@ -119,7 +116,7 @@ def padded(length: int) -> int:
 
 
 def bound(piece_id: bytes, raw_length: int, encoding: int) -> bytes:
-    """What is authenticated with an encrypted piece."""
+    """Additional authenticated data of an encrypted piece."""
     return _BOUND.pack(piece_id, raw_length, encoding)
 
 
@@ -134,7 +131,7 @@ def iter_entries(entries: Buffer) -> Iterator[Entry]:
 
 
 def check_entries(entries: Buffer, size_bytes: int) -> None:
-    """Raise Changed where the entries cannot be those of a pack of this size."""
+    """Raise Changed if the entries cannot be those of a pack of this size."""
     if len(entries) % ENTRY_BYTES or len(entries) > MAX_ENTRIES * ENTRY_BYTES:
         raise Changed(f"its {len(entries)} bytes of entries are no whole number of them, or too many")
     position = 0
@@ -176,7 +173,7 @@ class Trailer(Struct, frozen=True):
 
 
 def decode_trailer(data: Buffer, pack_id: bytes, size_bytes: int) -> Trailer:
-    """The trailer of this pack, which has so many bytes. Raises CutShort where there is none, Changed for a bad one."""
+    """The trailer of this pack, which has this many bytes. Raises CutShort if there is none, Changed for a bad one."""
     if len(data) < TRAILER_BYTES or size_bytes < TRAILER_BYTES or bytes(data[:8]) != _MAGIC:
         raise CutShort(f"it has {size_bytes} bytes, and its end is missing")
     fields = bytes(data[: _TRAILER.size])

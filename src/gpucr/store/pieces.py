@@ -1,7 +1,7 @@
-"""Pieces: the unit that a store keeps once. Their names, and the lists that snapshots keep of them.
+"""Pieces: the unit of deduplication. Their names, and snapshots' lists of them.
 
-A piece is named by a digest of its content. In an encrypted store the digest is keyed, so that a name does not tell
-whether a guess of the content is right. Pieces of zeros are not stored: a reference to one has the name `ZERO_ID`.
+A piece is named by a digest of its content. In an encrypted store the digest is keyed, so a name does not confirm a
+guess of the content. Pieces of zeros are not stored: a reference to one has the name `ZERO_ID`.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ _LIST_MAGIC = b"GPUCRPL1"
 
 
 class PieceRef(NamedTuple):
-    """One piece of something that is stored: its name and its length in bytes."""
+    """A reference to a piece: its name and its length in bytes."""
 
     id: bytes
     length: int
 
     @property
     def is_zero(self) -> bool:
-        """Whether it is all zeros, and so nowhere stored."""
+        """Whether it is all zeros, and so not stored."""
         return self.id == ZERO_ID
 
 
 class PieceListError(ValueError):
-    """The bytes are no list of pieces. The message says why; the caller knows where they come from."""
+    """The bytes are not a list of pieces. The message says why; the caller adds the origin."""
 
 
 def digest_function(hash_name: str, key: bytes | None) -> Digest:
-    """The function that names pieces: BLAKE3, keyed where there is a key, or SHA-256.
+    """The function that names pieces: BLAKE3, keyed if there is a key, or SHA-256.
 
-    Raises BrokenInstall where the library for it is missing.
+    Raises BrokenInstall if the library for it is missing.
     """
     if hash_name == "sha256" and key is None:
         return lambda buffer: hashlib.sha256(buffer).digest()
@@ -69,18 +69,19 @@ def is_zero(buffer: Buffer) -> bool:
     view = memoryview(buffer)
     if not view:
         return True
-    # Most data differs in one of these: no look at the rest, and no address to be found out.
+    # Most data differs in one of these, which saves checking the rest.
     if view[0] or view[-1] or view[len(view) // 2]:
         return False
     if view.readonly:
         return view.tobytes().count(0) == len(view)
     address = ctypes.addressof(ctypes.c_char.from_buffer(view))
-    # Each byte equals the one before it; memcmp stops at the first that does not, and runs without the GIL.
+    # Compare the buffer with itself shifted by one byte: memcmp stops at the first difference, and runs without the
+    # GIL.
     return libc.memcmp(address, address + 1, len(view) - 1) == 0
 
 
 def encode_list(refs: Iterable[PieceRef]) -> bytes:
-    """A list of pieces as bytes; runs of the same piece take the place of one."""
+    """A list of pieces as bytes, run-length encoded."""
     runs: list[bytes] = []
     total = 0
     for ref, same in groupby(refs):
@@ -93,7 +94,10 @@ def encode_list(refs: Iterable[PieceRef]) -> bytes:
 
 
 def decode_list(data: Buffer, most: int = MAX_LIST_PIECES) -> list[PieceRef]:
-    """The pieces of a list. Raises PieceListError for anything that `encode_list` does not write, and for too many."""
+    """The pieces of a list.
+
+    Raises PieceListError for anything that `encode_list` cannot have written, and for too many.
+    """
     if len(data) < _LIST.size or (len(data) - _LIST.size) % _RUN.size:
         raise PieceListError(f"{len(data)} bytes are no list of pieces")
     magic, total = _LIST.unpack_from(data)

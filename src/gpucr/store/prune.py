@@ -1,7 +1,7 @@
-"""Removes old snapshots, what writers that died left, and packs that nothing needs, while others dump and restore.
+"""Remove old snapshots, dead writers' remains, and unneeded packs, while others dump and restore.
 
-Nothing is locked. retired.py and writers.py say what is decided here, and why it is safe: a pack is retired by
-one prune and deleted by a later one. Every step can be cut off and done again.
+Nothing is locked. retired.py and writers.py explain the rules and why they are safe: a pack is retired by one prune and
+deleted by a later one. Every step can be interrupted and repeated.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from gpucr.store.stored_snapshot import StoredSnapshot
 from gpucr.store.writer import StoreWriter
 
 _TOMBSTONE_S = 30 * 24 * 3600.0
-"""A writer would have to sleep for so long, and then commit at once, to do harm."""
+"""A writer would have to sleep for this long, and then commit at once, to do harm."""
 
 
 class LaterSpace(Struct, frozen=True):
-    """Space that a later prune frees: one from ``after_s`` on, when ``writers`` that are at work now have ended.
+    """Space that a later prune frees: from ``after_s`` on, once the ``writers`` now at work have ended.
 
-    ``after_s``: seconds since 1970 by the clock of the store. None: what a snapshot needs is in these packs, and no
-    intact copy of it elsewhere.
+    ``after_s``: seconds since 1970 by the clock of the store. None: a snapshot needs these packs, as there is no other
+    intact copy.
     """
 
     size_bytes: int
@@ -46,8 +46,8 @@ class PruneReport(Struct, frozen=True):
     """What a prune did, or with ``dry_run`` would do.
 
     ``retired_bytes`` are deleted by a later prune; ``waiting_bytes`` were retired before and must still wait;
-    ``deleted_bytes`` is the space that is free now. ``repacked_bytes`` were stored anew in other packs. ``later`` says
-    when what was retired, now and before, can go, the first first.
+    ``deleted_bytes`` is the space that is free now. ``repacked_bytes`` were stored again in other packs. ``later`` says
+    when retired data can go, earliest first.
     """
 
     kept: tuple[StoredSnapshot, ...] = ()
@@ -68,7 +68,7 @@ def prune(
 ) -> PruneReport:
     """Remove what the rules do not keep. ``check`` may raise to end it. Raises StoreDamaged, StoreError.
 
-    Where a snapshot that is kept lacks a piece, no snapshot and no pack is removed: a damaged store is not thinned out.
+    If a kept snapshot lacks a piece, no snapshot and no pack is removed: a damaged store is not pruned.
     """
     if not dry_run:
         sharing.require_may_prune(store.backend)
@@ -85,7 +85,7 @@ def prune(
 
 
 class _Prune:
-    """One prune. The steps in `run` are in the order on which their safety rests."""
+    """One prune. Its safety depends on the order of the steps in `run`."""
 
     def __init__(self, store: Store, rules: PruneRules, *, dry_run: bool, check: Callable[[], None]) -> None:
         self._store = store
@@ -100,7 +100,7 @@ class _Prune:
     def run(self) -> PruneReport:
         registration = None
         if not self._dry_run:
-            # A prune is a writer: so it knows what time it is there, and may repack.
+            # A prune is a writer: this gives it the store's time, and lets it repack.
             registration = self._register()
             self._now_s = registration.clock_s
         try:
@@ -115,10 +115,11 @@ class _Prune:
         except StoreError as e:
             if e.code != NO_SPACE:
                 raise
-        # Not even a record has room. What can go without one goes first: each snapshot makes room for a record.
+        # There is not even room for a record. First remove what needs none: each removed snapshot makes room for a
+        # record.
         self._store.backend.sweep(max(self._rules.dead_after_s, DEAD_AFTER_S))
         listing = snapshots.list_all(self._store)
-        # The clock of the store cannot be asked: it was no earlier than this, so nothing is taken for older than it is.
+        # The store's clock is unknown, but not earlier than this, so nothing looks older than it is.
         self._now_s = min(self._now_s, max(listing.stored_s.values(), default=0.0))
         kept, removed = choose_whole(listing, self._rules, self._now_s)
         self._live_pieces(kept, retired.inventory(self._store, footers=True))
@@ -128,7 +129,7 @@ class _Prune:
     def _remove_snapshots(self, removed: Sequence[StoredSnapshot]) -> None:
         if not self._dry_run:
             for set_id in sorted({each.part.set_id for each in removed if each.part is not None}):
-                if set_id in self._complete:  # else it was given up, which has to stay known
+                if set_id in self._complete:  # otherwise it was given up, which must stay recorded
                     sets.remove(self._store, set_id)
             for each in removed:
                 self._check()
@@ -137,7 +138,7 @@ class _Prune:
 
     def _run(self, own_id: str) -> PruneReport:
         dead = self._end_dead_writers(own_id)
-        # Batches, then writers, then snapshots: a writer of a batch that is not there has committed, and is listed.
+        # Batches, then writers, then snapshots: a batch's writer that is gone has committed, and is listed.
         batches = retired.batches(self._store, self._on_damaged_batch)
         alive = {key: each for key, each in writers.seen(self._store.backend).items() if key not in {own_id, *dead}}
         listing = snapshots.list_all(self._store)
@@ -147,11 +148,11 @@ class _Prune:
         removed += unfinished
         inventory = Inventory.load(self._store, batches)
         live = self._live_pieces(kept, inventory)
-        # Not before it is known that what is kept can be restored: else what goes may be the only one that can.
+        # Only once the kept ones are known to be restorable: otherwise the only restorable one might be removed.
         self._remove_snapshots(removed)
         deleted, later = self._delete(inventory, live, alive.keys())
         waiting_bytes, waiting_packs = sum(each.size_bytes for each in later), len(later)
-        # What a writer has made that is at work has no snapshot yet.
+        # Data of running writers has no snapshot yet.
         oldest_s = min((each.since_s for each in alive.values()), default=float("inf"))
         settled = [pack for pack in inventory.in_use() if pack.created_s < oldest_s]
         dead_packs = [pack for pack in settled if not _needed(pack, live)]
@@ -179,7 +180,7 @@ class _Prune:
     def _without_unfinished(
         self, kept: Sequence[StoredSnapshot], listing: Listing
     ) -> tuple[list[StoredSnapshot], list[StoredSnapshot]]:
-        """Without parts of sets that were given up, or that nobody has completed for so long that nobody will."""
+        """Without parts of sets that were given up, or incomplete for so long that nobody will complete them."""
         gone: dict[str, bool] = {}
         for each in kept:
             if each.part is None or listing.is_whole(each) or each.part.set_id in gone:
@@ -227,7 +228,7 @@ class _Prune:
     def _delete(
         self, inventory: Inventory, live: Set[bytes], alive: Set[str]
     ) -> tuple[Sequence[Pack], Sequence[LaterSpace]]:
-        """Delete what was retired before and is not needed any more. What is deleted, and of each other pack when."""
+        """Delete packs retired earlier and no longer needed. Returns those deleted, and when each other one can go."""
         batch_of = {pack_id: batch for batch in reversed(inventory.batches) for pack_id in batch.packs}
         leaving = {pack_id: pack for pack_id, pack in inventory.packs.items() if pack_id in batch_of}
         may = {pack_id for batch in inventory.batches if self._may_delete(batch, alive) for pack_id in batch.packs}
@@ -255,9 +256,9 @@ class _Prune:
     def _lost_with(
         self, packs: Collection[Pack], may: Set[bytes], inventory: Inventory, live: Set[bytes]
     ) -> Set[bytes]:
-        """The needed pieces of these packs of which no pack in use has a copy.
+        """The needed pieces of these packs without a copy in a pack in use.
 
-        Whether a copy is intact is seen for those packs that ``may`` be deleted now.
+        Copies are checked for packs that ``may`` be deleted now.
         """
         in_use = Index()
         for pack in inventory.in_use():
@@ -295,7 +296,10 @@ class _Prune:
                 retired.remove(self._store, batch)
 
     def _repack(self, inventory: Inventory, sparse: Sequence[Pack], live: Set[bytes]) -> int:
-        """Store again what is needed of these packs. The bytes stored; with ``dry_run`` as they are stored now."""
+        """Store the needed pieces of these packs again.
+
+        Returns the bytes stored; with ``dry_run``, their current stored size.
+        """
         if self._dry_run or not sparse:
             return sum(_needed(pack, live) for pack in sparse)
         emptied = {pack.id for pack in sparse}
@@ -318,14 +322,14 @@ class _Prune:
 
     def _on_damaged_batch(self, name: str, error: StoreDamaged) -> None:
         if name.endswith(".writers"):
-            self._damaged_writers.add(name)  # who is at work can be listed anew at any time
+            self._damaged_writers.add(name)  # running writers can be listed again at any time
             return
-        # Which packs it retired is not known, so none may be relied on, or deleted because another one has its pieces.
+        # Its packs are unknown, so none may be relied on, or deleted because another one has its pieces.
         hint = "while no prune is at work, delete that file: the next prune lists unneeded data again"
         raise StoreDamaged(error.message, path=error.path, hint=hint) from error
 
     def _mend_index(self, inventory: Inventory, gone: Set[bytes]) -> None:
-        """Where an index object cannot be read, publish what footers say of packs that no other one lists."""
+        """If an index object cannot be read, publish, from footers, the packs that no other one lists."""
         names = [name for name in inventory.damaged if name.startswith(indexes.PREFIX)]
         if not names:
             return
@@ -336,7 +340,7 @@ class _Prune:
             self._store.backend.delete(name)
 
     def _tidy(self, listing: Listing, oldest_s: float) -> None:
-        """Remove remains; not those of writers at work, of whom the first began at ``oldest_s``."""
+        """Remove remains, except those of running writers; the oldest began at ``oldest_s``."""
         backend = self._store.backend
         backend.sweep(max(self._rules.dead_after_s, self._now_s - min(oldest_s, self._now_s)))
         for name in retired.leftovers(self._store):
@@ -353,7 +357,7 @@ class _Prune:
 def choose_whole(
     listing: Listing, rules: PruneRules, now_s: float
 ) -> tuple[list[StoredSnapshot], list[StoredSnapshot]]:
-    """As `choose`. A set counts as one snapshot, its last; parts of one that is not complete are kept, uncounted."""
+    """Like `choose`. A set counts as one snapshot, its last; parts of an incomplete set are kept, uncounted."""
     found = listing.intact()
     parts: dict[str, list[StoredSnapshot]] = {}
     for each in found:
@@ -369,7 +373,7 @@ def choose_whole(
 
 
 def _together(later: Iterable[LaterSpace]) -> tuple[LaterSpace, ...]:
-    """What can go at the same time, in one; what is needed last."""
+    """Merge what can go at the same time; needed data last."""
     sizes: dict[tuple[float | None, int], int] = {}
     for each in later:
         key = (each.after_s, each.writers)
@@ -392,6 +396,6 @@ def _needed(pack: Pack, live: Set[bytes]) -> int:
 
 
 def _needed_part(pack: Pack, live: Set[bytes]) -> float:
-    """Of what is in the pack, not of its size: a pack that was just filled with what is needed has a footer too."""
+    """Relative to the content, not the size: even a pack of only needed pieces has a footer."""
     stored = sum(entry.stored_length for entry in _entries(pack))
     return _needed(pack, live) / stored if stored else 0.0

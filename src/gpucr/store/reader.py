@@ -1,7 +1,7 @@
-"""Gets pieces out of a store: many at a time, in about the order asked, each one checked before it is handed over.
+"""Read pieces from a store: many at a time, roughly in the requested order, each checked before delivery.
 
-Neighbours in a pack are read with one request, also when they were not asked for one after the other: several threads
-wrote side by side, so that what follows in memory is spread over some packs. The order is kept within a window.
+Neighbours in a pack are read with one request, even if they are not adjacent in the requested order: threads write in
+parallel, so adjacent memory is spread over several packs. The order is kept within a window.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from gpucr.store.pieces import PieceListError, PieceRef
 
 THREADS = 16
 RANGE_BYTES = 8 << 20
-"""The most that is read with one request; every thread has a buffer of this size."""
+"""Maximum per request; every thread has a buffer of this size."""
 _GAP_BYTES = 128 << 10
-"""So much between two pieces is rather read than left out: a request costs more."""
+"""Gaps up to this size between two pieces are read too: another request costs more."""
 _WINDOW_BYTES = 128 << 20
 MAX_READ_BYTES = _WINDOW_BYTES + THREADS * RANGE_BYTES
-"""The most that is held of what was read."""
+"""Maximum data held."""
 
 Deliver = Callable[[int, Buffer | None], None]
 OnDamaged = Callable[[int, StoreDamaged], None]
@@ -43,7 +43,7 @@ class _Wanted(NamedTuple):
 
 
 class _Group(NamedTuple):
-    """What is handled at once: neighbours in a pack, or pieces of zeros by their numbers."""
+    """A unit of work: neighbours in a pack, or zero pieces by number."""
 
     wanted: list[_Wanted]
     zeros: list[int]
@@ -54,7 +54,7 @@ class _Group(NamedTuple):
 
 
 class StoreReader:
-    """Reads pieces of one store. All functions may be called by many threads at once."""
+    """Reads pieces of one store. Thread-safe."""
 
     def __init__(self, store: Store, index: Index, *, threads: int = THREADS) -> None:
         self.store = store
@@ -68,10 +68,10 @@ class StoreReader:
         return self._first_intact(ref, self._places(ref)[0], None)
 
     def is_intact(self, ref: PieceRef, place: Place, buffer: memoryview, content: memoryview | None) -> bool:
-        """Whether the piece really lies at this one place. Reads it into the buffer, past the page cache.
+        """Whether the piece is intact at this one place. Reads it into the buffer, bypassing the page cache.
 
-        Compares it with its content where that is given, else with its digest. Raises StoreError where the place of the
-        store does not work.
+        Compares it with the given content, or else with its digest. Raises StoreError if the store's place does not
+        work.
         """
         if place.raw_length != ref.length:
             return False
@@ -85,7 +85,7 @@ class StoreReader:
         return True
 
     def read(self, refs: Sequence[PieceRef], into: Sequence[memoryview]) -> None:
-        """Fill each buffer, which is as long as its piece, with the piece. Raises StoreDamaged, StoreError."""
+        """Read each piece into its buffer, which has the same length. Raises StoreDamaged, StoreError."""
         if [len(buffer) for buffer in into] != [ref.length for ref in refs]:
             raise ValueError("the buffers are not as long as the pieces")
 
@@ -95,7 +95,7 @@ class StoreReader:
         self.stream(refs, deliver)
 
     def read_all(self, refs: Sequence[PieceRef]) -> bytes:
-        """The pieces one after the other, for things that are small enough. Raises StoreDamaged, StoreError."""
+        """The concatenated pieces, for small data. Raises StoreDamaged, StoreError."""
         whole = bytearray(sum(ref.length for ref in refs))
         view, parts, start = memoryview(whole), list[memoryview](), 0
         for ref in refs:
@@ -105,29 +105,29 @@ class StoreReader:
         return bytes(whole)
 
     def read_list(self, refs: Sequence[PieceRef]) -> list[PieceRef]:
-        """What was given to `StoreWriter.add_list`. Raises StoreDamaged, StoreError."""
+        """The inverse of `StoreWriter.add_list`. Raises StoreDamaged, StoreError."""
         try:
             return pieces.decode_list(self.read_all(refs))
         except PieceListError as e:
             raise self.store.damaged("packs/", f"has a list of pieces that is not valid: {e}") from e
 
     def stored_bytes(self, refs: Iterable[PieceRef]) -> int:
-        """What these pieces take in their packs; one that is named twice is there once. Raises StoreDamaged."""
+        """The stored size of these pieces; duplicates count once. Raises StoreDamaged."""
         return sum(self._places(ref)[0].stored_length for ref in dict.fromkeys(refs) if not ref.is_zero)
 
     def stream(self, refs: Iterable[PieceRef], deliver: Deliver, on_damaged: OnDamaged | None = None) -> None:
-        """Hand over every piece, checked, with its number in the order of ``refs``; None: it is all zero.
+        """Deliver every checked piece with its index in ``refs``; None: all zero.
 
-        ``deliver`` is called by several threads at once, and the bytes are its own only until it returns. Earlier
-        pieces come earlier, within a window. The first exception, also one of ``deliver``, ends it and is raised when
-        all threads have ended. ``on_damaged`` is called instead for a piece that cannot be read, and the others follow.
+        ``deliver`` is called by several threads at once, and may use the bytes only until it returns. Pieces come
+        roughly in order, within a window. The first exception, also from ``deliver``, ends it and is raised when all
+        threads have ended. With ``on_damaged``, that is called for an unreadable piece instead, and the others follow.
         """
         _Stream(self, refs, deliver, on_damaged).run(self._threads)
 
     # --- for `_Stream` ---------------------------------------------------------------------------------------
 
     def groups(self, refs: Iterable[PieceRef], on_damaged: OnDamaged | None) -> Iterator[_Group]:
-        """What to read with one request each."""
+        """Groups to read with one request each."""
         numbered = enumerate(refs)
         count = max(1, _WINDOW_BYTES // self.store.config.piece_bytes)
         while window := list(islice(numbered, count)):
@@ -144,14 +144,14 @@ class StoreReader:
             yield from sorted(_neighbours(wanted), key=lambda group: min(each.number for each in group.wanted))
 
     def hand_over(self, group: _Group, buffer: memoryview, deliver: Deliver, on_damaged: OnDamaged | None) -> None:
-        """Read one group, which fits into the buffer, and hand over its pieces."""
+        """Read one group, which fits into the buffer, and deliver its pieces."""
         for number in group.zeros:
             deliver(number, None)
         if not group.wanted:
             return
         start = group.wanted[0].place.offset
         data: memoryview | None = None
-        with suppress(StoreDamaged):  # of one bad sector, say: what lies beside it can be read alone
+        with suppress(StoreDamaged):  # perhaps one bad sector: read the others separately
             name = pack_name(group.wanted[0].place.pack_id)
             data = buffer[: self._read_into(name, start, buffer[: group.size_bytes])]
         for number, ref, place in sorted(group.wanted):
@@ -167,7 +167,7 @@ class StoreReader:
     # --- one piece -------------------------------------------------------------------------------------------
 
     def _places(self, ref: PieceRef) -> Sequence[Place]:
-        """Where the piece is, at least one place. Raises StoreDamaged."""
+        """All places of the piece, at least one. Raises StoreDamaged."""
         found = self._index.places(ref.id)
         if not found:
             raise self.store.damaged("packs/", f"lacks the piece {ref.id.hex()}: no pack in the index has it")
@@ -178,9 +178,9 @@ class StoreReader:
         return places
 
     def _first_intact(self, ref: PieceRef, first: Place, stored: memoryview | None) -> Buffer:
-        """The piece, whose first place holds ``stored`` (None: not read yet); else a copy of it that is intact.
+        """The piece, whose first place holds ``stored`` (None: not read yet), or else another intact copy.
 
-        Raises StoreDamaged where there is none.
+        Raises StoreDamaged if there is none.
         """
         try:
             return self._piece(ref, first, self._read_range(first) if stored is None else stored)
@@ -205,7 +205,7 @@ class StoreReader:
 
     def _piece(self, ref: PieceRef, place: Place, stored: memoryview) -> Buffer:
         data = self._decoded(ref, place, stored)
-        # What was encrypted is authenticated together with its name already.
+        # Encrypted pieces are already authenticated together with their name.
         if self.store.keys is None and self.store.digest(data) != ref.id:
             raise self._differs(place, "it differs from its digest")
         return data
@@ -252,7 +252,7 @@ class _Stream:
     def run(self, count: int) -> None:
         threads: list[threading.Thread] = []
         own = self._next()
-        # A request needs no thread where it is the only one: as many are started as there are to be had at once.
+        # A single request needs no thread: start as many as there are concurrent requests.
         while len(threads) < count - 1 and own is not None and (following := self._next()) is not None:
             threads.append(threading.Thread(target=self._work, args=([own],), name=f"store-reader-{len(threads)}"))
             threads[-1].start()
@@ -267,10 +267,10 @@ class _Stream:
         buffer = AlignedBuffer(RANGE_BYTES)
         try:
             while (group := begun.pop(0) if begun else self._next()) is not None:
-                if group.size_bytes > len(buffer):  # a single piece that is larger than what is read at once
+                if group.size_bytes > len(buffer):  # a single piece larger than the maximum
                     buffer = AlignedBuffer(group.size_bytes)
                 self._reader.hand_over(group, buffer.view, self._deliver, self._on_damaged)
-        except BaseException as e:  # noqa: BLE001 - whatever it is, `run` raises it when all threads have ended
+        except BaseException as e:  # noqa: BLE001 - `run` raises any error when all threads have ended
             with self._lock:
                 self._error = self._error or e
 

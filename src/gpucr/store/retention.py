@@ -1,4 +1,4 @@
-"""Which snapshots of a store to keep: a pure function of what there is, the rules and the time."""
+"""Which snapshots of a store to keep: a pure function of the snapshots, the rules and the time."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ DEAD_AFTER_S = 3600.0
 class PruneRules(Struct, frozen=True):
     """What to keep, and how patient to be.
 
-    A snapshot is kept if one of the ``keep_`` rules says so; where there is none all are kept. ``keep_last``: the N
-    latest. ``keep_within_s``: those that are younger. ``keep_hourly`` and the others: of the N latest hours (days,
-    weeks, months; in UTC) that have one, the latest of each. ``names``: patterns as of a shell; the rules are for
-    snapshots whose name fits one of them, all others are kept. ``per_name``: each name is counted by itself, and the
-    latest of each is always kept. ``protected`` ids are always kept.
+    A snapshot is kept if one of the ``keep_`` rules says so; without rules all are kept. ``keep_last``: the N latest.
+    ``keep_within_s``: younger ones. ``keep_hourly`` and the others: of the N latest hours (days, weeks, months; in UTC)
+    that have one, the latest of each. ``names``: shell patterns; the rules apply to snapshots whose name matches one of
+    them, all others are kept. ``per_name``: each name is counted separately, and the latest of each is always kept.
+    ``protected`` ids are always kept.
 
-    ``grace_s``: how long a retired pack stays, for those who still read a snapshot that was removed. ``dead_after_s``:
-    a writer without a sign of life for so long can no longer commit. ``repack_below``: packs are emptied into new ones
-    if less than this part of them is needed (0: none).
+    ``grace_s``: how long a retired pack stays, for readers of a removed snapshot. ``dead_after_s``: a writer without a
+    sign of life for this long can no longer commit. ``repack_below``: packs are emptied into new ones if less than this
+    part of them is needed (0: none).
     """
 
     keep_last: int | None = None
@@ -60,7 +60,7 @@ def _keeps_all(rules: PruneRules) -> bool:
 
 
 def _groups(found: Iterable[StoredSnapshot], rules: PruneRules, kept: set[str]) -> Collection[Sequence[StoredSnapshot]]:
-    """Those that are counted together. What the rules are not for is added to ``kept``."""
+    """Groups that are counted together. Snapshots outside the rules are added to ``kept``."""
     groups: dict[str | None, list[StoredSnapshot]] = {}
     for each in found:
         if rules.names and not any(fnmatch.fnmatchcase(each.name or "", pattern) for pattern in rules.names):

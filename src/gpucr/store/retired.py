@@ -1,4 +1,4 @@
-"""Packs on their way out. How ``prune`` removes what nothing refers to while others write, without a lock.
+"""Retired packs: how ``prune`` removes unreferenced data while others write, without a lock.
 
 A pack is in use, then retired, then gone; it never goes back. Retiring is one object per prune:
 
@@ -11,10 +11,10 @@ committed snapshot can lose a piece:
 
 - A writer makes itself known, then lists batches, then packs, then reads the index (`known_index`). If it relies on a
   pack, then the pack was in no batch, so its batch was created later, so its list of writers has this writer.
-- So the pack is looked at only when this writer's snapshot is committed and listed, or can never be. (A prune reads
+- So the pack is considered only once this writer's snapshot is committed and listed, or can never be. (A prune reads
   the batches, then lists who is at work, then the snapshots: a writer that is missing there has ended before.)
-- A batch stays until the last of its packs is gone. So two prunes at once, one with an old view, do no harm: what one
-  of them means to delete cannot have come into use meanwhile.
+- A batch stays until the last of its packs is gone. So two concurrent prunes, one with a stale view, do no harm: a pack
+  that one of them wants to delete cannot have come into use meanwhile.
 - Where a retired pack is deleted because another pack has its pieces too, that other one was in use at that moment;
   when it is retired later, the first one is not in use, and cannot be what makes it superfluous.
 """
@@ -45,13 +45,13 @@ _MAX_BYTES = 64 << 20
 _READERS = 8
 
 OnDamaged = Callable[[str, StoreDamaged], None]
-"""Told the name of an object that cannot be read, and why."""
+"""Gets the name of an unreadable object, and why."""
 
 
 class Batch(Struct, frozen=True):
     """Packs that were retired together. ``retired_s``: when, by the clock of the store.
 
-    ``writers`` are the snapshot ids of the writers that may rely on them; None: nobody has listed them yet.
+    ``writers`` are the snapshot ids of the writers that may rely on them; None: not listed yet.
     """
 
     id: str
@@ -79,16 +79,16 @@ def retire(store: Store, packs: Iterable[bytes]) -> None:
 
 
 def note_writers(store: Store, batch: Batch) -> None:
-    """Write down who is at work now. Raises OSError. It can be done at any time after the batch was created."""
+    """List the running writers. Raises OSError. Possible at any time after the batch was created."""
     content = json.dumps(sorted(writers.seen(store.backend))).encode()
     try:
         store.backend.create(batch.writers_name, store.seal(batch.writers_name, content))
     except Exists:
-        return  # another prune has done it: also after the batch was created
+        return  # another prune has done it, also after the batch was created
 
 
 def batches(store: Store, on_damaged: OnDamaged) -> Sequence[Batch]:
-    """All batches whose packs can be read; `Batch.writers` is None also where these cannot be. Raises StoreError."""
+    """All batches whose packs can be read; `Batch.writers` is None also if these cannot be. Raises StoreError."""
     found = []
     for info in store.backend.list(PREFIX):
         if match := _NAME.fullmatch(info.name):
@@ -109,14 +109,14 @@ def leftovers(store: Store) -> Sequence[str]:
 
 
 def remove(store: Store, batch: Batch) -> None:
-    """Forget a batch whose packs are all gone. Raises OSError."""
-    # In this order: without the first one the second means nothing, the other way round writers would be listed anew.
+    """Remove a batch whose packs are all gone. Raises OSError."""
+    # In this order: without the first, the second means nothing; in reverse, writers would be listed again.
     store.backend.delete(batch.packs_name)
     store.backend.delete(batch.writers_name)
 
 
 class Pack(Struct, frozen=True):
-    """A pack that is there. ``created_s`` by the clock of the store; ``contents`` None: not known, or not readable."""
+    """An existing pack. ``created_s`` by the store's clock; ``contents`` None: unknown or unreadable."""
 
     id: bytes
     size_bytes: int
@@ -125,14 +125,14 @@ class Pack(Struct, frozen=True):
 
     @property
     def is_whole(self) -> bool:
-        """Whether it has the size that it was written with: what is in it need not be stored, or kept, elsewhere."""
+        """Whether it has its full size, so that its content need not be stored or kept elsewhere."""
         return self.contents is not None and self.contents.size_bytes == self.size_bytes
 
 
 class Inventory(Struct, frozen=True):
-    """All packs of a store, the batches of those that were retired, and the packs that each index object lists.
+    """All packs of a store, the batches of retired ones, and the packs that each index object lists.
 
-    ``damaged`` are objects that cannot be read, by name: of the index, and of batches where these were not given.
+    ``damaged``: unreadable objects, by name: of the index, and of batches unless these were given.
     """
 
     packs: Mapping[bytes, Pack]
@@ -142,12 +142,12 @@ class Inventory(Struct, frozen=True):
 
     @classmethod
     def load(cls, store: Store, found: Sequence[Batch] | None = None, *, footers: bool = True) -> Inventory:
-        """What is there now; ``found`` are the batches where they were listed already.
+        """The current inventory; ``found``: the batches, if already listed.
 
         With ``footers`` also what packs hold that no index lists. Raises StoreError, OSError.
 
-        The order matters: a pack that is listed and in no batch that was listed before was in use at that moment; a
-        pack in an index that is not listed afterwards has been deleted.
+        The order matters: a listed pack that is in no batch listed before was in use at that moment; a pack in an index
+        but not listed afterwards was deleted.
         """
         damaged: dict[str, StoreDamaged] = {}
         if found is None:
@@ -177,7 +177,7 @@ class Inventory(Struct, frozen=True):
         return (pack for pack in self.packs.values() if pack.id not in retired)
 
     def index(self) -> Index:
-        """Where every piece can be read; whole packs first, then those in use, since the others may go away."""
+        """Where every piece can be read; complete packs first, then those in use, since others may be deleted."""
         index, retired = Index(), self.retired
         for pack in sorted(self.packs.values(), key=lambda each: (not each.is_whole, each.id in retired, each.id)):
             if pack.contents is not None:
@@ -191,7 +191,7 @@ def whole_index(store: Store, *, footers: bool = False) -> Index:
 
 
 def inventory(store: Store, *, footers: bool = False) -> Inventory:
-    """`Inventory.load` for who does not work on the place itself. Raises StoreError."""
+    """`Inventory.load` for code that does not use the place directly. Raises StoreError."""
     try:
         return Inventory.load(store, footers=footers)
     except OSError as e:
@@ -199,13 +199,13 @@ def inventory(store: Store, *, footers: bool = False) -> Inventory:
 
 
 def known_index(store: Store) -> Index:
-    """What a writer that has made itself known may rely on: pieces in packs that are there, whole, and in use.
+    """The pieces that a registered writer may rely on: in packs that exist, complete and in use.
 
-    Raises StoreError. Where it cannot be read which packs were retired, the writer may rely on none.
+    Raises StoreError. If the list of retired packs is unreadable, the writer may rely on none.
     """
     damaged: dict[str, StoreDamaged] = {}
     try:
-        # Batches first: one that is gone by now has taken its packs with it, and they are not listed either.
+        # Batches first: if a batch is gone by now, so are its packs, and they are not listed either.
         retired = frozenset[bytes]().union(*(batch.packs for batch in batches(store, damaged.__setitem__)))
         usable = {pack_id: at for pack_id, at in existing_packs(store).items() if pack_id not in retired}
     except OSError as e:
@@ -215,7 +215,7 @@ def known_index(store: Store) -> Index:
         return index
     for _, packs in indexes.load_objects(store, damaged.__setitem__):
         for contents in packs:
-            # A pack that was cut short would make the new snapshot one that cannot be restored.
+            # A truncated pack would make the new snapshot unrestorable.
             if contents.pack_id in usable and usable[contents.pack_id][0] == contents.size_bytes:
                 index.add(contents)
     return index
@@ -232,7 +232,7 @@ def _footers(store: Store, pack_ids: Iterable[bytes]) -> Mapping[bytes, PackCont
         try:
             return indexes.read_footer(store, pack_id)
         except StoreDamaged:
-            return None  # what only this pack has will be missed by who needs it
+            return None  # readers of pieces that only this pack has will fail
 
     with ThreadPoolExecutor(_READERS, "footers") as pool:
         return {contents.pack_id: contents for contents in pool.map(read, pack_ids) if contents is not None}

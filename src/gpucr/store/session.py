@@ -1,4 +1,4 @@
-"""Writing one snapshot into a store, in the order on which its safety rests.
+"""Write one snapshot into a store, in the order that makes it safe.
 
 Register, look at what is there, store pieces, make them durable, commit, unregister: writers.py and retired.py say
 why.
@@ -22,7 +22,7 @@ from gpucr.store.writers import REFRESH_S, Registration
 
 
 class WriteSession:
-    """A snapshot that is being written; a context manager. `commit` makes it exist, leaving without it discards it.
+    """A snapshot being written; a context manager. `commit` creates it; leaving without it discards it.
 
     ``writer`` takes the pieces (its `StoreWriter.add`, by many threads).
     """
@@ -41,9 +41,9 @@ class WriteSession:
         checks: Checks | None = None,
         refresh_s: float = REFRESH_S,
     ) -> WriteSession:
-        """Make a new writer known to the store, and see what is there already. ``checks``: see `StoreWriter`.
+        """Register a new writer with the store, and read what is there already. ``checks``: see `StoreWriter`.
 
-        Raises StoreDamaged, StoreError, and Unsupported where the place cannot keep two writers apart.
+        Raises StoreDamaged, StoreError, and Unsupported if the place cannot keep two writers apart.
         """
         registration = Registration.register(store, refresh_s=refresh_s)
         try:
@@ -70,7 +70,7 @@ class WriteSession:
     ) -> StoredSnapshot:
         """Make everything durable, then make the snapshot exist. Raises InvalidRequest, StoreError.
 
-        ``created``, ``host`` and ``counters`` are those of the source where this is a copy.
+        ``created``, ``host`` and ``counters`` are those of the source if this is a copy.
         """
         if name is not None:
             snapshots.check_name(name)
@@ -89,7 +89,7 @@ class WriteSession:
         )
 
     def discard(self) -> None:
-        """There will be no snapshot; what was stored for it is left to a prune. Idempotent; nothing after `commit`."""
+        """Give the snapshot up; a prune removes what was stored for it. Idempotent; does nothing after `commit`."""
         if not self._has_ended:
             self._has_ended = True
             self.writer.discard()

@@ -1,9 +1,9 @@
-"""Sets: snapshots of the parts of one job, one for each node, that exist together or not at all.
+"""Sets: snapshots of the parts of one job, one per node, that exist together or not at all.
 
 The parts are snapshots like any other, each with its `SetPart`. ``sets/ID`` is a sealed object, written once and last:
-with it the set is complete, and only then are its parts restored. In its place there may be a tombstone: the set was
-given up, and never will be complete. Both are creates of one name, so exactly one of them happens. That makes it the
-place where nodes that have lost each other still agree.
+with it the set is complete, and only then can its parts be restored. A tombstone in its place means that the set was
+given up and will never be complete. Both are creates of one name, so exactly one of them happens. So nodes that have
+lost contact still agree.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class StoredSet(Struct, frozen=True):
 
     @property
     def label(self) -> str:
-        """How it is called in messages."""
+        """Its name in messages."""
         return f"{self.name} ({self.id[:SHORT_ID]})"
 
 
@@ -57,12 +57,12 @@ class _Body(Record, frozen=True):
 
 
 def new_id() -> str:
-    """An id that no other set has."""
+    """A unique id."""
     return os.urandom(16).hex()
 
 
 def complete(store: Store, made: StoredSet) -> bool:
-    """Make the set complete. False: somebody has given it up before. Raises StoreError where that cannot be known."""
+    """Make the set complete. False: it was given up before. Raises StoreError if that is unknown."""
     name = _object(made.id)
     sealed = store.seal(name, encode(made))
     try:
@@ -70,15 +70,15 @@ def complete(store: Store, made: StoredSet) -> bool:
     except Exists:
         return _decided(store, made.id) == made
     except OSError:
-        # It may have been created, or be yet: what is there now decides.
+        # It may have been created, or still be: check what is there.
         return abandon(store, made.id) == made
     return True
 
 
 def abandon(store: Store, set_id: str) -> StoredSet | None:
-    """Give the set up for good. Returns it where it was complete before, and stays so.
+    """Give the set up for good. Returns it if it was already complete, and stays so.
 
-    Raises StoreError where it is not known what became of it.
+    Raises StoreError if the outcome is unknown.
     """
     try:
         writers.put_tombstone(store, _object(set_id))
@@ -116,14 +116,14 @@ def is_abandoned(store: Store, set_id: str) -> bool:
 
 
 def of_snapshots(store: Store, found: Iterable[StoredSnapshot]) -> Mapping[str, StoredSet]:
-    """The complete sets that these snapshots are parts of, by their ids. Raises StoreDamaged, StoreError."""
+    """The complete sets of these snapshots, by id. Raises StoreDamaged, StoreError."""
     ids = {each.part.set_id for each in found if each.part is not None}
     sets = {set_id: _read(store, set_id) for set_id in sorted(ids)}
     return {set_id: made for set_id, made in sets.items() if made is not None}
 
 
 def is_part(snapshot: StoredSnapshot, sets: Mapping[str, StoredSet]) -> bool:
-    """Whether the snapshot is the part of a complete set that it says it is."""
+    """Whether the snapshot is the part of a complete set that it claims to be."""
     part = snapshot.part
     made = sets.get(part.set_id) if part is not None else None
     return (
@@ -135,7 +135,7 @@ def is_part(snapshot: StoredSnapshot, sets: Mapping[str, StoredSet]) -> bool:
 
 
 def require_complete(store: Store, snapshot: StoredSnapshot) -> None:
-    """Raise StoreError for a part of a set that is not complete: the other parts may have run on."""
+    """Raise StoreError for a part of an incomplete set: the other parts may have kept running."""
     part = snapshot.part
     if part is None or is_part(snapshot, of_snapshots(store, [snapshot])):
         return
@@ -149,7 +149,7 @@ def require_complete(store: Store, snapshot: StoredSnapshot) -> None:
 
 
 def remove(store: Store, set_id: str) -> None:
-    """Remove what tells that it is complete: none of its parts is restored any more. Raises StoreError."""
+    """Remove its completion object: then none of its parts can be restored. Raises StoreError."""
     try:
         store.backend.delete(_object(set_id))
     except OSError as e:
@@ -157,7 +157,7 @@ def remove(store: Store, set_id: str) -> None:
 
 
 def all_ids(store: Store) -> Mapping[str, float]:
-    """Those of all sets that were completed or given up, and when, by the clock of the store. Raises StoreError."""
+    """The ids of all sets that were completed or given up, and when, by the store's clock. Raises StoreError."""
     try:
         found = list(store.backend.list(SETS_PREFIX))
     except OSError as e:
@@ -171,7 +171,7 @@ def encode(made: StoredSet) -> bytes:
 
 
 def decode(set_id: str, data: bytes) -> StoredSet:
-    """What `encode` was given. Raises RecordError."""
+    """The inverse of `encode`. Raises RecordError."""
     members = records.of_format(records.read_json(data), format=FORMAT, version=VERSION)
     body = records.convert(members, _Body)
     return StoredSet(set_id, body.name, body.snapshot_ids)

@@ -1,12 +1,12 @@
 """A store in a folder that a group shares: root makes it, members dump, list, restore and verify, and root prunes.
 
-Root's mark is the folder itself: it belongs to root and has mode 3750, which nobody else can give it. All folders
-below are made at once, and are root's as well. Where members store something the mode is 3770: the sticky bit lets them
-delete only what is their own, the setgid bit gives all that comes in to the group. A file has mode 0640, so that only
-the member who has stored it can change it. Keys, and what a prune acts on, only root can write.
+Root's mark is the folder itself: it belongs to root and has mode 3750, which nobody else can give it. All folders below
+are made at the same time, and are root's too. Those that members write to have mode 3770: the sticky bit lets them
+delete only their own files, the setgid bit gives new files to the group. A file has mode 0640, so only the member who
+stored it can change it. Only root can write keys, and what a prune acts on.
 
-Whoever restores runs what a store says, so members trust each other, which root has decided by making the store. Root
-is no member: what root runs or keeps does not come from there.
+A restore runs the store's content, so members trust each other; root decided that by making the store. Root is not a
+member: root neither restores from it nor stores there.
 """
 
 from __future__ import annotations
@@ -60,15 +60,15 @@ def group_to_share_with(location: Location, group: str) -> int:
 
 
 def share(path: Path, gid: int) -> None:
-    """Make the folders of a store that is to be made in this empty folder, and give all to the group.
+    """Make the folders of a new store in this empty folder, and give them to the group.
 
-    What was made is removed where that fails. Raises StoreError.
+    Removes them on failure. Raises StoreError.
     """
     try:
         held = HeldFolder.open(path)
         if held.status().st_uid != 0 or os.listdir(held.fd):
             raise PermissionError(errno.EPERM, "it is not an empty folder of root's", str(path))
-        os.fchmod(held.fd, 0o700)  # nobody else can put anything in it while it is filled
+        os.fchmod(held.fd, 0o700)  # nobody else can add anything while it is filled
         try:
             for name, mode in FOLDERS.items():
                 (held.path / name).mkdir(mode=0o700)
@@ -83,7 +83,7 @@ def share(path: Path, gid: int) -> None:
 
 
 def take_back(path: Path) -> None:
-    """After `share`, where no store could be made: the folder is root's alone and empty again."""
+    """Undo `share` if no store could be made: the folder is only root's and empty again."""
     with contextlib.suppress(OSError):
         _take_back(HeldFolder.open(path))
 
@@ -97,7 +97,7 @@ def _take_back(folder: HeldFolder) -> None:
 
 def _give(folder: Path, gid: int, mode: int) -> None:
     os.chown(folder, 0, gid)
-    folder.chmod(mode)  # after chown(2), which may take the setgid bit away
+    folder.chmod(mode)  # after chown(2), which may clear the setgid bit
     if stat.S_IMODE(folder.stat().st_mode) != mode:
         raise PermissionError(errno.EPERM, f"its file system does not keep mode {mode:04o}", str(folder))
 
@@ -108,7 +108,7 @@ def is_shared(backend: Backend) -> bool:
 
 
 def require_may_prune(backend: Backend) -> None:
-    """Raise StoreError where only root deletes what is not needed any more."""
+    """Raise StoreError if only root may prune."""
     if is_shared(backend) and os.geteuid() != 0:
         raise StoreError(
             f"the store {backend.url} is shared by a group: only root prunes it",
@@ -118,7 +118,7 @@ def require_may_prune(backend: Backend) -> None:
 
 
 def require_may_keep_jobs(backend: Backend) -> None:
-    """Raise StoreError for root, whose jobs neither go to a shared store nor come from one."""
+    """Raise StoreError for root, who does not use a shared store for jobs."""
     if is_shared(backend) and os.geteuid() == 0:
         raise StoreError(
             f"the store {backend.url} is shared by a group, and what its members can store there could run as root",

@@ -1,8 +1,7 @@
-"""The snapshots of a store: what each one holds, and how one is found.
+"""The snapshots of a store: their content, and how to find them.
 
 ``snapshots/ID`` is a sealed object (see crypto.py), written last: with it the snapshot exists. stored_snapshot.py has
-what it holds. In its place there may be a tombstone: there is no such snapshot, and there never will be one (see
-writers.py).
+what it holds. A tombstone in its place means that there is no such snapshot and never will be (see writers.py).
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ _READERS = 8
 
 
 def check_name(name: str) -> None:
-    """Raise InvalidRequest for a name that a snapshot cannot have: it would be taken for something else."""
+    """Raise InvalidRequest for an invalid snapshot name, which would be mistaken for something else."""
     if not NAME.fullmatch(name) or name == LATEST or re.fullmatch(r"[0-9a-f]{8,32}", name):
         raise InvalidRequest(
             f"{name!r} cannot be the name of a snapshot",
@@ -55,7 +54,7 @@ def check_name(name: str) -> None:
 
 
 def make_area(name: str, refs: Sequence[PieceRef], writer: StoreWriter) -> Area:
-    """An area of these pieces. A long list of them is stored as pieces itself, so that equal parts are stored once."""
+    """An area of these pieces. A long list is itself stored as pieces, so that equal parts are stored once."""
     size_bytes = sum(ref.length for ref in refs)
     if len(refs) <= _INLINE_PIECES:
         return Area(name, size_bytes, tuple(refs))
@@ -74,10 +73,10 @@ def commit(
     host: str | None = None,
     part: SetPart | None = None,
 ) -> StoredSnapshot:
-    """Make the snapshot exist; nothing of it may change afterwards. The registration is ended.
+    """Create the snapshot, which is immutable afterwards, and end the registration.
 
     All pieces of the areas are durable (`StoreWriter.flush`). ``created`` and ``host`` are those of a copy's source.
-    The name has passed `check_name`. Raises StoreError where it cannot be completed.
+    The name has passed `check_name`. Raises StoreError if it cannot be completed.
     """
     now = datetime.fromtimestamp(registration.clock_s, timezone.utc).isoformat(timespec="milliseconds")
     snapshot = StoredSnapshot(
@@ -104,7 +103,7 @@ def commit(
 
 
 def load(store: Store, snapshot_id: str) -> StoredSnapshot:
-    """The snapshot with this id. Raises StoreError where there is none, StoreDamaged where it is not intact."""
+    """The snapshot with this id. Raises StoreError if there is none, StoreDamaged if it is not intact."""
     found = _load(store, snapshot_id)
     if isinstance(found, StoredSnapshot):
         return found
@@ -113,7 +112,7 @@ def load(store: Store, snapshot_id: str) -> StoredSnapshot:
 
 
 class _None(Enum):
-    """Why there is no snapshot."""
+    """Why there is no such snapshot."""
 
     MISSING = auto()
     TOMBSTONE = auto()
@@ -137,10 +136,10 @@ def _load(store: Store, snapshot_id: str) -> StoredSnapshot | _None:
 
 
 class Listing(Struct, frozen=True):
-    """The snapshots of a store, oldest first, and those that cannot be read, by id.
+    """The snapshots of a store, oldest first, and the unreadable ones, by id.
 
-    ``stored_s``: when each of all of them was put into this store, by the clock of the store. ``tombstones`` are those
-    of writers that died. ``sets``: the complete ones, by their ids.
+    ``stored_s``: when each was put into this store, by the store's clock. ``tombstones``: of dead writers. ``sets``:
+    complete ones, by id.
     """
 
     snapshots: tuple[StoredSnapshot, ...]
@@ -150,25 +149,25 @@ class Listing(Struct, frozen=True):
     sets: Mapping[str, StoredSet] = {}
 
     def is_whole(self, snapshot: StoredSnapshot) -> bool:
-        """Whether it stands for itself, or is part of a set that is complete."""
+        """Whether it is independent, or part of a complete set."""
         return snapshot.part is None or sets.is_part(snapshot, self.sets)
 
     def parts(self, made: StoredSet) -> tuple[StoredSnapshot, ...]:
-        """The snapshots of a complete set that are there, in the order of their nodes."""
+        """The existing snapshots of a complete set, in node order."""
         found = {each.id: each for each in self.snapshots}
         return tuple(found[each] for each in made.snapshot_ids if each in found)
 
     def intact(self) -> tuple[StoredSnapshot, ...]:
-        """All snapshots. Raises StoreDamaged where one cannot be read."""
+        """All snapshots. Raises StoreDamaged if one cannot be read."""
         for snapshot_id, error in self.damaged.items():
             hint = f"get it back from another copy of the store, or remove it: gpucr rm STORE#{snapshot_id[:SHORT_ID]}"
             raise StoreDamaged(error.message, path=error.path, hint=hint) from error
         return self.snapshots
 
     def latest(self, name: str | None = None) -> StoredSnapshot:
-        """The latest of at least one, or of at least one of this name.
+        """The latest, or the latest with this name; there must be at least one.
 
-        Raises StoreDamaged where one that cannot be read may be later: its name is not known.
+        Raises StoreDamaged if an unreadable one, whose name is unknown, may be later.
         """
         found = [each for each in self.snapshots if self.is_whole(each) and name in (None, each.name)][-1]
         for snapshot_id, error in self.damaged.items():
@@ -179,7 +178,7 @@ class Listing(Struct, frozen=True):
 
 
 def list_all(store: Store) -> Listing:
-    """All snapshots. One that is removed meanwhile is passed over. Raises StoreError."""
+    """All snapshots. Snapshots removed meanwhile are skipped. Raises StoreError."""
     try:
         listed = store.backend.list(writers.SNAPSHOTS_PREFIX)
         infos = [info for info in listed if snapshot_id_of(info.name)]
@@ -208,7 +207,7 @@ def list_all(store: Store) -> Listing:
 def _sets_of(
     store: Store, found: Iterable[StoredSnapshot]
 ) -> tuple[Mapping[str, StoredSet], Mapping[str, StoreDamaged]]:
-    """The complete sets that these are parts of, and those whose object is damaged: no part of these is restored."""
+    """The complete sets of these snapshots, and damaged ones, whose parts cannot be restored."""
     complete: dict[str, StoredSet] = {}
     damaged: dict[str, StoreDamaged] = {}
     for set_id in sorted({each.part.set_id for each in found if each.part is not None}):
@@ -236,7 +235,7 @@ def _load_listed(store: Store, info: ObjectInfo) -> StoredSnapshot | StoreDamage
 def find(store: Store, wanted: str | None) -> StoredSnapshot:
     """The named snapshot: a name (the latest of that name), an id or its first 8 or more digits, ``latest``.
 
-    None: the only one. Raises InvalidRequest where none or several fit, StoreDamaged, StoreError.
+    None: the only one. Raises InvalidRequest if none or several match, StoreDamaged, StoreError.
     """
     (found, *others) = find_parts(store, wanted)
     if others:
@@ -248,9 +247,9 @@ def find(store: Store, wanted: str | None) -> StoredSnapshot:
 
 
 def find_parts(store: Store, wanted: str | None) -> tuple[StoredSnapshot, ...]:
-    """As `find`; all parts where a set is meant, in the order of their nodes. By an id one part is meant.
+    """Like `find`, but returns all parts of a set, in node order. An id names one part.
 
-    Raises StoreError for a name that only parts of sets have that are not complete.
+    Raises StoreError for a name that only parts of incomplete sets have.
     """
     listing = list_all(store)
     found, url = listing.snapshots, store.backend.url
@@ -295,7 +294,7 @@ def _all_parts(store: Store, listing: Listing, made: StoredSet) -> tuple[StoredS
 
 
 def find_to_remove(store: Store, wanted: str) -> tuple[StoredSnapshot, ...]:
-    """What `find_parts` finds; also one that cannot be read, by its id: of that only id and time are known.
+    """Like `find_parts`, but also finds an unreadable one by its id; only its id and time are known.
 
     Raises InvalidRequest, StoreDamaged, StoreError.
     """
@@ -319,7 +318,7 @@ def remove(store: Store, snapshot_id: str) -> None:
 
 
 def live_pieces(snapshot: StoredSnapshot, reader: StoreReader) -> Iterable[PieceRef]:
-    """All pieces that a snapshot needs, also those of its lists, less those of zeros. Raises StoreDamaged."""
+    """All pieces that a snapshot needs, including those of its lists, without zeros. Raises StoreDamaged."""
     for area in snapshot.areas:
         yield from (ref for ref in area.listed if not ref.is_zero)
         if area.is_long:
@@ -327,9 +326,9 @@ def live_pieces(snapshot: StoredSnapshot, reader: StoreReader) -> Iterable[Piece
 
 
 def open_reader(store: Store, snapshot: StoredSnapshot) -> StoreReader:
-    """A reader that knows where everything is that the snapshot needs.
+    """A reader that can locate everything that the snapshot needs.
 
-    Footers of packs are read only for pieces that no index lists. Raises StoreDamaged where a piece is nowhere, and
+    Footers of packs are read only for pieces that no index lists. Raises StoreDamaged if a piece is nowhere, and
     StoreError.
     """
     try:

@@ -1,4 +1,4 @@
-"""What the object of a snapshot holds: made into bytes and read back.
+"""The content of a snapshot object: encode and decode.
 
 ::
 
@@ -7,8 +7,8 @@
      "manifest": BASE64 of zlib,
      "areas": [{"name": TEXT, "size_bytes": NUMBER, "pieces": BASE64 of a list of pieces, "is_long": BOOLEAN}]}
 
-An area is one file or one process's device memory. Where ``is_long`` is true, ``pieces`` lists the pieces that hold the
-list of its pieces, one after the other.
+An area is one file or one process's device memory. If ``is_long`` is true, ``pieces`` lists the pieces that hold the
+list of its pieces.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from gpucr.store.reader import StoreReader
 FORMAT, VERSION = "gpucr-stored-snapshot", 1
 MAX_MANIFEST_BYTES = 64 << 20
 MAX_LISTED_PIECES = 1 << 24
-"""In all areas together, lists that are pieces themselves not counted: a run of one piece takes 40 bytes here."""
+"""For all areas together, except lists stored as pieces: a run of one piece takes 40 bytes here."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 SHORT_ID = 8
 MAX_NODES = 1 << 12
@@ -39,7 +39,7 @@ _Bytes = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class Area(Struct, frozen=True):
-    """One file, or the device memory of one process. ``listed`` are its pieces, or where ``is_long`` their list's."""
+    """One file, or the device memory of one process. ``listed``: its pieces or, if ``is_long``, those of their list."""
 
     name: str
     size_bytes: int
@@ -59,7 +59,7 @@ class Area(Struct, frozen=True):
 
 
 class SetPart(Record, frozen=True):
-    """What a snapshot is in a set of several nodes (sets.py): node number ``node`` of ``node_count``, from 0."""
+    """A snapshot's place in a set of several nodes (sets.py): node number ``node`` of ``node_count``, from 0."""
 
     set_id: str
     node: int
@@ -73,10 +73,10 @@ class SetPart(Record, frozen=True):
 
 
 class StoredSnapshot(Struct, frozen=True):
-    """A committed snapshot. ``created`` is in UTC by the clock of the store where it was made (ISO 8601).
+    """A committed snapshot. ``created`` is in UTC by the store's clock (ISO 8601).
 
-    ``manifest`` is what the dump put there. ``counters`` say what the dump read and wrote, in bytes.
-    ``part``: which part of a set it is; None: it stands for itself.
+    ``manifest`` comes from the dump. ``counters``: what the dump read and wrote, in bytes. ``part``: which part of a
+    set it is; None: independent.
     """
 
     id: str
@@ -90,7 +90,7 @@ class StoredSnapshot(Struct, frozen=True):
 
     @property
     def size_bytes(self) -> int:
-        """The size of everything in it, as it was before it was stored."""
+        """The original size of everything in it."""
         return sum(area.size_bytes for area in self.areas)
 
     @property
@@ -100,7 +100,7 @@ class StoredSnapshot(Struct, frozen=True):
 
     @property
     def label(self) -> str:
-        """How it is called in messages."""
+        """Its name in messages."""
         return f"{self.name} ({self.id[:SHORT_ID]})" if self.name else self.id[:SHORT_ID]
 
     def area(self, name: str) -> Area:
@@ -123,7 +123,7 @@ def encode(snapshot: StoredSnapshot) -> bytes:
 
 
 def decode(snapshot_id: str, data: bytes) -> StoredSnapshot:
-    """What `encode` was given. Raises RecordError for anything that it does not write."""
+    """The inverse of `encode`. Raises RecordError for anything that it cannot have written."""
     body = records.convert(records.of_format(records.read_json(data), format=FORMAT, version=VERSION), _Body)
     manifest, areas = _decompressed(body.manifest), tuple(_areas(body.areas))
     return StoredSnapshot(snapshot_id, body.name, body.created, body.host, manifest, areas, body.counters, body.part)

@@ -1,7 +1,7 @@
 """Byte planes: what makes floating-point numbers compressible.
 
-The exponents of weights and optimizer states take few values, their mantissas are noise. Between mantissas, no codec
-sees it; with all first bytes together, then all second bytes and so on, the entropy coder alone finds it.
+The exponents of weights and optimizer states take few values, their mantissas are noise. Interleaved with mantissas, no
+codec finds that; with all first bytes together, then all second bytes and so on, the entropy coder alone finds it.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ def join(planes: Buffer, width: int) -> memoryview:
 
 
 def histograms(sample: Buffer) -> Any:
-    """How often each byte value occurs, for each of the four places of a byte modulo 4: an array of 4 by 256."""
+    """Counts of each byte value, by position modulo 4: an array of 4 by 256."""
     np = extra.load("numpy", _PURPOSE)
     columns = np.frombuffer(sample, dtype=np.uint8).reshape(-1, 4).T
     return np.stack([np.bincount(column, minlength=256) for column in columns])
 
 
 def entropy_bytes(counts: Any) -> float:
-    """What an ideal entropy coder makes of bytes with these counts (one row for each alphabet), in bytes (Shannon)."""
+    """The size, in bytes, of an ideal entropy coding of bytes with these counts, one row per alphabet (Shannon)."""
     np = extra.load("numpy", _PURPOSE)
     totals = counts.sum(axis=1)
     present = counts[counts > 0]

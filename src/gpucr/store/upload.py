@@ -1,8 +1,8 @@
-"""A new object of an object store that is too large for one request: it goes up in parts while it is being filled.
+"""A new object that is too large for one request to an object store: it is uploaded in parts while being filled.
 
-No service that obstore speaks to takes the condition "only if there is none" at the end of such an upload. So the name
-is looked for right before; a pack's name is random, and nobody else ever puts it. An error or `ObjectsSink.discard`
-aborts the upload. A death leaves parts that nobody sees, and that a lifecycle rule of the bucket must remove.
+No service supported by obstore accepts the condition "only if there is none" at the end of such an upload. So the name
+is checked right before; a pack's name is random, and nobody else creates it. An error or `ObjectsSink.discard` aborts
+the upload. A crash leaves invisible parts, which a lifecycle rule of the bucket must remove.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from concurrent.futures import Future
 from gpucr.store.backend import Buffer, Exists
 
 SINGLE_BYTES = 16 << 20
-"""Up to here one conditional request: its answer is all or nothing, and lost work on a cut connection is bearable."""
+"""Up to this size, one conditional request: it is atomic, and the work lost with a broken connection is tolerable."""
 PART_BYTES = 8 << 20
-"""S3 wants at least 5 MiB, and takes 10000 parts: 78 GiB, where a pack has at most 4."""
+"""S3 needs at least 5 MiB per part, and allows 10000: 78 GiB. A pack has at most 4 parts."""
 PARTS_AT_ONCE = 3
 _WAITING_BYTES = PART_BYTES
-"""With the parts that are on their way 40 MiB an object: a dump fills eight at once."""
+"""With the parts in flight 40 MiB per object: a dump fills eight at once."""
 
 Upload = Callable[[Iterator[bytes], int, int], None]
 
 
 class _Discarded(Exception):
-    """Thrown into the upload, so that it is aborted."""
+    """Raised inside the upload to abort it."""
 
 
 class ObjectsSink:
-    """See `Sink`. Up to `SINGLE_BYTES` are kept in memory; beyond that, what is on its way."""
+    """See `Sink`. Keeps up to `SINGLE_BYTES` in memory; beyond that, only the parts in flight."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class ObjectsSink:
             try:
                 self._upload(self._taken(), PART_BYTES, PARTS_AT_ONCE)
                 error: BaseException | None = None
-            except BaseException as e:  # noqa: BLE001 - whatever it is, the one who fills the sink must know
+            except BaseException as e:  # noqa: BLE001 - any error must reach the filling thread
                 error = e
             with self._changed:
                 if error is None:

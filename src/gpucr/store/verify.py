@@ -1,7 +1,7 @@
-"""Proves that snapshots of a store can be read, without restoring them.
+"""Verify that snapshots of a store are readable, without restoring them.
 
-The shallow check looks that every piece is where the index says: its pack is there, has its full size, and lists it in
-its own footer. The deep one reads every piece and compares it with its name.
+The shallow check makes sure that every piece is where the index says: its pack exists, has its full size, and lists it
+in its own footer. The deep one reads every piece and compares it with its name.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _READERS = 8
 
 
 class VerifyReport(Struct, frozen=True):
-    """What was looked at, and what is wrong: by snapshot id, one sentence each. Empty: all is well.
+    """What was checked, and the problems by snapshot id, one sentence each. Empty: no problems.
 
-    Of a whole store also what is wrong with objects that no snapshot needs, by their names.
+    For a whole store, also problems of objects that no snapshot needs, by name.
     """
 
     snapshots: tuple[StoredSnapshot, ...]
@@ -45,9 +45,9 @@ def verify(
     deep: bool = False,
     on_bytes: Callable[[int], None] | None = None,
 ) -> VerifyReport:
-    """Check these snapshots, or all. Raises StoreError where the store itself does not work.
+    """Check these snapshots, or all. Raises StoreError if the store itself does not work.
 
-    ``on_bytes`` is told the size of every piece that was read, by several threads.
+    ``on_bytes`` gets the size of every piece read, from several threads.
     """
     problems: dict[str, list[str]] = {}
     is_whole_store = wanted is None
@@ -81,7 +81,7 @@ class _Check:
         self._reader = StoreReader(store, index)
 
     def needed(self, snapshot: StoredSnapshot, problems: list[str]) -> Sequence[PieceRef]:
-        """The pieces of a snapshot, each once; those of a list that cannot be read are a problem."""
+        """The pieces of a snapshot, each once; an unreadable list is a problem."""
         refs: dict[PieceRef, None] = {}
         for area in snapshot.areas:
             refs.update(dict.fromkeys(area.listed))
@@ -101,7 +101,7 @@ class _Check:
         return found
 
     def places(self, refs: Sequence[PieceRef]) -> dict[bytes, str]:
-        """What is wrong with the places of these pieces, by piece."""
+        """Problems with the places of these pieces, by piece."""
         bad = {ref.id: "a piece is in no pack" for ref in refs if self._index.find(ref.id) is None}
 
         def look(item: tuple[bytes, Sequence[tuple[PieceRef, Place]]]) -> dict[bytes, str]:
@@ -119,7 +119,7 @@ class _Check:
         return bad
 
     def contents(self, refs: Sequence[PieceRef], on_bytes: Callable[[int], None]) -> dict[bytes, str]:
-        """What is wrong with the contents of these pieces, by piece; nothing where another pack has a good copy."""
+        """Problems with the contents of these pieces, by piece, unless another pack has a good copy."""
         bad: dict[bytes, str] = {}
         in_order = [ref for wanted in self.by_pack(refs).values() for ref, _ in sorted(wanted, key=_block)]
 

@@ -1,8 +1,8 @@
-"""Puts pieces into a store: each one once, compressed where it pays, in packs that many threads fill side by side.
+"""Write pieces into a store: each once, compressed if it pays, in packs filled by many threads in parallel.
 
-A writer first publishes packs, then the index that lists them. What refers to its pieces (a snapshot) is created
-after `StoreWriter.flush` has returned. So when it dies, nothing refers to a missing piece: it leaves only packs that
-no snapshot needs, which a prune removes.
+A writer first publishes packs, then the index that lists them. A snapshot that refers to its pieces is created after
+`StoreWriter.flush` has returned. So if it dies, nothing refers to a missing piece: it leaves only unneeded packs, which
+a prune removes.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from gpucr.store.reader import StoreReader
 
 
 class WriteCounts(Struct, frozen=True):
-    """What a writer has seen and done, in bytes.
+    """A writer's counters, in bytes.
 
     ``seen_bytes`` were given to it: ``zero_bytes`` were all zero, ``known_bytes`` were in the store or in the writer
-    already; the rest was stored, ``compressed_saved_bytes`` less by compression. ``written_bytes`` is what the packs
-    that were published have in all, padding and footers included. Of what was in the store already, ``checked_bytes``
-    were read, and ``repaired_bytes`` were damaged and therefore stored again.
+    already; the rest was stored, ``compressed_saved_bytes`` less by compression. ``written_bytes`` is the total size of
+    published packs, including padding and footers. Of the data already in the store, ``checked_bytes`` were read, and
+    ``repaired_bytes`` were damaged and stored again.
     """
 
     seen_bytes: int = 0
@@ -50,12 +50,12 @@ class WriteCounts(Struct, frozen=True):
 
 
 class StoreWriter:
-    """Stores pieces. `add` from as many threads as wanted; `flush` when all that are needed have returned.
+    """Stores pieces. Call `add` from any number of threads, and `flush` after all have returned.
 
-    ``known`` is the index of what need not be stored again; nothing is looked up elsewhere. Each such piece is read and
-    compared before it is relied on, unless ``checks`` says that it was. One that is damaged is stored again, and
-    `flush` retires the pack that it was in. An error in one thread is final: this and every later call raise it, and
-    `flush` never succeeds. `discard` ends a writer that is not to be flushed.
+    ``known`` is the index of what need not be stored again. Each such piece is read and compared before it is relied
+    on, unless ``checks`` has done so. A damaged one is stored again, and `flush` retires its old pack. An error in one
+    thread is final: this and every later call raise it, and `flush` never succeeds. `discard` ends a writer without
+    flushing.
     """
 
     def __init__(
@@ -85,14 +85,14 @@ class StoreWriter:
 
     @property
     def counts(self) -> WriteCounts:
-        """What was seen and done so far."""
+        """The counters so far."""
         with self._lock:
             return replace(self._counts, checked_bytes=self._checks.read_bytes)
 
     def add(self, buffer: Buffer) -> PieceRef:
-        """Store one piece of 1 byte up to the store's piece size, if it is new; what to refer to it by.
+        """Store one piece of 1 byte up to the store's piece size, if it is new. Returns its reference.
 
-        The buffer must not change meanwhile, and is the caller's again afterwards. Nothing is durable before `flush`.
+        The buffer must not change meanwhile; the caller may reuse it afterwards. Nothing is durable before `flush`.
         Raises StoreError.
         """
         data = memoryview(buffer)
@@ -107,12 +107,12 @@ class StoreWriter:
         return ref
 
     def name(self, buffer: Buffer) -> bytes:
-        """The name that these bytes have as a piece. Nothing is stored, or counted."""
+        """The name of these bytes as a piece. Nothing is stored or counted."""
         data = memoryview(buffer)
         return ZERO_ID if pieces.is_zero(data) else self.store.digest(data)
 
     def add_all(self, buffer: Buffer) -> list[PieceRef]:
-        """Store something of any length, cut into pieces. Raises StoreError."""
+        """Store data of any length, cut into pieces. Raises StoreError."""
         return [self.add(piece) for piece in pieces.cut(buffer, self.store.config.piece_bytes)]
 
     def add_list(self, refs: Iterable[PieceRef]) -> list[PieceRef]:
@@ -120,15 +120,15 @@ class StoreWriter:
         return self.add_all(pieces.encode_list(refs))
 
     def flush(self) -> None:
-        """Make all that was added durable, and known to those who open the store from now on. Raises StoreError."""
+        """Make everything added durable, and visible to those who open the store from now on. Raises StoreError."""
         self._check()
         self._failing(self._flush)
         self._check()
 
     def rely_on(self, refs: Iterable[PieceRef], on_relied: Callable[[PieceRef], None]) -> list[PieceRef]:
-        """Take pieces, each named once, as the store has them. Those that it lacks, or has damaged, must be added then.
+        """Rely on existing pieces, each named once. Returns those that are missing or damaged, which must be added.
 
-        ``on_relied`` is told each of the others. Raises StoreError.
+        ``on_relied`` gets each of the others. Raises StoreError.
         """
         self._check()
         missing: list[PieceRef] = []
@@ -150,9 +150,9 @@ class StoreWriter:
         return missing
 
     def discard(self) -> None:
-        """End the writer, and leave away the packs that are not finished. Idempotent.
+        """End the writer, and drop unfinished packs. Idempotent.
 
-        Packs that are published stay: no one refers to them, and a prune removes them.
+        Published packs stay: nothing refers to them, and a prune removes them.
         """
         with self._lock:
             self._error = self._error or StoreError("the writer has ended", path=self.store.backend.url)
@@ -179,12 +179,12 @@ class StoreWriter:
         self._store(ref, data)
 
     def _known_place(self, ref: PieceRef) -> Place | None:
-        """Where a piece is that need not be stored again, as far as the index tells."""
+        """The place, according to the index, of a piece that need not be stored again."""
         place = self._known.find(ref.id)
         return None if place is None or place.pack_id in self._damaged else place
 
     def _give_up(self, ref: PieceRef, place: Place) -> None:
-        """This piece is damaged: nothing more of its pack is relied on."""
+        """This piece is damaged: do not rely on its pack any more."""
         with self._lock:
             self._damaged.add(place.pack_id)
             self._add_counts(repaired_bytes=ref.length)
@@ -229,7 +229,7 @@ class StoreWriter:
             self._retired |= damaged
         indexes.publish(self.store, packs)
         if damaged:
-            # From now on what was stored again is found before its damaged copy, and no new writer relies on that one.
+            # From now on the new copy is found before the damaged one, and no new writer relies on the latter.
             retired.retire(self.store, damaged)
 
     # --- errors and counts -----------------------------------------------------------------------------------
@@ -241,7 +241,7 @@ class StoreWriter:
             raise error
 
     def _failing(self, work: Callable[[], None]) -> None:
-        """Do it; what goes wrong is the end of this writer: a piece that others rely on may be missing."""
+        """Do it; an error ends this writer: a piece that others rely on may be missing."""
         try:
             try:
                 work()

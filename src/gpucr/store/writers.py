@@ -1,12 +1,12 @@
-"""Writers that are at work: how they make themselves known, and how one that died is kept from committing later.
+"""Running writers: how they register, and how a dead one is kept from committing later.
 
-A snapshot's name is chosen when the writing begins, and there is an object ``writers/NAME`` until the writer has
-ended. Every minute it makes another one, ``writers/NAME-NUMBER``, in place of the last of these: it lives. ``prune``
-takes a writer for dead whose records have not changed for long, and then puts a tombstone where that writer's snapshot
-would go. Both are creates of one name, so exactly one of them happens: a writer that was only slow, or a machine that
-slept, finds that it cannot commit any more. No clock has a part in that; clocks only say when it is worth doing.
+A snapshot's name is chosen when the writing begins, and there is an object ``writers/NAME`` until the writer has ended.
+Every minute it makes another one, ``writers/NAME-NUMBER``, in place of the last of these: it lives. ``prune`` considers
+a writer dead if its records have not changed for long, and then creates a tombstone in place of that writer's snapshot.
+Both are creates of one name, so exactly one of them happens: a writer that was only slow, or a machine that slept,
+finds that it can no longer commit. This does not depend on clocks; they only decide when to do it.
 
-A tombstone is a sealed object that says so. An empty one is what a broken file system leaves of a snapshot.
+A tombstone is a sealed object with that content. An empty object is what a broken file system leaves of a snapshot.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ WRITERS_PREFIX = "writers/"
 SNAPSHOTS_PREFIX = "snapshots/"
 REFRESH_S = 60.0
 _CLOCK_TOLERANCE_S = 5.0
-"""Object stores give whole seconds, and a request takes a while: a clock this near is better than what they say."""
+"""Object stores report whole seconds, and a request takes a while: a clock this close is more accurate."""
 _ID_BYTES = 16
 _TOMBSTONE = b'{"format": "gpucr-tombstone", "version": 1}'
 _RECORD = re.compile(r"writers/([0-9a-f]{32})(-\d{8})?")
 
 
 class WriterSeen(Struct, frozen=True):
-    """A writer as the store shows it: since when, and its latest sign of life, both by the clock of the store."""
+    """A writer in the store: its start and its latest sign of life, both by the store's clock."""
 
     snapshot_id: str
     records: tuple[str, ...]
@@ -46,9 +46,9 @@ class WriterSeen(Struct, frozen=True):
 
 
 class Registration:
-    """A writer's presence in the store, from before it looks at what is there until after its commit.
+    """A writer's registration in the store, from before it reads the contents until after its commit.
 
-    `register` makes one; `end` takes it away. `clock_s` tells the store's time.
+    `register` makes one; `end` removes it. `clock_s` returns the store's time.
     """
 
     def __init__(self, store: Store, snapshot_id: str, *, refresh_s: float) -> None:
@@ -62,7 +62,7 @@ class Registration:
 
     @classmethod
     def register(cls, store: Store, *, refresh_s: float = REFRESH_S) -> Registration:
-        """Make a new writer known. Raises StoreError, and Unsupported where the place lets a name be given twice."""
+        """Register a new writer. Raises StoreError, and Unsupported if the place allows a name to be created twice."""
         made = cls(store, _new_id(), refresh_s=refresh_s)
         try:
             made._first_record()
@@ -83,7 +83,7 @@ class Registration:
 
     @property
     def clock_s(self) -> float:
-        """Seconds since 1970 by the clock of the store, which all its writers share; some seconds may be missing."""
+        """Seconds since 1970 by the store's clock, shared by all its writers; may be some seconds behind."""
         return time.time() + self._ahead_s
 
     def refresh(self) -> None:
@@ -91,13 +91,13 @@ class Registration:
         before = self._record_name
         self._number += 1
         self._store.backend.create(self._record_name, self._record())
-        if self._number > 1:  # the first record stays: it tells since when
+        if self._number > 1:  # the first record stays: it shows the start
             self._store.backend.delete(before)
 
     def end(self) -> None:
-        """This writer relies on nothing any more: it has committed, or given up before it tried. Idempotent.
+        """End the registration: the writer has committed, or given up before trying. Idempotent.
 
-        Where it cannot say so, its record grows old, which does the same later.
+        If that fails, its record grows old, which has the same effect later.
         """
         self._stop.set()
         if self._thread.is_alive():
@@ -109,7 +109,7 @@ class Registration:
             return
 
     def abandon(self) -> None:
-        """Stop without a word, after a commit that may still come to pass: only a tombstone will tell."""
+        """Stop without a word, after a commit that may still happen: only a tombstone will decide."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -145,7 +145,7 @@ class Registration:
             self._ahead_s = ahead_s
 
     def was_ended(self) -> StoreError:
-        """The error for a writer that was taken for dead."""
+        """The error for a writer that was considered dead."""
         url = self._store.backend.url
         return StoreError(
             f"the snapshot cannot be completed: a prune of {url} took this dump for dead",
@@ -158,7 +158,7 @@ class Registration:
             try:
                 self.refresh()
             except OSError:
-                continue  # the commit will tell, if it is for good
+                continue  # the commit will report a permanent failure
 
 
 def _new_id() -> str:
@@ -166,7 +166,7 @@ def _new_id() -> str:
 
 
 def snapshot_id_of(text: str) -> str | None:
-    """The snapshot id in the name of a snapshot's object; None: it is none."""
+    """The snapshot id in a snapshot object's name; None: not a snapshot's name."""
     found = re.fullmatch(r"snapshots/([0-9a-f]{32})", text)
     return found.group(1) if found else None
 
@@ -177,7 +177,7 @@ def snapshot_object(snapshot_id: str) -> str:
 
 
 def seen(backend: Backend) -> Mapping[str, WriterSeen]:
-    """All writers that have not said that they ended, by snapshot id. Raises OSError."""
+    """All registered writers, by snapshot id. Raises OSError."""
     found: dict[str, WriterSeen] = {}
     for info in backend.list(WRITERS_PREFIX):
         if match := _RECORD.fullmatch(info.name):
@@ -193,12 +193,12 @@ def seen(backend: Backend) -> Mapping[str, WriterSeen]:
 
 
 def is_tombstone(body: bytes) -> bool:
-    """Whether an object under ``snapshots/``, unsealed, says that there is no such snapshot and never will be one."""
+    """Whether this unsealed object under ``snapshots/`` is a tombstone."""
     return body == _TOMBSTONE
 
 
 def end_dead(store: Store, writer: WriterSeen) -> None:
-    """Keep a writer from ever committing, or learn that it has; then remove its records. Raises OSError."""
+    """Keep a writer from ever committing, or find out that it has; then remove its records. Raises OSError."""
     with contextlib.suppress(Exists):  # it has committed, or there is a tombstone already
         put_tombstone(store, snapshot_object(writer.snapshot_id))
     for name in writer.records:
@@ -206,14 +206,14 @@ def end_dead(store: Store, writer: WriterSeen) -> None:
 
 
 def put_tombstone(store: Store, name: str) -> None:
-    """Keep an object of this name from ever being created. Raises Exists where there is one, OSError."""
+    """Keep an object of this name from ever being created. Raises Exists if there is one, OSError."""
     store.backend.create(name, store.seal(name, _TOMBSTONE))
 
 
 def commit(store: Store, registration: Registration, data: bytes) -> None:
-    """Make the snapshot exist, and end the registration. Everything that it refers to is durable.
+    """Create the snapshot, and end the registration. Everything that it refers to is durable.
 
-    Raises StoreError. Where it cannot be known whether the snapshot exists now, the error says so.
+    Raises StoreError. If it is unknown whether the snapshot exists now, the error says so.
     """
     name = registration.snapshot_name
     sealed = store.seal(name, data)
@@ -230,7 +230,7 @@ def commit(store: Store, registration: Registration, data: bytes) -> None:
 
 
 def _is_committed(store: Store, registration: Registration, sealed: bytes) -> bool:
-    """After a commit that failed, or whose answer was lost: it may be under way still, so a tombstone has to decide."""
+    """After a commit that failed or whose response was lost: it may still be in progress, so a tombstone decides."""
     name = registration.snapshot_name
     try:
         try:

@@ -1,4 +1,4 @@
-"""A supervisor's own process: started by `start_supervisor`, child of nobody, in a session of its own."""
+"""A supervisor process: started by `start_supervisor`, reparented to init, in its own session."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def main(name: str, answer_fd: str) -> NoReturn:
     os.set_inheritable(answer, False)
 
     def tell(text: str) -> None:
-        with contextlib.suppress(OSError):  # whoever asked may be gone
+        with contextlib.suppress(OSError):  # the caller may be gone
             os.write(answer, text.encode())
         os.close(answer)
 

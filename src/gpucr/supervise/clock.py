@@ -1,4 +1,4 @@
-"""A supervisor's time, and the signals that it gets: passed in, so that tests need not wait."""
+"""A supervisor's clock and stop signals: injected, so that tests need not wait."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from typing import Literal, Protocol
 from gpucr.undo.cancellation import Cancellation
 
 Wish = Literal["drain", "leave"]
-"""``drain``: take a last dump, which ends the job, and end. ``leave``: end, and leave the job running."""
+"""``drain``: take a last dump, which ends the job, and exit. ``leave``: exit, and leave the job running."""
 
 
 class Clock(Protocol):
-    """The time that a supervisor needs."""
+    """The clock that a supervisor needs."""
 
     def now_s(self) -> float:
-        """Seconds that only grow, also when the machine's clock is set."""
+        """Monotonic seconds, unaffected by changes of the machine's clock."""
 
     def wall_s(self) -> float:
         """Seconds since 1970."""
 
     def wait(self, seconds: float, stop: Stop) -> None:
-        """Return after so many seconds, or as soon as a stop is requested."""
+        """Return after this many seconds, or as soon as a stop is requested."""
 
 
 class MachineClock:
-    """The machine's."""
+    """The machine's clock."""
 
     def now_s(self) -> float:
         """CLOCK_MONOTONIC."""
@@ -42,9 +42,9 @@ class MachineClock:
 
 
 class Stop:
-    """That a supervisor is to end, from a signal handler or another thread. The first wish counts.
+    """A stop request to a supervisor, from a signal handler or another thread. The first one wins.
 
-    ``cancel`` ends what it is doing at the time, ``cancel_last`` the last dump: a second signal does.
+    ``cancel`` ends the current operation; ``cancel_last``, set by a second signal, the last dump.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class Stop:
         self._requested = threading.Event()
 
     def request(self, wish: Wish) -> None:
-        """Ask for it."""
+        """Request it."""
         if self.wish is not None:
             self.cancel_last.cancel("a second signal came")
             return
@@ -63,5 +63,5 @@ class Stop:
         self._requested.set()
 
     def wait(self, seconds: float) -> None:
-        """Wait until it is requested, at most so long."""
+        """Wait until it is requested, or the time is up."""
         self._requested.wait(seconds)

@@ -1,4 +1,4 @@
-"""Ending jobs and waiting for their end, supervised or not: a job that is restarted has not ended."""
+"""End jobs and wait for their end, supervised or not: a restarted job has not ended."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _RUNS = ("running", "suspended")
 
 
 def stop_job(job: int | str, *, grace_s: float = GRACE_S, cancel: Cancellation | None = None) -> JobState:
-    """End a registered job: SIGTERM to its first process, and after ``grace_s`` seconds SIGKILL to all that is left.
+    """End a registered job: SIGTERM to its first process, and after ``grace_s`` seconds SIGKILL to the rest.
 
     With a ``grace_s`` of 0 there is no SIGTERM. A supervisor is ended first, and does not bring the job back. Record,
     log and snapshots stay. Returns how the job ended.
 
-    Raises InvalidRequest where there is no such job, or it does not run; Interrupted (a signal, ``cancel``) while it
-    was given time to end: then it has had SIGTERM; JobDamaged where a process hangs in the kernel.
+    Raises InvalidRequest if there is no such job, or it does not run; Interrupted (a signal, ``cancel``) during the
+    grace time: SIGTERM was sent; JobDamaged if a process hangs in the kernel.
     """
     listed = find_by_pid_or_name(job)
     folder = SupervisedFolder(listed.name)
@@ -42,10 +42,10 @@ def stop_job(job: int | str, *, grace_s: float = GRACE_S, cancel: Cancellation |
 
 
 def wait_job(job: int | str, *, timeout_s: float | None = None, cancel: Cancellation | None = None) -> JobState:
-    """Wait until a registered job has ended, and is not brought back by its supervisor. Returns what became of it.
+    """Wait until a registered job has ended for good, not to be restarted by its supervisor. Returns what became of it.
 
-    Raises InvalidRequest where there is no such job, DeadlineExceeded where it still runs after ``timeout_s``,
-    Interrupted (a signal, ``cancel``).
+    Raises InvalidRequest if there is no such job, DeadlineExceeded if it still runs after ``timeout_s``, Interrupted (a
+    signal, ``cancel``).
     """
     name = find_by_pid_or_name(job).name
     folder = SupervisedFolder(name)
@@ -57,9 +57,9 @@ def wait_job(job: int | str, *, timeout_s: float | None = None, cancel: Cancella
         if state.word == "dumped" and listed.record is not None and listed.record.lent is not None:
             if end is not None and time.monotonic() > end:
                 raise DeadlineExceeded(f"the job {name} has made room for a borrower", hint="wait longer")
-            time.sleep(_POLL_S)  # it comes back
+            time.sleep(_POLL_S)  # it will be restarted
             continue
-        with contextlib.suppress(InvalidRequest):  # it was never supervised, or what is kept of it is damaged
+        with contextlib.suppress(InvalidRequest):  # never supervised, or its files are damaged
             if folder.state().phase in UNFINISHED and folder.supervisor() is not None:
                 if end is not None and time.monotonic() > end:
                     raise DeadlineExceeded(f"the job {name} is being restarted", hint="wait longer")

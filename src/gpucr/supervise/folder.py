@@ -1,8 +1,7 @@
-"""What is kept of a supervised job: its settings, how far it is, its events, and a lock that its supervisor holds.
+"""A supervised job's files: its settings, state and events, and a lock that its supervisor holds.
 
-A private folder each, ``supervise/NAME`` in the state folder, with ``settings.json``, ``state.json`` (both are written
-whole or not at all), ``events.jsonl`` (only appended to), ``supervisor.log`` and ``lock`` (flock(2): it ends with its
-holder, however that ends).
+A private folder per job, ``supervise/NAME`` in the state folder, with ``settings.json``, ``state.json`` (both written
+atomically), ``events.jsonl`` (append-only), ``supervisor.log`` and ``lock`` (flock(2), which ends with its holder).
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ come back. ``finished``: it ended with exit code 0. ``stopped``: `gpucr stop` en
 ``taken-away``: somebody else has dumped and ended it."""
 
 UNFINISHED: frozenset[Phase] = frozenset({"supervised", "draining"})
-"""What `gpucr supervise --all` takes up."""
+"""The states that `gpucr supervise --all` resumes."""
 
 MOST_SNAPSHOTS = 1000
 _SETTINGS, _STATE, _EVENTS, _LOCK, _LOG = "settings.json", "state.json", "events.jsonl", "lock", "supervisor.log"
 _ENDED_S = 2.0
-"""How long a child of a supervisor that has ended may have its lock."""
+"""How long an ended supervisor's child may hold its lock."""
 
 
 class Taken(Record, frozen=True):
@@ -51,11 +50,12 @@ class Taken(Record, frozen=True):
 
 
 class SupervisedState(Record, frozen=True):
-    """The state of a supervision. Times are seconds since 1970, or durations in seconds; counters begin with it.
+    """The state of a supervision.
 
-    ``snapshots``, oldest first, are those that were taken and are whole. ``restored_from``: the snapshot that the job
-    was last restored from. ``restarts_in_a_row``: without a new checkpoint. ``failed_checkpoint_in_a_row``: the same.
-    ``downtime_s`` and ``checkpoint_s``: how long the job stands still for a checkpoint, and how long the whole takes.
+    Times are seconds since 1970, or durations in seconds; counters start with the supervision. ``snapshots``, oldest
+    first, are those that were taken and are whole. ``restored_from``: the snapshot that the job was last restored from.
+    ``restarts_in_a_row``: without a new checkpoint. ``failed_checkpoint_in_a_row``: the same. ``downtime_s`` and
+    ``checkpoint_s``: how long the job stands still for a checkpoint, and how long the whole takes.
     """
 
     phase: Phase = "supervised"
@@ -74,11 +74,11 @@ class SupervisedState(Record, frozen=True):
     checkpoint_s: float | None = None
     snapshot_bytes: Mapping[Text, Count] = {}
     bad_gpus: tuple[Text, ...] = ()
-    started_anew: Count = 0
+    started_over: Count = 0
 
 
 class SupervisedFolder:
-    """The folder of one job. Reading raises InvalidRequest where there is none, or one that is damaged."""
+    """The folder of one job. Reading raises InvalidRequest if a file is missing or damaged."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -91,7 +91,7 @@ class SupervisedFolder:
 
     @property
     def events_path(self) -> Path:
-        """The event log: an object in JSON a line."""
+        """The event log: one JSON object per line."""
         return self.path / _EVENTS
 
     def exists(self) -> bool:
@@ -103,24 +103,24 @@ class SupervisedFolder:
         return self._read(_SETTINGS, Supervision)
 
     def state(self) -> SupervisedState:
-        """How far it is; nothing has been done yet where there is no such file."""
+        """The state; the initial one if there is no such file."""
         if not (self.path / _STATE).exists():
             return SupervisedState()
         return self._read(_STATE, SupervisedState)
 
     def write_settings(self, settings: Supervision) -> None:
-        """Supervise it like this from now on, and begin anew. Raises Unsupported."""
+        """Store these settings and reset the state. Raises Unsupported."""
         with _writing(self.path):
             trusted_paths.make_private(self.path)
             durable.write(self.path / _SETTINGS, records.encode(settings))
             (self.path / _STATE).unlink(missing_ok=True)
 
     def write_state(self, state: SupervisedState) -> None:
-        """Note how far it is. Raises OSError."""
+        """Store the state. Raises OSError."""
         durable.write(self.path / _STATE, records.encode(state))
 
     def change_phase(self, phase: Phase) -> None:
-        """For whoever holds the lock where there is no supervisor. Raises InvalidRequest, Unsupported."""
+        """For the holder of the lock if there is no supervisor. Raises InvalidRequest, Unsupported."""
         with _writing(self.path):
             self.write_state(replace(self.state(), phase=phase, supervisor=None, next_checkpoint_s=None))
 
@@ -133,7 +133,7 @@ class SupervisedFolder:
             os.close(fd)
 
     def supervisor(self) -> ProcessId | None:
-        """The supervisor that is at work; None where there is none."""
+        """The running supervisor; None if there is none."""
         with contextlib.suppress(InvalidRequest):
             found = self.state().supervisor
             if found is not None and processes.is_alive(found):
@@ -142,9 +142,9 @@ class SupervisedFolder:
 
     @contextlib.contextmanager
     def held(self, *, wait_s: float = 0.0) -> Iterator[None]:
-        """Be the job's only supervisor for this block. Raises InvalidRequest where it has one, Unsupported.
+        """Be the job's only supervisor for this block. Raises InvalidRequest if it has one, Unsupported.
 
-        ``wait_s``: for one that has ended: a child that it was just starting has the lock until it is exec'ed.
+        ``wait_s``: wait for an ended supervisor's child, which holds the lock until it calls exec.
         """
         with _writing(self.path):
             trusted_paths.make_private(self.path)
@@ -163,7 +163,7 @@ class SupervisedFolder:
             os.close(fd)
 
     def remove(self) -> None:
-        """Forget all of it. Raises InvalidRequest while there is a supervisor."""
+        """Remove the folder. Raises InvalidRequest while there is a supervisor."""
         if self.path.exists():
             with self.held(wait_s=_ENDED_S):
                 shutil.rmtree(self.path, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Which GPUs a job comes back on when some of its own are gone, or have failed. No I/O."""
+"""Choose GPUs for a job if some of its own are missing or have failed. No I/O."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from gpucr.model import Gpu
 def good_gpus(
     used: Sequence[Gpu], needed_bytes: Mapping[str, int], here: Sequence[Gpu], bad: Collection[str]
 ) -> str | None:
-    """The UUIDs of good GPUs for those that a job ``used``, in their order, with commas. None: all its own are good.
+    """Comma-separated UUIDs of good GPUs for those that a job ``used``, in order. None: all its own are good.
 
-    ``needed_bytes``: device memory by the UUIDs of ``used``; ``here``: the GPUs of this machine; ``bad``: the UUIDs of
-    those that have failed. One of its own that is good stays. Raises Unsupported where too few of a model have room.
+    ``needed_bytes``: device memory by the UUIDs of ``used``; ``here``: the GPUs of this machine; ``bad``: UUIDs of
+    failed ones. A good GPU of its own is kept. Raises Unsupported if too few of a model have room.
     """
     good = {gpu.uuid: gpu for gpu in here if gpu.uuid not in bad}
     if all(gpu.uuid in good for gpu in used):

@@ -1,4 +1,4 @@
-"""What a supervisor does with its job: look, take checkpoints, end it, bring it back. All of it by the public API."""
+"""A supervisor's work on its job: check it, take checkpoints, end it, restart it. All through the public API."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Look(Struct, frozen=True):
 
 
 class Checkpoint(Struct, frozen=True):
-    """A snapshot that was taken. ``downtime_s``: how long the job stood still; ``written_bytes``: new in the store."""
+    """A snapshot that was taken. ``downtime_s``: how long the job was stopped; ``written_bytes``: new in the store."""
 
     id: str
     downtime_s: float
@@ -59,31 +59,31 @@ class SupervisedJob(Protocol):
     """The job, as the supervisor sees it. Failures are GpucrError, and leave the job as it was."""
 
     def look(self) -> Look:
-        """What has become of it."""
+        """Its fate."""
 
     def log_size(self) -> int:
-        """How much it has printed, in bytes."""
+        """How many bytes it has printed."""
 
     def checkpoint(self, cancel: Cancellation, *, end: bool = False, timeout_s: float | None = None) -> Checkpoint:
-        """Take a snapshot and verify it. The job keeps running, or with ``end`` is ended."""
+        """Take a snapshot and verify it. The job keeps running, unless ``end``."""
 
     def snapshots(self) -> Sequence[str]:
         """The ids of its snapshots in the store, newest first by the store's clock."""
 
     def end(self) -> None:
-        """End what is left of it."""
+        """Kill the rest of it."""
 
     def restore(self, snapshot: str, cancel: Cancellation, *, bad_gpus: Collection[str]) -> Sequence[str]:
         """Bring it back from a snapshot. Returns warnings."""
 
     def start_again(self, how: StartAgain) -> None:
-        """Start it anew, with the same name and log."""
+        """Start it again, with the same name and log."""
 
     def mark(self, text: str) -> None:
-        """Write a line of gpucr's own into its log."""
+        """Write a line from gpucr into its log."""
 
     def prune(self, protected: Collection[str]) -> int:
-        """Remove snapshots that need not be kept, never the ``protected`` ones. Returns how many."""
+        """Remove snapshots according to the rules, never the ``protected`` ones. Returns how many."""
 
     def gpus(self) -> Collection[str]:
         """The UUIDs of the GPUs that it uses."""
@@ -99,7 +99,7 @@ class RegisteredJob:
         self._known: tuple[ProcessId, ...] = ()
 
     def look(self) -> Look:
-        """As the registry says; its tree is noted, so that nothing of it is missed when it has to be ended."""
+        """From the registry; remembers its tree, so that killing it later misses nothing."""
         listed = registry().look(self._name)
         if listed is None or listed.record is None:
             return Look("failed", "its record is gone" if listed is None else "its record is damaged")
@@ -112,7 +112,7 @@ class RegisteredJob:
         return _ended(listed.state)
 
     def log_size(self) -> int:
-        """Where the log cannot be looked at, 0."""
+        """0 if the log cannot be read."""
         with contextlib.suppress(OSError):
             return self._record().log.stat().st_size
         return 0
@@ -148,26 +148,26 @@ class RegisteredJob:
         )
 
     def snapshots(self) -> Sequence[str]:
-        """Those that have the job's name."""
+        """Those with the job's name."""
         found = list_snapshots(self._settings.store, key=self._key).snapshots
         return [each.id for each in reversed(found) if each.name == self._name]
 
     def end(self) -> None:
-        """SIGKILL to all of it. What hangs in the kernel is said when the restore finds its pids taken."""
+        """SIGKILL to all of it. If a process hangs in the kernel, the restore will report that its pids are taken."""
         listed = registry().look(self._name)
         if listed is not None and listed.record is not None and listed.state.word != "elsewhere":
             end_processes(listed.record, self._known)
         self._known = ()
 
     def restore(self, snapshot: str, cancel: Cancellation, *, bad_gpus: Collection[str]) -> Sequence[str]:
-        """On its own GPUs, or where these are gone or bad on others of the same model."""
+        """On its own GPUs or, if these are gone or bad, on others of the same model."""
         opened = open_snapshot(self._where(snapshot), self._key)
         gpu = _gpus_for(opened, bad_gpus)
         report = restore(opened, files=self._settings.files, gpu=gpu, cancel=cancel)
         return (*report.warnings, *report.gpu_reasons)
 
     def start_again(self, how: StartAgain) -> None:
-        """Its log is kept, and written on."""
+        """Its log is kept and continued."""
         log = self._record().log
         run_job(
             how.command,
@@ -182,7 +182,7 @@ class RegisteredJob:
         )
 
     def mark(self, text: str) -> None:
-        """On a line of its own. A log that cannot be written stops nothing."""
+        """On its own line. Errors writing the log are ignored."""
         with contextlib.suppress(OSError, GpucrError):
             fd = trusted_paths.open_file(self._record().log, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:
@@ -191,7 +191,7 @@ class RegisteredJob:
                 os.close(fd)
 
     def prune(self, protected: Collection[str]) -> int:
-        """By the options; without any of them nothing is removed."""
+        """According to the options; without any, nothing is removed."""
         settings = self._settings
         if settings.keep_last is None and settings.keep_hourly is None and settings.keep_daily is None:
             return 0
@@ -233,7 +233,7 @@ def _ended(state: JobState) -> Look:
 
 
 def _gpus_for(snapshot: JobSnapshot, bad: Collection[str]) -> str | None:
-    """Where the job's GPUs go, for `restore`; None: they stay. Raises Unsupported where there are too few good ones."""
+    """The job's new GPUs, for `restore`; None: unchanged. Raises Unsupported if there are too few good ones."""
     if not snapshot.manifest.has_gpu_state:
         return None
     here = list_gpus()

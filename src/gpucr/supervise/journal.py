@@ -1,4 +1,4 @@
-"""What a supervisor tells: the state that others read, and events."""
+"""A supervisor's reports: the state that others read, and events."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class Journal:
             self._folder.write_state(self.state)
 
     def count(self, counter: str, what: str) -> None:
-        """Add one to what is counted by a word: ``checkpoints``, ``restores`` or ``restarts``."""
+        """Increment a counter: ``checkpoints``, ``restores`` or ``restarts``."""
         before: Mapping[str, int] = getattr(self.state, counter)
         self.update(**{counter: {**before, what: before.get(what, 0) + 1}})
 
     def tell(self, event: str, **fields: Any) -> None:
-        """Write an event to the log and to stderr, and give it to the user's command."""
+        """Write an event to the log and to stderr, and pass it to the user's command."""
         told = {"time": as_time(self._wall_s()), "event": event, "job": self._folder.name, "pid": os.getpid(), **fields}
         with contextlib.suppress(OSError):
             self._folder.append_event(told)

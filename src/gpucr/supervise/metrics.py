@@ -1,4 +1,4 @@
-"""Metrics of all supervised jobs, for Prometheus: read from what supervisors keep on disk, whenever somebody asks."""
+"""Metrics of all supervised jobs, for Prometheus: read from the supervisors' files at every request."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ _GAUGES = (
 
 
 class JobsCollector:
-    """What prometheus_client asks for the metrics. Raises BrokenInstall without it."""
+    """A collector for prometheus_client. Raises BrokenInstall without it."""
 
     def __init__(self) -> None:
         self._core = extra.load("prometheus_client.core", "metrics")
 
     def collect(self) -> Iterator[Any]:
-        """The metric families of this moment. A job whose state cannot be read has only ``gpucr_job_info``."""
+        """The current metric families. A job whose state cannot be read has only ``gpucr_job_info``."""
         core = self._core
         jobs = [(folder, *_look(folder)) for folder in supervised()]
         info = core.GaugeMetricFamily(
@@ -111,7 +111,7 @@ def dashboard() -> str:
 
 
 def write_textfile(path: Path) -> None:
-    """For node_exporter's textfile collector, which never sees half a file. Raises InvalidRequest, BrokenInstall."""
+    """Write the file for node_exporter's textfile collector, atomically. Raises InvalidRequest, BrokenInstall."""
     text = as_text()
     try:
         durable.write(path.absolute(), text, mode=0o644)
@@ -122,7 +122,7 @@ def write_textfile(path: Path) -> None:
 
 
 def serve(host: str, port: int) -> int:
-    """Answer on http://HOST:PORT/metrics, in a thread. Port 0: any. Returns the port. Raises InvalidRequest."""
+    """Serve http://HOST:PORT/metrics in a thread. Port 0: any free one. Returns the port. Raises InvalidRequest."""
     client = extra.load("prometheus_client", "metrics")
     try:
         server, _ = client.start_http_server(port, addr=host, registry=_registry())

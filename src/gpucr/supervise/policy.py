@@ -1,4 +1,4 @@
-"""When to take a checkpoint, when and from what to restart: pure functions of numbers. No clock, no files."""
+"""When to take a checkpoint, and when and from which snapshot to restart: pure functions. No clock, no files."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 ASSUMED_DOWNTIME_S = 10.0
-"""How long a job stands still for a checkpoint, assumed until one was measured."""
+"""Assumed downtime of a checkpoint until one was measured."""
 JITTER = 0.1
 _SMOOTHING = 0.3
 
@@ -15,9 +15,9 @@ Random = Callable[[], float]
 
 
 def optimal_interval_s(downtime_s: float, mtbf_s: float) -> float:
-    """The time to work between two checkpoints that loses least of it.
+    """The optimal working time between two checkpoints, which loses the least time.
 
-    ``downtime_s``: how long the job stands still for one; ``mtbf_s``: mean time between failures. J. Daly, "A higher
+    ``downtime_s``: how long the job is stopped for one; ``mtbf_s``: mean time between failures. J. Daly, "A higher
     order estimate of the optimum checkpoint interval for restart dumps", Future Generation Computer Systems 22 (2006),
     equation 37. Its first term is Young's: sqrt(2 * downtime * mtbf).
     """
@@ -28,10 +28,10 @@ def optimal_interval_s(downtime_s: float, mtbf_s: float) -> float:
 
 
 def interval_s(every_s: float | None, downtime_s: float | None, mtbf_s: float, checkpoint_s: float) -> float:
-    """The time from one checkpoint to the next: what was asked for, or the optimum.
+    """The time from one checkpoint to the next: as configured, or the optimum.
 
-    ``checkpoint_s``: how long the last one took in all, also while the job ran: the optimum is never shorter, or the
-    store would be written to all the time.
+    ``checkpoint_s``: total duration of the last one, including while the job ran: the optimum is never shorter, or the
+    store would be written to constantly.
     """
     if every_s is not None:
         return every_s
@@ -40,26 +40,26 @@ def interval_s(every_s: float | None, downtime_s: float | None, mtbf_s: float, c
 
 
 def smoothed(before: float | None, measured: float) -> float:
-    """A running mean, in which what was measured last counts most."""
+    """A running mean that weights recent measurements most."""
     return measured if before is None else before + _SMOOTHING * (measured - before)
 
 
 def jittered(seconds: float, random: Random) -> float:
-    """Up to a tenth less or more: jobs that were started together do not write to a store together for ever."""
+    """Up to a tenth less or more, so that jobs started together do not always write to the store together."""
     return seconds * (1 + JITTER * (2 * random() - 1))
 
 
 def backoff_s(attempt: int, random: Random, *, first_s: float, most_s: float) -> float:
-    """How long to wait before attempt 1, 2, ...: doubled each time, with jitter."""
+    """How long to wait before attempt 1, 2, ...: doubles each time, with jitter."""
     return jittered(min(first_s * 2.0 ** min(attempt - 1, 60), most_s), random)
 
 
 def newest_first(known: Sequence[str], in_store: Sequence[str]) -> list[str]:
-    """The job's snapshots, the newest first.
+    """The job's snapshots, newest first.
 
-    ``known``: those that its supervisor noted, in the order in which it took them, not by the clock;
-    ``in_store``: all, by the clock of the store. One that is not known, and newer than all that are, was committed
-    by a supervisor that was killed before it could note it.
+    ``known``: those recorded by its supervisor, in the order of the dumps, not by clock; ``in_store``: all, by the
+    store's clock. An unknown one that is newer than all known ones was committed by a supervisor that was killed before
+    it could record it.
     """
     newer = in_store[: in_store.index(known[0])] if known else in_store
     unknown = [each for each in in_store if each not in known]
@@ -74,10 +74,10 @@ def choose_snapshot(
     crashes: int,
     window_s: float,
 ) -> str | None:
-    """The latest snapshot from which the job has not failed ``crashes`` times within ``window_s``. None: there is none.
+    """The latest snapshot from which the job has not failed ``crashes`` times within ``window_s``; None: there is none.
 
-    ``failures``: when the job failed after it had been restored from this snapshot. One that seems to be in the future,
-    because the clock was set back, counts as recent.
+    ``failures``: when the job failed after a restore from this snapshot. A time in the future, because the clock was
+    set back, counts as recent.
     """
     for snapshot in newest_first:
         recent = [when for when in failures.get(snapshot, ()) if now_s - when <= window_s]

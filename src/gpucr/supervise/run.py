@@ -1,4 +1,4 @@
-"""A supervisor in this process: everything that it needs, and what signals mean to it."""
+"""Run a supervisor in this process: set it up, and handle signals."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SIGNALS: dict[signal.Signals, Wish] = {signal.SIGTERM: "drain", signal.SIGINT: 
 
 
 def read_key(settings: Supervision) -> Secret | None:
-    """What opens the store. Raises InvalidRequest where the key file cannot be read."""
+    """The key that opens the store. Raises InvalidRequest if the key file cannot be read."""
     if settings.key_file is None:
         return None
     try:
@@ -48,10 +48,10 @@ def supervise(
     clock: Clock | None = None,
     on_ready: Callable[[], None] = lambda: None,
 ) -> Phase:
-    """Supervise a job that was prepared, in this process, until that is over. Returns what has become of the job.
+    """Supervise a prepared job in this process to the end. Returns what became of the job.
 
-    ``on_ready`` is called when nothing stands in the way any more. Raises InvalidRequest where it has a supervisor
-    already, or what is kept of it is missing or damaged.
+    ``on_ready`` is called after all checks. Raises InvalidRequest if it already has a supervisor, or its files are
+    missing or damaged.
     """
     folder = SupervisedFolder(name)
     with folder.held():
@@ -81,9 +81,9 @@ def _this_process() -> ProcessId:
 
 
 def supervise_with_signals(name: str, on_ready: Callable[[], None] = lambda: None) -> Phase:
-    """As `supervise`; SIGTERM drains, SIGINT and SIGHUP leave the job running. To be called by the main thread.
+    """Like `supervise`; SIGTERM drains, SIGINT and SIGHUP leave the job running. Call it from the main thread.
 
-    The work is done by another thread: operations would take the signals for theirs.
+    Another thread does the work: otherwise operations would handle the signals.
     """
     stop = Stop()
     results: list[Phase] = []

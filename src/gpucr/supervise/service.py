@@ -1,4 +1,4 @@
-"""systemd units that take supervised jobs up after a boot, look after their supervisors, and drain them in time."""
+"""systemd units that resume supervised jobs after a boot, watch their supervisors, and drain them in time."""
 
 from __future__ import annotations
 
@@ -77,10 +77,10 @@ WantedBy=timers.target
 
 
 def install(folder: Path = UNITS_FOLDER, *, enable: bool = True) -> Sequence[UnitFile]:
-    """Write the units, and where systemd runs, start and enable them. Doing it again brings them up to date.
+    """Write the units and, if systemd runs, start and enable them. Running it again updates them.
 
-    Needs root. Raises NotPermitted, InvalidRequest for a file of somebody else in their place, Unsupported where others
-    than root can change what would run as root, BrokenInstall where systemd finds fault with a unit or refuses.
+    Needs root. Raises NotPermitted, InvalidRequest if a file that is not gpucr's is in their place, Unsupported if
+    others than root can change what would run as root, BrokenInstall if systemd rejects a unit or refuses.
     """
     found = write_all(folder, units(), _MARK, (Path(sys.executable), Path(__file__)))
     if enable and is_live(folder):

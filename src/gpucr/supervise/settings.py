@@ -1,4 +1,4 @@
-"""How a job is supervised: what the options of `gpucr run` and `gpucr supervise` say, kept in the job's folder."""
+"""A job's supervision settings: the options of `gpucr run` and `gpucr supervise`, stored in the job's folder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LONGEST_S = 366 * 86400.0
 
 
 class StartAgain(Record, frozen=True):
-    """How the job is started anew where it failed before its first checkpoint. ``environment``: all of it."""
+    """How to start the job again if it fails before its first checkpoint. ``environment``: the complete one."""
 
     command: tuple[Text, ...]
     cwd: Text
@@ -27,19 +27,19 @@ class StartAgain(Record, frozen=True):
 
 
 class Supervision(Record, frozen=True):
-    """How a job is supervised. All times are in seconds; None where something is not asked for.
+    """How a job is supervised. All times are in seconds; None: not configured.
 
     ``every_s`` is the time between checkpoints; None: the optimum for what they cost and ``mtbf_s``, the mean time
     between failures. ``keep_last``, ``keep_hourly`` and ``keep_daily`` thin out the job's snapshots in the ``store``,
-    which ``key_file`` opens. ``files``: what becomes of files that have grown since the snapshot.
+    which ``key_file`` opens. ``files``: what to do with files that have grown since the snapshot.
 
-    A job hangs that prints nothing for ``output_timeout_s``, does not touch ``heartbeat`` for ``heartbeat_timeout_s``,
-    leaves its GPUs idle for ``gpu_idle_s``, or whose ``health`` command, run every ``health_every_s``, fails three
-    times in a row (one that takes longer than ``health_every_s`` has failed).
+    A job counts as hung if it prints nothing for ``output_timeout_s``, does not touch ``heartbeat`` for
+    ``heartbeat_timeout_s``, leaves its GPUs idle for ``gpu_idle_s``, or whose ``health`` command, run every
+    ``health_every_s``, fails three times in a row (one that takes longer than ``health_every_s`` has failed).
 
-    After ``crashes`` failures from one snapshot within ``crash_window_s`` the one before is taken; after
+    After ``crashes`` failures from one snapshot within ``crash_window_s`` the previous one is used; after
     ``max_restarts`` restarts without a new checkpoint the supervisor gives up. ``grace_s`` is the time for the last
-    dump after SIGTERM. ``on_event`` is a command that gets every event, as JSON on its stdin.
+    dump after SIGTERM. ``on_event`` is a command that gets every event as JSON on stdin.
     """
 
     store: Text
@@ -67,7 +67,7 @@ class Supervision(Record, frozen=True):
     format_version: int = FORMAT_VERSION
 
     def check(self) -> None:
-        """Raise InvalidRequest for times and numbers that make no sense."""
+        """Raise InvalidRequest for implausible times and numbers."""
         for name, option in _TIMES.items():
             value: float | None = getattr(self, name)
             if value is not None and not (math.isfinite(value) and 0 < value <= LONGEST_S):

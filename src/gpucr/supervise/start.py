@@ -1,4 +1,4 @@
-"""Starting supervisors in processes of their own, taking up those that are missing, and ending them."""
+"""Start supervisors in their own processes, replace missing ones, and end them."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ _MOST_ANSWER_BYTES = 4096
 
 
 def require_store(place: str, key: Secret | None) -> str:
-    """The store for a job's checkpoints, as it is named from any folder. One that is not there yet is made.
+    """The absolute name of the store for a job's checkpoints. Makes the store if there is none.
 
-    Only in a folder that does not exist, or is empty. Raises InvalidRequest, StoreError, WrongKey.
+    Only makes it in a folder that does not exist or is empty. Raises InvalidRequest, StoreError, WrongKey.
     """
     location = place_of_store(place)
     if location.snapshot is not None:
@@ -49,7 +49,7 @@ def require_store(place: str, key: Secret | None) -> str:
 
 
 def prepare(name: str, settings: Supervision) -> SupervisedFolder:
-    """Keep how the job will be supervised. Raises InvalidRequest where it has a supervisor already, Unsupported."""
+    """Store how the job will be supervised. Raises InvalidRequest if it has a supervisor already, Unsupported."""
     settings.check()
     check_name(name)
     folder = SupervisedFolder(name)
@@ -59,7 +59,7 @@ def prepare(name: str, settings: Supervision) -> SupervisedFolder:
 
 
 def require_running(job: int | str) -> str:
-    """The name of the job, which runs. Raises InvalidRequest for one that gpucr has not started, or does not run."""
+    """The name of the running job. Raises InvalidRequest if gpucr has not started it, or it does not run."""
     listed = find_by_pid_or_name(job)
     if listed.state.word not in ("running", "suspended"):
         raise InvalidRequest(
@@ -71,7 +71,7 @@ def require_running(job: int | str) -> str:
 
 
 class SupervisedStart(Struct, frozen=True):
-    """A job that was started, and the pid of its supervisor."""
+    """A started job, and the pid of its supervisor."""
 
     job: StartedJob
     supervisor_pid: int
@@ -91,14 +91,14 @@ def run_supervised(
 ) -> SupervisedStart:
     """Start a job as `run_job` does, and its supervisor. Raises what `run_job` does, and NotPermitted without root.
 
-    Where the supervisor cannot be started, the job runs without one: BrokenInstall says so.
+    If the supervisor cannot be started, the job runs without one, and BrokenInstall is raised.
     """
     settings.check()
     preflight.require_privileges(os.getpid())
     if name is not None:
         check_name(check_job_name(name))
         with SupervisedFolder(name).held():
-            pass  # refused now rather than when the job runs
+            pass  # refuse now rather than when the job runs
     started = run_job(
         command,
         name=name,
@@ -130,10 +130,10 @@ def run_supervised(
 
 
 def supervise_job(job: int | str, settings: Supervision) -> int:
-    """Supervise a job that runs, in a process of its own, and return that one's pid when it is at work.
+    """Start a supervisor process for a running job, and return its pid when it is ready.
 
-    Raises InvalidRequest for one that gpucr has not started, that does not run, or has a supervisor; NotPermitted
-    without root; and what keeps the supervisor from its work.
+    Raises InvalidRequest if gpucr has not started it, it does not run, or it has a supervisor; NotPermitted without
+    root; and errors of the supervisor's start.
     """
     preflight.require_privileges(os.getpid())
     name = require_running(job)
@@ -149,9 +149,9 @@ def known_name(job: int | str) -> str:
 
 
 def start_supervisor(name: str) -> int:
-    """Start the supervisor of a job that was prepared, and return its pid when it is at work. It outlives the caller.
+    """Start the supervisor of a prepared job, and return its pid when it is ready. It outlives the caller.
 
-    Raises InvalidRequest and what else keeps it from its work; BrokenInstall where it ends without a word.
+    Raises InvalidRequest and other errors of its start; BrokenInstall if it exits silently.
     """
     folder = SupervisedFolder(name)
     folder.settings()
@@ -187,7 +187,7 @@ def start_supervisor(name: str) -> int:
 
 
 class TakenUp(Struct, frozen=True):
-    """A job that `take_up_jobs` found without its supervisor. ``pid``: the new one's; None: it could not be started."""
+    """A job that `take_up_jobs` found without its supervisor. ``pid``: the new supervisor's; None: not started."""
 
     name: str
     pid: int | None
@@ -207,9 +207,9 @@ def take_up_jobs() -> Sequence[TakenUp]:
 
 
 def end_supervisors(names: Sequence[str] | None, wish: Wish, *, timeout_s: float | None = None) -> Sequence[str]:
-    """Ask supervisors (None: all) to drain, or to leave their jobs, and wait until they have ended. Returns whose.
+    """Tell supervisors (None: all) to drain, or to leave their jobs, and wait for them. Returns the jobs' names.
 
-    Raises InvalidRequest for one that has no supervisor, DeadlineExceeded where one is still at work.
+    Raises InvalidRequest if one has no supervisor, DeadlineExceeded if one still runs.
     """
     chosen = supervised() if names is None else [SupervisedFolder(name) for name in names]
     asked = {}

@@ -1,4 +1,4 @@
-"""The loop of a supervisor: wait, look, take a checkpoint, restart. One job, one thread; no two things at once."""
+"""A supervisor's loop: wait, check, take a checkpoint, restart. One job, one thread, one thing at a time."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from gpucr.supervise.settings import Supervision
 from gpucr.supervise.watch import Watch
 
 POLL_S = 0.5
-"""How often the job is looked at."""
+"""How often to check the job."""
 
 _UNREACHABLE = 5
-"""What a store that cannot be reached counts as: the fifth attempt, with a wait 16 times as long as the first."""
+"""An unreachable store counts as this attempt: the fifth, with a wait 16 times as long as the first."""
 
 GpuFailures = Callable[[], Sequence[tuple[str, str]]]
-"""What has failed since it was asked last: UUIDs of GPUs, and what NVML said of them."""
+"""Failures since the last call: GPU UUIDs, and what NVML said about them."""
 
 
 class Supervisor:
@@ -52,7 +52,7 @@ class Supervisor:
         self._restoring = ""
 
     def run(self) -> Phase:
-        """Supervise. Returns what has become of the job, which the state says as well."""
+        """Supervise. Returns what became of the job, which is also in the state."""
         was = self._journal.state.phase
         self._journal.tell("supervised", store=self._settings.store)
         self._plan_next()
@@ -61,14 +61,14 @@ class Supervisor:
             phase = self._restart("taken-up", found.reason or "drained", is_its_fault=False)
             if phase is not None:
                 return self._end(phase)
-        self._journal.update(phase="supervised")  # not before: until then a drained job is known as one
+        self._journal.update(phase="supervised")  # not earlier: until then a drained job is recognised as one
         while True:
             phase = self._turn()
             if phase is not None:
                 return self._end(phase)
 
     def _turn(self) -> Phase | None:
-        """Wait, and do what is next. Returns what the job has become where nothing is left to do."""
+        """Wait, and do what is next. Returns the job's fate if nothing is left to do."""
         if self._stop.wish is None:
             self._clock.wait(min(POLL_S, max(0.0, self._due_s - self._clock.now_s())), self._stop)
         found = self._job.look()
@@ -79,7 +79,7 @@ class Supervisor:
         if self._stop.wish == "leave":
             return "left"
         if found.word == "lent" and self._stop.wish is None:
-            self._watch.begin_again()  # it is stopped or dumped: being idle now is no hang
+            self._watch.begin_again()  # stopped or dumped: being idle is no hang
             self._due_s = max(self._due_s, self._clock.now_s() + POLL_S)
             return None
         if self._stop.wish == "drain":
@@ -112,7 +112,7 @@ class Supervisor:
         self._journal.update(interval_s=interval_s, next_checkpoint_s=self._clock.wall_s() + wait_s)
 
     def _checkpoint(self) -> None:
-        """Take one. Where that fails, the job runs on, and it is tried again soon."""
+        """Take one. On failure the job keeps running, and it is retried soon."""
         self._journal.tell("checkpoint-begin")
         began_s = self._clock.now_s()
         try:
@@ -127,7 +127,7 @@ class Supervisor:
 
     def _failed_checkpoint(self, error: GpucrError | OSError) -> None:
         if self._stop.wish is not None or self._job.look().word != "running":
-            self._journal.tell("checkpoint-cut-off", error=str(error))  # by the stop, or by the job's end
+            self._journal.tell("checkpoint-cut-off", error=str(error))  # because of the stop, or the job's end
             return
         self._journal.count("checkpoints", "failed")
         failed = self._journal.state.failed_checkpoints_in_a_row + 1
@@ -138,7 +138,7 @@ class Supervisor:
         self._journal.tell("checkpoint-failed", **_told(error), again_in_s=round(wait_s, 3))
         self._plan(wait_s, interval_s)
         if isinstance(error, JobDamaged):
-            self._job.end()  # what is left of it is no job any more; the next look says that it has failed
+            self._job.end()  # the rest is no job any more; the next check finds that it has failed
 
     def _taken(self, taken: Checkpoint) -> None:
         state = self._journal.state
@@ -163,7 +163,7 @@ class Supervisor:
         )
 
     def _prune(self) -> None:
-        """Remove what need not be kept; never the last that verified, nor the one that the job was restored from."""
+        """Prune snapshots; never the last verified one, nor the one that the job was restored from."""
         state = self._journal.state
         protected = {each.id for each in state.snapshots[-1:]} | ({state.restored_from} - {None})
         try:
@@ -177,7 +177,7 @@ class Supervisor:
     # --- restarts ----------------------------------------------------------------------------------------------
 
     def _restart(self, reason: str, why: str, *, is_its_fault: bool = True) -> Phase | None:
-        """End what is left of the job and bring it back. Returns the phase where that is not done."""
+        """End the rest of the job and restart it. Returns the phase if that is not done."""
         self._journal.tell("failed", reason=reason, why=why)
         self._journal.count("restarts", reason)
         if is_its_fault:
@@ -213,7 +213,7 @@ class Supervisor:
             self._clock.wait(end_s - self._clock.now_s(), self._stop)
 
     def _blame(self) -> None:
-        """Note that the job has failed after it was restored from this snapshot."""
+        """Record that the job has failed after a restore from this snapshot."""
         state, now_s = self._journal.state, self._clock.wall_s()
         snapshots = tuple(
             replace(each, failures=(*each.failures[-9:], now_s)) if each.id == state.restored_from else each
@@ -224,7 +224,7 @@ class Supervisor:
         self._journal.update(snapshots=snapshots)
 
     def _suspect(self, hung_s: float) -> None:
-        """The job has hung for so long: snapshots that were taken meanwhile would hang as well. None is restored."""
+        """The job has hung for this long: snapshots taken meanwhile would hang too. Exclude them."""
         state, now_s = self._journal.state, self._clock.wall_s()
         failures = (now_s,) * self._settings.crashes
         snapshots = tuple(
@@ -233,7 +233,7 @@ class Supervisor:
         self._journal.update(snapshots=snapshots)
 
     def _bring_back(self, why: str, gone: set[str]) -> bool:
-        """From the best snapshot, or anew where there never was one. False: there is nothing to bring it back from."""
+        """From the best snapshot, or from the start if there never was one. False: there is nothing to restart from."""
         state, settings = self._journal.state, self._settings
         in_store = list(self._job.snapshots())
         known = [each.id for each in reversed(state.snapshots) if each.id in in_store]
@@ -251,16 +251,16 @@ class Supervisor:
         if newest_first or gone or settings.start_again is None:
             return False
         self._job.start_again(settings.start_again)
-        self._journal.update(restored_from=None, started_anew=state.started_anew + 1)
+        self._journal.update(restored_from=None, started_over=state.started_over + 1)
         self._job.mark(f"{as_time(self._clock.wall_s())}: {why}; there was no snapshot yet: started from scratch")
-        self._journal.tell("started-anew")
+        self._journal.tell("started-over")
         return True
 
     def _restore(self, snapshot: str, why: str) -> None:
         when = next((each.created_s for each in self._journal.state.snapshots if each.id == snapshot), None)
         of = f" of {as_time(when)}" if when is not None else ""
         self._journal.tell("restore-begin", snapshot=snapshot)
-        # Before the job can print: what follows in the log was printed after it went back.
+        # Before the job can print: what follows in the log was printed after the restart.
         self._job.mark(f"{as_time(self._clock.wall_s())}: {why}; back to the snapshot {snapshot[:8]}{of}")
         self._restoring = snapshot
         warnings = self._job.restore(snapshot, self._stop.cancel, bad_gpus=self._journal.state.bad_gpus)
@@ -269,7 +269,7 @@ class Supervisor:
         self._journal.tell("restored", snapshot=snapshot, warnings=list(warnings))
 
     def _failed_restore(self, error: GpucrError | OSError, gone: set[str]) -> None:
-        """A store that cannot be reached is waited for, however long; a snapshot that is damaged is not tried again."""
+        """Waits indefinitely for an unreachable store; a damaged snapshot is not tried again."""
         if self._stop.wish is not None:
             return
         self._journal.count("restores", "failed")
@@ -284,7 +284,7 @@ class Supervisor:
     # --- the end -----------------------------------------------------------------------------------------------
 
     def _drain(self) -> Phase:
-        """The machine will be gone: a last dump, which ends the job, so that it can continue elsewhere or later."""
+        """The machine is going away: a last dump, which ends the job, so that it can continue elsewhere or later."""
         self._journal.update(phase="draining")
         self._journal.tell("drain-begin", grace_s=self._settings.grace_s)
         try:

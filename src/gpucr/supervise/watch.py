@@ -1,4 +1,4 @@
-"""Does the job hang? Its output, a heartbeat file, a health command, the activity and the failures of its GPUs."""
+"""Detect hangs: output, a heartbeat file, a health command, GPU activity and GPU failures."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from gpucr.supervise.job import SupervisedJob
 from gpucr.supervise.settings import Supervision
 
 HEALTH_FAILURES = 3
-"""How often in a row the health command fails before the job counts as hung."""
+"""Consecutive failures of the health command before the job counts as hung."""
 _GPU_EVERY_S = 5.0
 
 
 class HealthRun(Protocol):
-    """A health command that was started: `subprocess.Popen`."""
+    """A started health command: `subprocess.Popen`."""
 
     def poll(self) -> int | None:
         """Its exit code; None while it runs."""
@@ -32,7 +32,7 @@ GpuBusy = Callable[[Collection[str]], bool]
 
 
 class Watch:
-    """Looks at a job that runs. Time in which it stood still for a checkpoint is not counted: `stood_still`."""
+    """Watches a running job. Time stopped for a checkpoint does not count: `stood_still`."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class Watch:
         self.begin_again()
 
     def begin_again(self) -> None:
-        """The job has just been started or restored: everything counts from now."""
+        """The job was just started or restored: count from now."""
         now_s = self._clock.now_s()
         self._printed_s = self._beat_s = self._busy_s = self._gpu_looked_s = now_s
         self._health_s = now_s + self._settings.health_every_s
@@ -63,18 +63,18 @@ class Watch:
         self._alive_s: dict[str, float] = {}
 
     def hung_for_s(self, kind: str) -> float:
-        """How long ago it last showed life of this kind, checkpoints included: what was saved since may be hung too."""
+        """How long ago it last showed this sign of life, including checkpoints: snapshots since may be hung too."""
         return self._clock.now_s() - self._alive_s.get(kind, self._begun_s)
 
     def stood_still(self, seconds: float) -> None:
-        """The job could do nothing in the last ``seconds``. What was a hang before still is one."""
+        """The job was stopped for the last ``seconds``. An earlier hang remains one."""
         now_s = self._clock.now_s()
         self._printed_s = min(self._printed_s + seconds, now_s)
         self._beat_s = min(self._beat_s + seconds, now_s)
         self._busy_s = min(self._busy_s + seconds, now_s)
 
     def trouble(self) -> tuple[str, str] | None:
-        """What is wrong with it: the kind, and a sentence. None: nothing."""
+        """The problem: its kind, and a sentence. None: no problem."""
         return self._silent() or self._no_heartbeat() or self._unhealthy() or self._gpu_idle()
 
     def _silent(self) -> tuple[str, str] | None:
@@ -97,7 +97,7 @@ class Watch:
         with contextlib.suppress(OSError):
             status = os.stat(path)
             found = (status.st_mtime_ns, status.st_ino)
-        # Whether it changes is looked at, never whether it is recent: the clock may jump.
+        # Check whether it changes, not whether it is recent: the clock may jump.
         if found is not None and found != self._heartbeat:
             self._heartbeat, self._beat_s = found, now_s
             self._alive_s["hang-heartbeat"] = now_s
@@ -108,7 +108,7 @@ class Watch:
     def _unhealthy(self) -> tuple[str, str] | None:
         settings, now_s = self._settings, self._clock.now_s()
         if settings.health and self._health is None and now_s >= self._health_s:
-            self._health_s = now_s + settings.health_every_s  # the next one, and the time that this one has
+            self._health_s = now_s + settings.health_every_s  # the next run, and this one's time limit
             try:
                 self._health = self._start_health(settings.health)
             except OSError:
@@ -141,6 +141,6 @@ class Watch:
 
 
 def start_health(command: Sequence[str]) -> HealthRun:
-    """Start the command; what it prints is nobody's. Raises OSError."""
+    """Start the command; its output is discarded. Raises OSError."""
     null = subprocess.DEVNULL
     return subprocess.Popen(command, stdin=null, stdout=null, stderr=null)

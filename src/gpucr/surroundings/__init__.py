@@ -1,1 +1,1 @@
-"""What a job has outside its own memory: files, connections, shared memory, its place on the processors."""
+"""What a job has outside its own memory: files, connections, shared memory, CPU affinity."""

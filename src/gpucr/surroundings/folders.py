@@ -1,4 +1,4 @@
-"""The folders in which a job's local sockets are bound: programs that end remove them, and CRIU does not make them."""
+"""The folders of a job's local sockets: programs remove them when they exit, and CRIU does not recreate them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def socket_folders(tree: Sequence[ProcessInfo], *, is_sandboxed: bool) -> tuple[
     folders = {parent for path in paths for parent in path.parents}
     records: list[FolderRecord] = []
     for folder in sorted(folders - {Path("/")}):
-        with contextlib.suppress(OSError, UnicodeEncodeError):  # it is gone by now, as the socket's name in it is
+        with contextlib.suppress(OSError, UnicodeEncodeError):  # gone meanwhile, together with the socket's name
             str(folder).encode()
             found = folder.stat()
             records.append(FolderRecord(str(folder), stat.S_IMODE(found.st_mode), found.st_uid, found.st_gid))
@@ -32,7 +32,7 @@ def socket_folders(tree: Sequence[ProcessInfo], *, is_sandboxed: bool) -> tuple[
 
 
 class MakeFolders:
-    """Make the folders again in which the job's local sockets were bound, where they are missing."""
+    """Recreate missing folders in which the job's local sockets were bound."""
 
     name = "folders"
 
@@ -41,14 +41,13 @@ class MakeFolders:
         self._made: list[str] = []
 
     def describe(self) -> str:
-        """What for."""
+        """What it does."""
         return "make the missing folders of the job's sockets"
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
         """Make them, outermost first, with the owner and mode that they had.
 
-        CRIU binds the sockets by their paths, as root: no folder, also none that is there, may be behind a link of
-        another user's.
+        CRIU binds the sockets by path, as root: no folder, not even an existing one, may be behind another user's link.
         """
         for record in self._folders:
             try:
@@ -66,7 +65,7 @@ class MakeFolders:
         return 0
 
     def undo(self) -> None:
-        """Remove those that were made and are empty."""
+        """Remove the new ones that are empty."""
         while self._made:
             with contextlib.suppress(OSError):
                 trusted_paths.remove_empty_folder(self._made.pop())

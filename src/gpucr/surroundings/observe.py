@@ -25,11 +25,11 @@ from gpucr.snapshot.folder import UnfinishedSnapshot
 from gpucr.snapshot.manifest import SharedFileRecord
 
 _NO_FILES = ("/proc/", "/sys/", "/dev/")
-"""The kernel makes what has a path there, but for files of shared memory, which are recorded with their content."""
+"""File systems whose paths the kernel provides, except shared memory files, which are recorded with their content."""
 
 
 class Outside(Struct, frozen=True):
-    """See the members of `gpucr.snapshot.manifest.Manifest`; ``passing_names`` is what CRIU has named for the dump."""
+    """See the members of `gpucr.snapshot.manifest.Manifest`; ``passing_names``: those that CRIU made for the dump."""
 
     open_files: tuple[JobFile, ...]
     open_folders: tuple[str, ...]
@@ -40,9 +40,9 @@ class Outside(Struct, frozen=True):
 
 
 class TreeFiles(Struct, frozen=True):
-    """The files of one tree, as they were when CRIU had dumped it into ``images``. Made by `look_at_files`.
+    """The files of one tree, as they were after CRIU had dumped it into ``images``. Made by `look_at_files`.
 
-    ``pids`` are those of the processes whose paths mean the same here.
+    ``pids``: the processes whose paths mean the same here.
     """
 
     root_pid: int
@@ -55,10 +55,10 @@ class TreeFiles(Struct, frozen=True):
 def look_at_files(
     tree: Sequence[ProcessInfo], images: Path, folder: UnfinishedSnapshot, *, is_sandboxed: bool = False
 ) -> TreeFiles:
-    """Look which files a frozen tree uses, and save the content of those whose opened name is gone into ``images``.
+    """Find the files that a frozen tree uses, and save the content of those whose opened name is gone into ``images``.
 
-    In CRIU's post-dump hook: the names that it gave those files are gone when it lets the tree go. Raises as
-    `look_outside`, and takes ``is_sandboxed`` as that does.
+    Call it in CRIU's post-dump hook: CRIU's names for those files are gone when it releases the tree. Raises as
+    `look_outside`; ``is_sandboxed`` as there.
     """
     ours = tuple(process.pid for process in tree if is_sandboxed or sees_our_files(process.pid))
     in_use = tuple(files_in_use(ours))
@@ -69,9 +69,9 @@ def look_at_files(
 def look_outside(trees: Sequence[TreeFiles], folder: UnfinishedSnapshot, *, is_sandboxed: bool = False) -> Outside:
     """Record files and sockets of frozen trees, and save the content of their files of shared memory into ``folder``.
 
-    In a mount namespace of its own, a container's, files have paths that mean something else here, and CRIU takes care
-    of its /dev/shm: nothing is recorded of them. ``is_sandboxed``: the namespace is one that gpucr made, with the files
-    of this machine and a /dev/shm that is the job's alone. Raises SnapshotError, CriuError.
+    In a container's mount namespace, paths mean something else, and CRIU handles its /dev/shm: nothing is recorded.
+    ``is_sandboxed``: gpucr made the namespace, with this machine's files and a private /dev/shm. Raises SnapshotError,
+    CriuError.
     """
     root_pid = trees[0].root_pid
     shared_root = PROC / str(root_pid) / "root" / shared_files.ROOT.relative_to("/")
@@ -98,7 +98,7 @@ def _save_linked_files(
 
 
 def remove_names(names: Collection[str]) -> None:
-    """Remove names that CRIU gave to files of a job that is gone now, and whose content the snapshot has."""
+    """Remove CRIU's names for files of a job that is gone, whose content is in the snapshot."""
     for name in names:
         with contextlib.suppress(OSError), opened_folder(os.path.dirname(name)) as folder:
             os.unlink(os.path.basename(name), dir_fd=folder)
@@ -120,7 +120,7 @@ def _job_files(in_use: Sequence[FileInUse], shared_device: int | None) -> tuple[
 
 
 def _folders(pids: Sequence[int]) -> tuple[str, ...]:
-    """Working folders, and folders that are open."""
+    """Working folders and open folders."""
     found: set[str] = set()
     for pid in pids:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):

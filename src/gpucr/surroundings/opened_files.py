@@ -1,8 +1,8 @@
-"""What CRIU has opened for a restored job is what the job had open, and nothing that a link of another user led to.
+"""Check that what CRIU opened for a restored job is what the job had open, not the target of another user's link.
 
-CRIU opens a job's files and folders by their paths, as root, before the processes become who they were. Whoever can
-change a folder on the way could have the job handed any file of the machine. CRIU cannot be told to open them in
-another way, so gpucr looks what came of it, when all processes are there and none has run.
+CRIU opens a job's files and folders by path, as root, before the processes get their own credentials. A user who can
+change a folder on the way could have any file of the machine handed to the job. CRIU offers no other way to open them,
+so gpucr checks the result when all processes exist and none has run.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _GONE = " (deleted)"
 
 
 def require_as_recorded(pids: Iterable[int], names: Collection[str]) -> None:
-    """Raise Unsupported where these processes have a file or folder that none of the ``names`` stands for.
+    """Raise Unsupported if these processes have a file or folder open that none of the ``names`` stands for.
 
-    The kernel shows where a path has led: a name that leads elsewhere now is fine where only root can have changed it.
+    The kernel shows where a path led: a name that leads elsewhere now is fine if only root can have changed it.
     """
     safe: set[tuple[int, int]] | None = None
     for path, inode in _opened(pids):
@@ -38,7 +38,7 @@ def require_as_recorded(pids: Iterable[int], names: Collection[str]) -> None:
 
 
 def _opened(pids: Iterable[int]) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Paths and inodes of what has a name and is a plain file or a folder. (CRIU takes nothing else in their place.)"""
+    """Paths and inodes of named plain files and folders. (CRIU accepts nothing else in their place.)"""
     for pid in pids:
         folder = PROC / str(pid)
         for link in (f"{folder}/cwd", *_entries(f"{folder}/fd"), *_entries(f"{folder}/map_files")):
@@ -56,7 +56,7 @@ def _entries(folder: str) -> list[str]:
 
 
 def _inodes(names: Iterable[str]) -> set[tuple[int, int]]:
-    """What these names stand for where nobody else can change that."""
+    """What these names stand for if nobody else can change that."""
     found: set[tuple[int, int]] = set()
     for name in names:
         with suppress(OSError):

@@ -1,7 +1,7 @@
 """CPU affinity and I/O priority of a job's threads: read at the dump, set again at the restore.
 
-CRIU keeps scheduling policies and nice values, and neither of these: its tasks have those of CRIU itself, and so of the
-shell that runs the restore. One confined to a CPU would confine the job to it, for as long as the job runs.
+CRIU restores scheduling policies and nice values, but neither of these: its tasks inherit them from CRIU, and so from
+the shell that runs the restore. A shell confined to one CPU would confine the job to it for good.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gpucr.snapshot.manifest import Manifest, ProcessRecord, ThreadRecord
 
 
 def scheduling_of(pid: int, threads: Sequence[int]) -> tuple[ThreadRecord, ...] | None:
-    """How the threads of a frozen process are scheduled; None where the kernel does not say.
+    """How the threads of a frozen process are scheduled; None if the kernel does not say.
 
     A thread that may use all CPUs that it could get is recorded as free, not as bound to those of this machine.
     """
@@ -39,14 +39,14 @@ def _record(pid: int, tid: int, usable: frozenset[int]) -> ThreadRecord:
 
 
 def restore_scheduling(manifest: Manifest, root_pid: int) -> list[str]:
-    """Give every thread of a restored tree, which does not run yet, what the manifest has. Returns warnings.
+    """Apply the manifest's values to every thread of a restored tree that does not run yet. Returns warnings.
 
-    Needs CAP_SYS_NICE for processes of other users. What cannot be set never ends a restore.
+    Needs CAP_SYS_NICE for processes of other users. A value that cannot be set never fails a restore.
     """
     try:
         tree = processes.tree(root_pid)
     except ProcessNotFound:
-        return []  # whoever takes stock of the tree says so
+        return []  # the check of the restored tree reports it
     restored = {process.ns_pids[-1]: process for process in tree}
     warnings: list[str] = []
     for record in manifest.processes:
@@ -57,7 +57,7 @@ def restore_scheduling(manifest: Manifest, root_pid: int) -> list[str]:
 
 
 def _restore_process(record: ProcessRecord, threads: Iterable[ThreadRecord], process: ProcessInfo) -> list[str]:
-    """One warning for all threads of a process that have met the same."""
+    """One warning for all threads of a process with the same problem."""
     met: defaultdict[str, int] = defaultdict(int)
     try:
         tids = {processes.innermost_thread_id(process.pid, tid): tid for tid in processes.threads(process.pid)}
@@ -81,7 +81,7 @@ def _set_cpus(tid: int, cpus: str | None) -> str | None:
             return None
         wanted = scheduling.cpus_in(cpus)
         try:
-            os.sched_setaffinity(tid, wanted)  # the kernel passes over those that it does not have
+            os.sched_setaffinity(tid, wanted)  # the kernel skips those that it does not have
         except OSError as e:
             if e.errno != errno.EINVAL:
                 raise

@@ -1,4 +1,4 @@
-"""The steps of a restore that bring the world around the job into the state that CRIU needs."""
+"""The steps of a restore that prepare the job's surroundings for CRIU."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def steps_before_criu(
     in_our_network: bool,
     deadline: float | None,
 ) -> list[PutBackSharedFiles | FreePorts | AdaptFiles]:
-    """Those of the steps below that this snapshot needs, in their order. ``images``: those of each tree."""
+    """The steps below that this snapshot needs, in order. ``images``: by tree."""
     manifest = source.snapshot.manifest
     steps: list[PutBackSharedFiles | FreePorts | AdaptFiles] = []
     if manifest.shared_files:
@@ -53,13 +53,13 @@ def steps_before_criu(
 
 
 def endpoints_to_bind(manifest: Manifest, tcp: TcpMode) -> tuple[Endpoint, ...]:
-    """Where the restored job's TCP sockets are to be bound."""
+    """The addresses to which the restored job's TCP sockets will be bound."""
     kept = manifest.connections if tcp == "keep" else ()
     return (*manifest.endpoints, *(each.local for each in kept))
 
 
 class PutBackSharedFiles:
-    """Files of shared memory get the content that they had, before CRIU opens them."""
+    """Restore the content of shared memory files before CRIU opens them."""
 
     name = "shared"
 
@@ -87,18 +87,18 @@ class PutBackSharedFiles:
             ) from e
 
     def undo(self) -> None:
-        """Bring back what was there."""
+        """Restore what was there before."""
         if self._files is not None:
             self._files.undo()
 
     def close(self) -> None:
-        """Give up what the undo would need."""
+        """Discard what the undo would need."""
         if self._files is not None:
             self._files.close()
 
 
 class FreePorts:
-    """Connections that are long closed still have the ports of the job's sockets: end them, or wait for their end."""
+    """Remnants of closed connections can occupy the job's ports: end them, or wait for their end."""
 
     name = "ports"
 
@@ -113,7 +113,7 @@ class FreePorts:
         return f"free the job's ports ({shown}) of closed connections"
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
-        """End what is left over of connections at the job's ports, where nobody has a socket there."""
+        """End remnants of connections at the job's ports, if nobody has a socket there."""
         left_over = self._left_over()
         if not left_over:
             return 0
@@ -155,10 +155,10 @@ class FreePorts:
 
 
 class AdaptFiles:
-    """Files of other sizes than at the dump, and connections to the outside: what CRIU is told about them.
+    """Tell CRIU about files whose size has changed since the dump, and about connections to the outside.
 
-    A file that is cut back gets its rest again in the undo. The snapshot's images stay as they are: CRIU gets a folder
-    with a changed one, for each tree where that is needed.
+    The undo of a cut appends the rest again. The snapshot's images stay unchanged: CRIU gets a folder with a changed
+    image, for each tree that needs one.
     """
 
     name = "files"
@@ -180,12 +180,12 @@ class AdaptFiles:
         self.warnings: list[str] = []
 
     def describe(self) -> str:
-        """What becomes of them."""
+        """What happens to them."""
         files = "keep files as they are now" if self._mode == "keep" else "cut files back to their size at the dump"
         return f"{files}; {'close' if self._tcp == 'close' else 'keep'} connections to the outside"
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
-        """Cut back, and make the changed images. Returns the bytes that were cut off."""
+        """Cut files back, and make the changed images. Returns the bytes that were cut off."""
         original, outputs = self._images[0].original, self._site.value.outputs
         with images_read_from(original):
             images = [FilesImage.read(each.original) for each in self._images]
@@ -209,7 +209,7 @@ class AdaptFiles:
             folder.change(image)
 
     def undo(self) -> None:
-        """Give the files their rest again."""
+        """Append to the files what was cut off."""
         while self._cut:
             cut_back.put_back(self._cut.pop())
 
@@ -223,7 +223,7 @@ class AdaptFiles:
         spared = spared_by_rewind(files)
         launch = self._manifest.launch
         for file in files:
-            is_log = launch is not None and file.path == launch.log_path  # it tells what happened, also twice
+            is_log = launch is not None and file.path == launch.log_path  # it only reports; calling it twice is fine
             size_bytes = _size_bytes(file.path) if file.path not in spared and not is_log else None
             if file.is_written and size_bytes is not None and size_bytes > file.size_bytes:
                 try:
@@ -240,7 +240,7 @@ class AdaptFiles:
 
 
 def _changed_sizes(files: Sequence[JobFile]) -> dict[str, tuple[int, int]]:
-    """Per path the size at the dump and the one now. Code that was replaced is left out: CRIU must refuse it."""
+    """Per path the size at the dump and the one now. Replaced code is left out: CRIU must refuse it."""
     found: dict[str, tuple[int, int]] = {}
     for file in files:
         size_bytes = _size_bytes(file.path)

@@ -1,1 +1,1 @@
-"""Operations that can be taken back: steps, signals, and the guard that takes over when gpucr dies."""
+"""Operations that can be undone: steps, signals, and the guard that takes over when gpucr dies."""

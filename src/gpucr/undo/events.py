@@ -1,4 +1,4 @@
-"""What operations tell while they run: to the caller's ``on_progress``, and to all who have subscribed."""
+"""Events of running operations, for the caller's ``on_progress`` and for all subscribers."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from gpucr.errors import GpucrError
 class Progress(Struct, frozen=True):
     """An event for ``on_progress``.
 
-    A phase begins, advances (bytes moved so far, and ``total_bytes`` that are expected), says something about itself
-    (note), ends, or is undone; or a signal had to be ignored meanwhile. ``seconds`` counts from the phase's begin.
+    A phase begins, advances (bytes moved so far, of the expected ``total_bytes``), has a note about itself, ends, or is
+    undone; or a signal had to be ignored. ``seconds`` counts from the start of the phase.
     """
 
     event: Literal["begin", "advance", "note", "end", "undo", "signal-ignored"]
@@ -37,7 +37,7 @@ class Progress(Struct, frozen=True):
 
     @property
     def eta_s(self) -> float | None:
-        """Seconds until the expected bytes are moved at this rate; None where nobody can know."""
+        """Seconds until the expected bytes are moved at this rate; None if unknown."""
         rate = self.rate_bytes_per_s
         if rate is None or self.total_bytes <= 0:
             return None
@@ -48,8 +48,8 @@ class Event(Struct, frozen=True):
     """An operation begins, makes ``progress``, ends, or fails. For those who `subscribe`.
 
     ``operation`` is what was called (``dump``, ``prune``, ...), ``subject`` what it works on, as the caller named it;
-    ``id`` tells operations of this process apart. ``seconds`` counts from the operation's begin. A failure has its
-    ``error``, and the error's ``code`` where it is one of gpucr's.
+    ``id`` is unique in this process. ``seconds`` counts from the start of the operation. A failure has its ``error``,
+    and the error's ``code`` if it is one of gpucr's.
     """
 
     kind: Literal["begin", "progress", "end", "fail"]
@@ -62,7 +62,7 @@ class Event(Struct, frozen=True):
 
     @property
     def code(self) -> str | None:
-        """The code of the error; None where there is none, or it is not one of gpucr's."""
+        """The code of the error; None if there is none, or it is not one of gpucr's."""
         return self.error.code if isinstance(self.error, GpucrError) else None
 
 
@@ -74,10 +74,10 @@ _numbers = itertools.count(1)
 
 
 def subscribe(on_event: OnEvent) -> Callable[[], None]:
-    """Have ``on_event`` called with what every operation of this process does. Returns what ends that.
+    """Call ``on_event`` with the events of every operation of this process. Returns a function that ends that.
 
-    It is called by the threads that do the work, by one at a time for each operation, and an operation waits for it.
-    What it raises is shown by `sys.excepthook` and changes nothing: who only watches cannot make a dump fail.
+    The threads that do the work call it, one at a time per operation, and the operation waits for it. What it raises
+    goes to `sys.excepthook` and changes nothing: an observer cannot make a dump fail.
     """
 
     def careful(event: Event) -> None:
@@ -92,9 +92,9 @@ def subscribe(on_event: OnEvent) -> Callable[[], None]:
 
 
 class Listener:
-    """Tells what one operation does: ``on_progress``, and the subscribers, one event at a time.
+    """Reports one operation to ``on_progress`` and the subscribers, one event at a time.
 
-    An ``on_progress`` that fails ends an operation, but never an undo.
+    A failing ``on_progress`` ends an operation, but never an undo.
     """
 
     def __init__(self, on_progress: OnProgress | None, operation: str = "", subject: object = "") -> None:
@@ -103,18 +103,18 @@ class Listener:
         self._subject = str(subject)
         self._id = next(_numbers)
         self._start = time.monotonic()
-        self._turn = threading.RLock()  # reentrant: a signal handler tells of an ignored signal, at any instruction
+        self._turn = threading.RLock()  # reentrant: a signal handler reports an ignored signal, at any instruction
         self._untold: deque[Event] = deque()
         self._is_telling = False
 
     @property
     def is_heard(self) -> bool:
-        """Whether anybody listens."""
+        """Whether there is a listener."""
         return self._on_progress is not None or bool(_subscribers)
 
     @contextlib.contextmanager
     def announced(self) -> Iterator[None]:
-        """The operation is this block."""
+        """The block is the operation."""
         with contextlib.suppress(BaseException):
             self._tell("begin")
         try:
@@ -129,17 +129,17 @@ class Listener:
     def tell(self, progress: Progress) -> None:
         """Raises what ``on_progress`` raises.
 
-        What a signal handler tells of while the listener is at work comes right after that: writing to a stream, say,
-        fails inside another write to it.
+        An event from a signal handler is delivered after the one in progress: writing to a stream, for example, fails
+        inside another write to it.
         """
         self._tell("progress", progress)
 
     def tell_ignored(self, reason: str) -> None:
-        """Of a signal that changes nothing."""
+        """Report a signal that changes nothing."""
         self.try_to_tell(Progress("signal-ignored", "signal", reason))
 
     def try_to_tell(self, progress: Progress) -> None:
-        """For an undo. A listener that exits the program is no reason to leave a job half-way, either."""
+        """For an undo. Not even a listener that exits the program may leave a job half-way."""
         with contextlib.suppress(BaseException):
             self.tell(progress)
 
@@ -158,7 +158,7 @@ class Listener:
             while self._untold and not self._is_telling:
                 self._is_telling = True
                 try:
-                    if self._untold:  # a handler may have told of it just before the line above
+                    if self._untold:  # a handler may have reported it just before the line above
                         self._deliver(self._untold.popleft())
                 finally:
                     self._is_telling = False

@@ -1,10 +1,10 @@
-"""A second process that brings the job back when gpucr itself dies in the middle of an operation.
+"""A second process that brings the job back if gpucr itself dies in the middle of an operation.
 
 Between some steps a job depends on gpucr: it is locked, checkpointed or stopped, and for a while its device memory lies
-in a file that gpucr alone holds open. SIGKILL and the kernel's out-of-memory killer leave no time for an undo. So an
-operation starts a guard, tells it before each such change what to do (recovery.py), and gives it copies of the
-descriptors that are needed, those that keep other gpucr's off the job (`claims.claimed`) included. While the
-operation lives, the guard does nothing at all.
+in a file that gpucr alone holds open. SIGKILL and the out-of-memory killer leave no time for an undo. So an operation
+starts a guard, tells it before each such change what to do (recovery.py), and gives it copies of the descriptors that
+this needs, including those that keep other gpucr processes off the job (`claims.claimed`). While the operation lives,
+the guard does nothing.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from gpucr.undo.guard_process import DESCRIPTORS_A_MESSAGE, MESSAGE_LIMIT_BYTES,
 from gpucr.undo.recovery import Record, encode
 
 ANSWER_LIMIT_S = 60.0
-"""How long the guard may take to start, or to answer: long enough for a machine that swaps."""
+"""How long the guard may take to start or to answer: enough for a machine that swaps."""
 
 RECOVERY_LIMIT_S = 60.0
 """How long an operation whose own undo has failed waits for the guard's."""
 
 
 class Guard:
-    """The operation's end. Starts the process at once and does not wait for it; `dismiss` ends it, in any state.
+    """The operation's side. Starts the process without waiting for it; `dismiss` ends it, in any state.
 
-    As a context manager it is dismissed when the block is left: by then the job is as it should be, or the error says
-    that it is not. Safe to use from several threads. Raises BrokenInstall where no process can be started.
+    As a context manager it is dismissed at the end of the block: by then the job is as it should be, or the error says
+    that it is not. Thread-safe. Raises BrokenInstall if no process can be started.
     """
 
     def __init__(self) -> None:
@@ -61,18 +61,19 @@ class Guard:
 
     @property
     def pid(self) -> int:
-        """Of the guard's process."""
+        """The guard process's pid."""
         return self._process.pid
 
     def wait_ready(self) -> None:
-        """Returns when the guard watches. Nothing of the job may be changed before. Raises BrokenInstall."""
+        """Returns when the guard is watching. Do not change the job before. Raises BrokenInstall."""
         with self._turn:
             self._receive(time.monotonic() + ANSWER_LIMIT_S)
 
     def hold(self, descriptors: Sequence[int]) -> tuple[int, ...]:
-        """Keep copies of these open in the guard until it ends. Returns their numbers for a recovery action.
+        """Keep copies of these descriptors open in the guard until it ends.
 
-        Raises BrokenInstall where the guard has ended or cannot open so many.
+        Returns their numbers for a recovery action. Raises BrokenInstall if the guard has ended or cannot open that
+        many.
         """
         with self._turn:
             first = self._held
@@ -83,9 +84,9 @@ class Guard:
             return tuple(range(first, self._held))
 
     def update(self, record: Record) -> None:
-        """From now on this is what is to be done. Returns when the guard has it. Raises BrokenInstall where it ended.
+        """Replace the guard's record of what to do. Returns when the guard has it. Raises BrokenInstall if it ended.
 
-        Then the guard would not help any more, and the change that was to follow must not be made.
+        In that case there is no protection, and the change that was to follow must not be made.
         """
         if any(number >= self._held for each in record.entries for number in each.descriptors):
             raise ValueError("a recovery action with a descriptor that the guard does not hold")
@@ -102,10 +103,10 @@ class Guard:
             os.close(fd)
 
     def recover(self, limit_s: float = RECOVERY_LIMIT_S) -> bool:
-        """Do now what the record says. Returns whether everything of it is as it should be.
+        """Make the guard do now what the record says. Returns whether it fully succeeded.
 
-        If not, or if that is not known within ``limit_s``, the guard is not dismissed any more: it keeps at it, and
-        begins once more when the operation's process has ended.
+        If not, or if that is unknown after ``limit_s``, the guard is no longer dismissed: it keeps trying, and starts
+        over when the operation's process has ended.
         """
         with self._turn:
             try:
@@ -117,9 +118,9 @@ class Guard:
             return not self._is_needed
 
     def dismiss(self) -> None:
-        """The guard ends without doing anything, and what it held is closed. Safe in any state, and again.
+        """End the guard without any recovery; its descriptors are closed. Safe in any state, and idempotent.
 
-        One whose `recover` has failed goes its own way instead.
+        A guard whose `recover` has failed is left running instead.
         """
         with self._turn:
             if self._socket.fileno() < 0:
@@ -128,7 +129,8 @@ class Guard:
                 self._socket.close()
                 os.close(self._output_fd)
                 return
-            # It has nothing to clean up, and it could be stopped or not have started yet: no request is as sure.
+            # SIGKILL: it has nothing to clean up, and a request would not reach a guard that is stopped or not started
+            # yet.
             self._process.send_signal(signal.SIGKILL)
             self._process.wait()
             self._socket.close()
@@ -159,7 +161,7 @@ class Guard:
         except ConnectionError as e:
             raise self._lost() from e
         deadline = time.monotonic() + limit_s
-        # An answer to a call that was interrupted (Ctrl-C) may still be on its way.
+        # The answer to an interrupted call (Ctrl-C) may still arrive.
         while (answer := self._receive(deadline))[0] != str(self._sequence):
             continue
         return answer[1]
@@ -182,7 +184,7 @@ class Guard:
         return words
 
     def _lost(self) -> BrokenInstall:
-        with contextlib.suppress(subprocess.TimeoutExpired):  # its socket is closed a moment before it has ended
+        with contextlib.suppress(subprocess.TimeoutExpired):  # its socket closes a moment before it has ended
             self._process.wait(ANSWER_LIMIT_S)
         said = os.pread(self._output_fd, 1 << 16, 0).decode(errors="replace").strip().rpartition("\n")[2]
         return BrokenInstall(

@@ -1,7 +1,7 @@
-"""The guard's own process: it holds what it is given, and waits for its operation to dismiss it or to die.
+"""The guard process: holds what it is given, and waits for its operation to dismiss it or die.
 
-Nothing is imported here that waiting does not need: the guard is ready 17 ms after its start and takes 10 MiB. What
-recovers the job is imported when it is needed.
+Only what waiting needs is imported here: the guard is ready 17 ms after its start and takes 10 MiB. Recovery code is
+imported when it is needed.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from gpucr.linux import oom
 MESSAGE_LIMIT_BYTES = 64
 RECORD_LIMIT_BYTES = 64 << 20
 DESCRIPTORS_A_MESSAGE = 250
-"""The kernel passes on at most 253 at once (SCM_MAX_FD)."""
+"""The kernel passes at most 253 at once (SCM_MAX_FD)."""
 
 RECOVERED, NOT_RECOVERED = "recovered", "not-recovered"
 """Answers to ``recover``."""
 
 RESERVE_A_DESCRIPTOR = 4
-"""How many more descriptors are kept for the recovery, for each that is held for it."""
+"""Spare descriptors reserved for the recovery per held descriptor."""
 
 _EXIT_LIMIT_S = 60.0
-"""How long the end of the operation's process is waited for once its socket is closed."""
+"""How long to wait for the end of the operation's process after its socket closed."""
 
 
 class Post:
-    """What the operation has sent so far: the record, and the descriptors under their numbers.
+    """What the operation has sent so far: the record, and numbered descriptors.
 
-    Messages: ``hold SEQUENCE FIRST`` with descriptors, the first of which gets number FIRST; ``record SEQUENCE`` with
-    the descriptor of a file that holds it. Each is answered with ``SEQUENCE COUNT``, COUNT descriptors having arrived.
-    ``recover SEQUENCE``: do what the record says now, and answer ``SEQUENCE recovered`` if all is as it should be.
+    Messages: ``hold SEQUENCE FIRST`` with descriptors, numbered from FIRST; ``record SEQUENCE`` with the descriptor of
+    a file that holds it. Each is answered with ``SEQUENCE COUNT``, COUNT descriptors having arrived. ``recover
+    SEQUENCE``: do now what the record says, and answer ``SEQUENCE recovered`` if that fully succeeded.
     """
 
     def __init__(self, operation_pid: int, *, loads_at_once: bool = False) -> None:
@@ -44,7 +44,7 @@ class Post:
         self._reserve: list[int] = []
 
     def take(self, message: str, fds: list[int]) -> str:
-        """Take in one message. Returns the answer."""
+        """Handle one message. Returns the answer."""
         kind, sequence, *rest = message.split()
         if kind == "recover":
             return f"{sequence} {RECOVERED if self.recover(is_dead=False) else NOT_RECOVERED}"
@@ -61,7 +61,7 @@ class Post:
         return f"{sequence} {len(fds)}"
 
     def _hold(self, fds: list[int], first: int) -> int:
-        """How many are held: fewer than there are where the recovery would not have the descriptors that it takes."""
+        """How many are held: fewer than were sent if the recovery would be short of descriptors."""
         self.descriptors.update(enumerate(fds, first))
         try:
             for _ in range(RESERVE_A_DESCRIPTOR * len(fds)):
@@ -71,7 +71,7 @@ class Post:
         return len(fds)
 
     def recover(self, *, is_dead: bool) -> bool:
-        """Do what the record says: the operation is dead, or could not do it. True: nothing is left to be done."""
+        """Do what the record says: the operation is dead, or its undo failed. True: nothing is left to do."""
         while self._reserve:
             os.close(self._reserve.pop())
         if self.record:
@@ -83,14 +83,14 @@ class Post:
 
 
 def main(*numbers: str) -> None:
-    """Guard the operation at the other end of a socket, with this number. The others: its pidfd, and its pid."""
+    """Guard the operation at the other end of this socket. The other arguments: its pidfd and its pid."""
     socket_fd, operation_fd, operation_pid = map(int, numbers)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
     oom.spare()
-    # The recovery must not run out of memory for a limit that was meant for gpucr, or the shell that it came from.
-    # Where such a limit cannot be lifted (root may), what an action needs is loaded as soon as it is named: if that is
-    # too much, the operation has no guard any more, and ends before it has made that change.
+    # The recovery must not fail on a memory limit meant for gpucr or the shell that started it. If the limit cannot be
+    # lifted (only root may), an action's modules are loaded as soon as it is named: if that exceeds the limit, the
+    # operation loses its guard and ends before it has made that change.
     post = Post(operation_pid, loads_at_once=not oom.lift_memory_limits())
     with socket.socket(fileno=socket_fd) as connection:
         connection.send(b"ready")
@@ -99,10 +99,10 @@ def main(*numbers: str) -> None:
 
 
 def _serve_until_death(connection: socket.socket, operation_fd: int, post: Post) -> None:
-    """Returns when the operation's process has ended. A dismissal is a SIGKILL, and does not return from here.
+    """Returns when the operation's process has ended. A dismissal is a SIGKILL, so this never returns from one.
 
-    The socket alone would not tell: a child that the operation has forked may hold its end as well. And it is closed
-    before the kernel has let go of the threads that the operation traced.
+    The socket alone is not enough: a child that the operation forked may hold its end too. And it closes before the
+    kernel has detached the threads that the operation traced.
     """
     poller = select.poll()
     poller.register(connection, select.POLLIN)

@@ -1,8 +1,9 @@
 """Ctrl-C, SIGTERM and a caller's cancellation while a job is being changed.
 
-A signal handler that raises at an arbitrary instruction would cut a bookkeeping line in half. So a signal is only
-noted, and acted on where it is safe: between two steps, and inside those long waits that say that they can be cut
-off (`Interrupts.allowed`). During the undo, and once the operation has succeeded, it is told that it came too late.
+A signal handler that raises at an arbitrary instruction would tear bookkeeping apart. So a signal is only noted, and
+acted on where that is safe: between steps, and inside long waits that declare themselves interruptible
+(`Interrupts.allowed`). During the undo, and once the operation has succeeded, it has no effect, and the user is told
+so.
 """
 
 from __future__ import annotations
@@ -23,20 +24,20 @@ BRINGING_BACK = "the job is being brought back; this cannot be cut short"
 TOO_LATE = "too late to interrupt: it is done"
 
 _innermost: Interrupts | None = None
-"""Of the main thread, the only one that signals reach."""
+"""The main thread's contexts; signals reach no other thread."""
 
 
 class Interrupts:
     """Context in which SIGINT, SIGTERM and SIGHUP, and ``cancel``, lead to one orderly undo.
 
     Signals reach only the main thread; elsewhere (gpucr called from another thread) the handlers stay as they are.
-    ``on_ignored`` is called, with the reason, when a signal comes that changes nothing. ``cancel`` is looked at where
-    `check` is called: long waits do so several times a second.
+    ``on_ignored`` is called with the reason when a signal has no effect. `check` looks at ``cancel``; long waits call
+    it several times a second.
 
-    Contexts nest: a command has one around everything that it does, an operation its own. When an operation is over,
-    so is what is around it: a signal that comes while the command prints the report must not make a failure of a
-    success. (A command that goes on after that says so: `not_over_yet`.) ``is_committed``: the point of no return is
-    behind; ``is_done``: so is the last step; ``has_succeeded``: an operation inside has, whatever became of its report.
+    Contexts nest: a command has one around all that it does, an operation its own. When an operation is over, the outer
+    context is over too: a signal while the command prints the report must not turn success into failure. (A command
+    that continues after that calls `not_over_yet`.) ``is_committed``: past the point of no return; ``is_done``: past
+    the last step; ``has_succeeded``: an inner operation succeeded, even if its report failed.
     """
 
     def __init__(self, on_ignored: Callable[[str], None] | None = None, *, cancel: Cancellation | None = None) -> None:
@@ -59,8 +60,8 @@ class Interrupts:
         if threading.current_thread() is threading.main_thread():
             self._outer, _innermost, self._is_innermost = _innermost, self, True
             for number in _SIGNALS:
-                # nohup and background jobs of a shell ignore signals on purpose: leave those alone. None stands
-                # for a handler that is not Python's: it could not be put back.
+                # nohup and a shell's background jobs ignore signals on purpose: leave those alone. None means a handler
+                # that is not Python's, which could not be restored.
                 if signal.getsignal(number) not in (signal.SIG_IGN, None):
                     self._previous[number] = signal.signal(number, self._note)
         return self
@@ -74,7 +75,7 @@ class Interrupts:
         _innermost, self._is_innermost = self._outer, False
         if self._outer is not None:
             self._outer.has_succeeded = kind is None or self.is_done
-            self._outer.commit()  # before its handlers are back: what comes in between must not be raised, either
+            self._outer.commit()  # before its handlers are restored: a signal in between must not be raised either
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
@@ -84,9 +85,9 @@ class Interrupts:
         return any(each.is_cancelled for each in self._cancellations)
 
     def check(self) -> None:
-        """Raise KeyboardInterrupt, with the reason, where a signal or ``cancel`` has come and something can be undone.
+        """Raise KeyboardInterrupt, with the reason, if a signal or ``cancel`` has come and something can be undone.
 
-        Raises what `stop_with` was given instead, where that came.
+        Raises the error given to `stop_with` instead, if there is one.
         """
         if self._undoing or self.is_committed:
             return
@@ -96,14 +97,14 @@ class Interrupts:
             raise KeyboardInterrupt(next(each.reason for each in self._cancellations if each.is_cancelled))
 
     def stop_with(self, error: BaseException) -> None:
-        """Let the next `check` raise ``error``: for what goes wrong in another thread. The first one counts."""
+        """Let the next `check` raise ``error``: for failures in another thread. The first one wins."""
         if self._error is None:
             self._error = error
 
     def raise_at_once(self) -> None:
-        """From here on a signal raises KeyboardInterrupt, once: nothing has been changed yet."""
+        """From now on a signal raises KeyboardInterrupt, once: nothing has been changed yet."""
         self._raise_at_once = True
-        self.check()  # after the line above: a signal that comes between the two is not missed
+        self.check()  # after the line above, so that a signal between the two is not missed
 
     @contextlib.contextmanager
     def allowed(self) -> Iterator[None]:
@@ -115,24 +116,24 @@ class Interrupts:
             self._raise_at_once = False
 
     def postpone(self) -> None:
-        """From here on nothing is cut off; `check` raises what came."""
+        """From now on nothing is interrupted; `check` raises a noted signal."""
         self._raise_at_once = False
 
     def commit(self) -> None:
-        """The point of no return: what was asked for exists now. Neither a signal nor the deadline takes it back."""
+        """The point of no return: the result exists. Neither a signal nor the deadline undoes it."""
         self.is_committed = True
         self._raise_at_once = False
 
     def conclude(self) -> None:
-        """All steps are done: raise what `check` does for the last time, then `commit`."""
+        """All steps are done: `check` a last time, then `commit`."""
         self.check()
         self.commit()
-        if self.requested and not self._is_told:  # it came in the last step, which cannot be cut off
+        if self.requested and not self._is_told:  # it came in the last step, which cannot be interrupted
             self._tell_too_late()
 
     @contextlib.contextmanager
     def undoing(self) -> Iterator[None]:
-        """While the block lasts signals change nothing; `check` raises what came when it is over."""
+        """During the block signals have no effect; afterwards `check` raises a noted one."""
         self._undoing = True
         self._raise_at_once = False
         try:
@@ -147,7 +148,7 @@ class Interrupts:
         elif self.is_committed:
             self._tell_too_late()
         elif self._raise_at_once:
-            self._raise_at_once = False  # a second signal must not cut off the cleaning up after the first
+            self._raise_at_once = False  # a second signal must not interrupt the cleanup after the first
             raise KeyboardInterrupt
 
     def _tell_too_late(self) -> None:
@@ -160,12 +161,12 @@ class Interrupts:
 
 
 def interrupted(error: KeyboardInterrupt, state: str, *, hint: str | None = None) -> Interrupted:
-    """The error for the caller. ``state``: what is true now."""
+    """The error for the caller. ``state``: the state of things now, in words."""
     return Interrupted(f"{str(error) or 'interrupted'}; {state}", hint=hint)
 
 
 def not_over_yet() -> None:
-    """For what goes on after an operation, with a question or another one: signals end it again, in the main thread."""
+    """For a command that continues after an operation, with a question or another one: signals interrupt it again."""
     if _innermost is not None and threading.current_thread() is threading.main_thread():
         _innermost.is_committed = _innermost.has_succeeded = False
         _innermost.raise_at_once()

@@ -16,13 +16,13 @@ from gpucr.linux import locks, trusted_paths
 from gpucr.linux.private_folders import state_folder
 
 _AT_WORK = ".at-work"
-"""A file with the pid of who writes the log. Without it the log is one that somebody was told of."""
+"""A file with the pid of the log's writer. A log without it has been reported to somebody and is kept."""
 
 _LEFT_BEHIND_S = 600.0
 
 
 def append_to_log(name: str, line: str) -> None:
-    """Add a line with the time to ``NAME.log`` in the log folder, or to syslog where that cannot be written."""
+    """Add a line with the time to ``NAME.log`` in the log folder, or to syslog if that cannot be written."""
     try:
         base = state_folder() / "log"
         trusted_paths.make_private(base)
@@ -37,8 +37,7 @@ def append_to_log(name: str, line: str) -> None:
 def log_kept_on_failure(phase: str) -> Iterator[Path]:
     """A path for CRIU's log in a new private folder, which is removed when the block succeeds.
 
-    Where the state folder cannot be written (a full or read-only disk), the system's folder for temporary files is
-    used instead.
+    If the state folder cannot be written (a full or read-only disk), the system's temporary folder is used.
     """
     prefix = f"{phase}-{time.strftime('%Y%m%dT%H%M%S')}-"
     try:
@@ -54,13 +53,13 @@ def log_kept_on_failure(phase: str) -> Iterator[Path]:
         except GpucrError:
             raise
         except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)  # nobody would be told where it is
+            shutil.rmtree(folder, ignore_errors=True)  # nobody has been told about it
             raise
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def remove_logs_of(pid: int) -> None:
-    """Remove what a gpucr that was killed, of this pid, has left in the log folder. For its guard. Raises nothing."""
+    """Remove what the killed gpucr with this pid left in the log folder. For its guard. Raises nothing."""
     with contextlib.suppress(OSError):
         for folder in _marked(state_folder() / "log"):
             if (folder / _AT_WORK).read_text(encoding="ascii") == str(pid) and not _is_in_use(folder):
@@ -69,7 +68,7 @@ def remove_logs_of(pid: int) -> None:
 
 @contextlib.contextmanager
 def _at_work(folder: Path) -> Iterator[None]:
-    """Tells this folder from those that are kept: marked, and locked as long as this process lives."""
+    """Mark this folder as temporary, and lock it while this process lives."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         locks.lock(fd, wait_s=None)
@@ -83,7 +82,7 @@ def _at_work(folder: Path) -> Iterator[None]:
 
 
 def _remove_left_behind(base: Path) -> None:
-    """Remove logs of a gpucr that was killed with its guard, or had none. Its CRIU may be writing for a while yet."""
+    """Remove logs of a gpucr that was killed with its guard or had none. Its CRIU may still be writing for a while."""
     with contextlib.suppress(OSError):
         for folder in _marked(base):
             newest = max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
@@ -92,7 +91,7 @@ def _remove_left_behind(base: Path) -> None:
 
 
 def _marked(base: Path) -> list[Path]:
-    with os.scandir(base) as entries:  # there may be many, and each operation looks
+    with os.scandir(base) as entries:  # there may be many, and every operation checks
         names = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
     return [base / name for name in names if os.path.exists(f"{base}/{name}/{_AT_WORK}")]
 

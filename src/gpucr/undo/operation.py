@@ -1,10 +1,10 @@
-"""What is around the steps of an operation on a job, from its first look at the job to its report.
+"""Everything around the steps of an operation on a job, from its first look at the job to its report.
 
 - A signal ends it: at once while nothing has been changed, with an undo while steps run, and not at all afterwards,
-  when there is only a report to be made (interrupts.py).
-- It may open as many files as the machine allows, and what an undo takes is set aside before the first step
-  (linux/descriptor_limit.py): without descriptors, nobody can even ask where a process is.
-- Where an undo fails, the guard tries once more, in a process of its own (protection.py).
+  when only the report is left (interrupts.py).
+- It may open as many files as the machine allows, and the undo's descriptors are reserved before the first step
+  (linux/descriptor_limit.py): without descriptors not even a process's state can be read.
+- If an undo fails, the guard tries again, in its own process (protection.py).
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from gpucr.undo.roll import Roll
 from gpucr.undo.steps import Phase, Step, run_steps
 
 TO_CHANGE, TO_MOVE = 4, 13
-"""How many files an operation has open for each CUDA process: to suspend or resume it, to dump or restore it.
+"""How many files an operation opens per CUDA process: for suspend and resume; for dump and restore.
 
-Counted with 2, 8 and 16 processes: 4.1 and 12.1 (a dump to a folder) for each, and 5 more in all.
+Measured with 2, 8 and 16 processes: 4.1 and 12.1 (a dump to a folder) for each, plus 5.
 """
 
 _IN_ALL, _TO_UNDO = 24, 3
 
 
 class Operation:
-    """An operation under way. Made by `operation`."""
+    """A running operation. Made by `operation`."""
 
     def __init__(self, listener: Listener, interrupts: Interrupts) -> None:
         self.interrupts = interrupts
@@ -40,15 +40,15 @@ class Operation:
         self._reserve: Reserve | None = None
 
     def require_descriptors(self, processes: int, cuda_processes: int, each: int) -> None:
-        """Set aside what steps and undo take for a job of that many processes; ``each``: for one that uses CUDA.
+        """Reserve descriptors for steps and undo of a job with that many processes; ``each``: per CUDA process.
 
-        Raises Unsupported where the process may not open so many files.
+        Raises Unsupported if the process may not open that many files.
         """
         self.release()
         for_undo = _TO_UNDO * cuda_processes
         count = _IN_ALL + 2 * processes + each * cuda_processes
         try:
-            self._reserve = Reserve(for_undo)  # what an undo takes, when the steps have taken all
+            self._reserve = Reserve(for_undo)  # for the undo, after the steps have used up the rest
             Reserve(count).release()
         except OSError as e:
             if e.errno not in OUT_OF_DESCRIPTORS:
@@ -64,7 +64,7 @@ class Operation:
         protection: Protection | None = None,
         begun_before: Sequence[Step] = (),
     ) -> tuple[Phase, ...]:
-        """As `run_steps`. When it returns the operation has succeeded, and signals come too late."""
+        """Like `run_steps`. When it returns, the operation has succeeded and signals have no effect."""
         try:
             return run_steps(
                 steps,
@@ -80,7 +80,7 @@ class Operation:
             self.release()
 
     def release(self) -> None:
-        """Give back what was set aside."""
+        """Release the reserved descriptors."""
         if self._reserve is not None:
             self._reserve.release()
             self._reserve = None
@@ -95,9 +95,9 @@ def operation(
     cancel: Cancellation | None = None,
     is_undo: bool = False,
 ) -> Iterator[Operation]:
-    """The whole of an operation is in this block. Raises Interrupted, Unsupported (no open files left) and JobChanged.
+    """The block is the whole operation. Raises Interrupted, Unsupported (no open files left) and JobChanged.
 
-    ``name`` and ``subject`` are for the events that tell of it (events.py). One that ``is_undo`` cannot be interrupted.
+    ``name`` and ``subject`` are for its events (events.py). With ``is_undo`` it cannot be interrupted.
     """
     listener = Listener(on_progress, name, subject)
     with (
@@ -133,9 +133,9 @@ def all_or_nothing(
     state: str = "nothing was changed",
     at_once: bool = True,
 ) -> Iterator[Interrupts]:
-    """For what is short and has no undo: a signal ends it at once until the block says `conclude`, and never after.
+    """For short operations without undo: a signal ends the block at once until it calls `conclude`, and never after.
 
-    Without ``at_once`` the block says where it may be cut off. Raises Interrupted, which says the ``state``.
+    Without ``at_once`` the block says where it may be interrupted. Raises Interrupted with the ``state``.
     """
     listener = Listener(None, name, subject)
     with Interrupts(cancel=cancel) as interrupts, listener.announced():

@@ -1,4 +1,4 @@
-"""What an operation keeps its guard told, step by step, so that the job outlives gpucr (guard.py, recovery.py)."""
+"""Keeps the guard informed, step by step, so that the job survives gpucr's death (guard.py, recovery.py)."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from gpucr.undo.recovery import Action, Entry, Record, kind_of
 
 
 class Protection:
-    """What is to be undone of one operation, and the guard that knows it.
+    """One operation's pending recovery actions, and the guard that knows them.
 
-    A context manager: the guard is started at its beginning, which takes a moment that the first `protect` waits for,
-    and dismissed at its end. ``claims`` are the descriptors of `claims.claimed`, ``tree`` the processes of the job.
+    A context manager: starts the guard, for which the first `protect` waits, and dismisses it at the end. ``claims``
+    are the descriptors of `claims.claimed`, ``tree`` the processes of the job.
     """
 
     def __init__(self, claims: Sequence[int] = (), tree: Iterable[ProcessInfo] = ()) -> None:
         self._claims = tuple(claims)
         self._tree = tuple(process.id for process in tree)
         self._is_ready = False
-        self._entries: dict[str, Entry] = {}  # in the order in which they were named; one of a kind
+        self._entries: dict[str, Entry] = {}  # in the order in which they were named; one per kind
         self._outliving: set[str] = set()
         self._held: dict[tuple[str, int], int] = {}
         self._claimed_later = contextlib.ExitStack()
@@ -39,25 +39,25 @@ class Protection:
     ) -> None:
         try:
             self._guard.dismiss()
-        except MemoryError:  # once more: a guard that stays takes back what has been done
+        except MemoryError:  # again: a guard that stays undoes what has been done
             self._guard.dismiss()
         finally:
             self._claimed_later.close()
 
     def claim(self, pids: Iterable[int]) -> None:
-        """Keep other gpucr's off processes that the operation has made, until it has ended, or its guard.
+        """Claim processes that the operation has made until it, or its guard, has ended.
 
-        Raises Unsupported where another one is at work on them.
+        Raises Unsupported if another gpucr works on them.
         """
         self._wait_ready()
         self._guard.hold(self._claimed_later.enter_context(claimed(pids)))
 
     def protect(self, action: Action, descriptors: Sequence[int] = ()) -> None:
-        """From now on this is to be done, too. To be called before what it would take back.
+        """Add a recovery action. Call this before the change that it undoes.
 
-        One of the same kind that was named before is replaced, and its turn kept. The guard holds copies of the
-        ``descriptors``, which must stay open here as long as the action is named with them. Raises BrokenInstall where
-        there is no guard any more: then what was to follow must not be done.
+        Replaces an earlier action of the same kind, in its place in the order. The guard holds copies of the
+        ``descriptors``, which must stay open here while the action is named with them. Raises BrokenInstall if the
+        guard is gone: then the change must not be made.
         """
         self._wait_ready()
         kind = kind_of(action)
@@ -67,20 +67,20 @@ class Protection:
         self._tell()
 
     def amend(self, action: Action, descriptors: Sequence[int] = ()) -> None:
-        """There is less to be done than was named; nothing, if it was withdrawn. No guard any more: no matter."""
+        """Reduce a named action; does nothing if it was withdrawn. A guard that has ended does not matter."""
         if kind_of(action) in self._entries:
             with contextlib.suppress(BrokenInstall):
                 self.protect(action, descriptors)
 
     def withdraw(self, *actions: type[Action]) -> None:
-        """It was undone, or needs no undo any more. A guard that has ended does not matter."""
+        """Withdraw an action that was undone or is no longer needed. A guard that has ended does not matter."""
         for each in actions:
             self._forget(kind_of(each))
         with contextlib.suppress(BrokenInstall):
             self._tell()
 
     def job_runs(self) -> None:
-        """The job needs nothing any more; an unfinished snapshot is still to be removed."""
+        """Withdraw all actions for the job; an unfinished snapshot is still removed."""
         self._tree = ()
         for kind in self._entries.keys() - self._outliving:
             self._forget(kind)
@@ -88,13 +88,13 @@ class Protection:
             self._tell()
 
     def undo_by_guard(self) -> bool:
-        """Let the guard do what it was told, where the operation could not. True: everything is as it was found."""
+        """Let the guard do what the operation could not. True: everything is as it was found."""
         return self._is_ready and self._guard.recover()
 
     def _forget(self, kind: str) -> None:
         self._entries.pop(kind, None)
         for held in [held for held in self._held if held[0] == kind]:
-            del self._held[held]  # its number here may be another file's by the next time
+            del self._held[held]  # its number may belong to another file by the next call
 
     def _numbers(self, kind: str, descriptors: Sequence[int]) -> list[int]:
         new = [fd for fd in descriptors if (kind, fd) not in self._held]

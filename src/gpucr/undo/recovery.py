@@ -1,12 +1,11 @@
-"""What is to be done for a job where its operation cannot do it any more: recovery actions.
+"""Recovery actions: what to do for a job when its operation no longer can.
 
-An action is a struct in the module `recovery` of the room that knows how to take something back. Whoever is about to
-change something names the action first (protection.py); the guard keeps it, as the name of its class, data and open
-descriptors, and imports the room when it has to act. So a new way of changing a job touches its own room alone.
+An action is a struct in the module `recovery` of the room that knows how to undo something. A step names the action
+before it makes the change (protection.py). The guard keeps it as class name, data and open descriptors, and imports the
+room when it has to act. So a new way of changing a job touches only its own room.
 
-An action says where things have to be, not what was done: it looks where each of them is now. So it is right wherever
-the operation was cut off, and may be older than the job's state by the last change. The last one is done first, as in
-an undo.
+An action says what the state must be, not what was done, and checks what it is now. So it works wherever the operation
+was cut off, and even if the last change was not made. The last action runs first, as in an undo.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ _KIND = re.compile(r"(gpucr(?:\.[a-z_]+)*\.recovery):([A-Za-z]+)")
 
 
 class Action(msgspec.Struct):
-    """Base of all actions. The fields of a subclass are what JSON can hold."""
+    """Base of all actions. A subclass's fields must fit JSON."""
 
     outlives_job: ClassVar[bool] = False
-    """Whether it is still to be done when the job runs again and needs nothing more."""
+    """Whether it still applies when the job runs again and needs nothing more."""
 
     def recover(self, descriptors: Sequence[int]) -> bool:
-        """Do it. ``descriptors`` are those that were given with it, in their order.
+        """Do it. ``descriptors`` are those passed with it, in order.
 
         Returns whether the job has ended, or is being ended, as it should. May raise anything: the other actions are
         still done.
@@ -42,7 +41,7 @@ class Action(msgspec.Struct):
 
 
 class Entry(msgspec.Struct, frozen=True):
-    """An action on its way to the guard. ``descriptors`` are the guard's numbers for them."""
+    """An action as sent to the guard. ``descriptors`` are the guard's numbers."""
 
     kind: str
     data: msgspec.Raw
@@ -50,9 +49,10 @@ class Entry(msgspec.Struct, frozen=True):
 
 
 class Record(msgspec.Struct, frozen=True):
-    """Everything that has to be as before; an empty one: nothing.
+    """All actions to take; may be empty.
 
-    ``tree``: all processes of the job; none may be missing afterwards. ``entries``: the first one first.
+    ``tree``: all processes of the job; none may be missing afterwards. ``entries``: in the order in which they were
+    named.
     """
 
     tree: tuple[ProcessId, ...] = ()
@@ -60,7 +60,7 @@ class Record(msgspec.Struct, frozen=True):
 
 
 def kind_of(action: Action | type[Action]) -> str:
-    """What names its class in a record. Raises ValueError for one that a guard would not find."""
+    """Names its class in a record. Raises ValueError for a class that a guard would not find."""
     cls = action if isinstance(action, type) else type(action)
     kind = f"{cls.__module__}:{cls.__qualname__}"
     if _KIND.fullmatch(kind) is None:
@@ -107,8 +107,8 @@ def _action(each: Entry) -> Action:
 def recover(data: bytes, descriptors: Mapping[int, int], operation_pid: int, *, is_dead: bool) -> bool:
     """Do what the encoded record says, and write a line about it to the log folder. Raises nothing.
 
-    ``descriptors``: the guard's own, per number. One part that fails does not keep the others from being tried.
-    ``is_dead``: the operation is; else its own undo has failed. Returns whether everything is as it was found.
+    ``descriptors``: the guard's own, by number. A failing part does not stop the others. ``is_dead``: the operation has
+    died; otherwise its own undo has failed. Returns whether everything is as it was found.
     """
     what = "has died in the middle of its work" if is_dead else "could not undo its work"
     title = f"the gpucr with pid {operation_pid} {what}"
@@ -134,12 +134,12 @@ def _recover(each: Entry, descriptors: Mapping[int, int]) -> bool:
 def _try(part: Callable[[], object], failures: list[str]) -> None:
     try:
         part()
-    except Exception as error:  # noqa: BLE001 - the other parts must be done whatever happens here
+    except Exception as error:  # noqa: BLE001 - the other parts must still be done
         failures.append(f"{type(error).__name__}: {error}")
 
 
 def _lost(tree: Sequence[ProcessId]) -> str:
-    """Which processes of a job that should run have ended, and how. Nobody can bring them back: it is only told."""
+    """Which processes of a job that should run have ended, and how. Only reported: nothing can bring them back."""
     ends.wait_until_they_ran(filter(processes.goes_on, tree))
     missing = [
         f"process {each.pid} {ends.how(ends.wait_status(each, None))}" for each in tree if not processes.goes_on(each)

@@ -1,8 +1,8 @@
-"""Who was there when an operation began, and what has become of them.
+"""Which processes existed when an operation began, and what became of them.
 
-An undo leads processes back to where they were found, and passes over those that have ended. So what it says of the
-others is not all: a job that has lost a member is not as it was found, whoever ended it. The roll is taken before the
-first step and called when all steps are done or undone.
+An undo leads processes back to where they were found and skips those that have ended. So its success is not enough: a
+job that has lost a process is not as it was found, no matter who ended it. The roll is taken before the first step and
+called when all steps are done or undone.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from gpucr.linux import ends, processes
 from gpucr.model import Job, ProcessInfo
 
 END_LIMIT_S = 10.0
-"""How long those that were killed may take to end: the driver gives their device memory back first."""
+"""How long killed processes may take to end: the driver frees their device memory first."""
 
 
 class Ended(Struct, frozen=True):
-    """A process that was there and has ended. ``status``: its wait status; None where nobody can say."""
+    """A process that has ended. ``status``: its wait status; None if unknown."""
 
     process: ProcessInfo
     status: int | None
 
     @property
     def is_loss(self) -> bool:
-        """Whether the job may miss it: all that is not known to have ended by itself, and well."""
+        """Whether it counts as a loss: true unless it is known to have exited with 0."""
         return self.status != 0
 
     def sentence(self) -> str:
-        """Which process, and how it ended."""
+        """Process and how it ended, in words."""
         return f"process {self.process.pid} ({self.process.name}) {ends.how(self.status)}"
 
 
 class Roll:
-    """The processes of a job, by pid and start time. A context manager: holds a pidfd for each meanwhile."""
+    """The processes of a job, by pid and start time. A context manager: holds a pidfd for each."""
 
     def __init__(self, job: Job) -> None:
         self._known = job.processes
@@ -47,7 +47,7 @@ class Roll:
 
     def __enter__(self) -> Roll:
         for process in self._known:
-            # Without one (no descriptor left, the process has just ended) it is not known how it ends.
+            # Without a pidfd (no descriptor left, the process has just ended) its exit status stays unknown.
             with contextlib.suppress(OSError):
                 self._pidfds[process.pid] = os.pidfd_open(process.pid)
         return self
@@ -57,16 +57,16 @@ class Roll:
             os.close(self._pidfds.popitem()[1])
 
     def call_after_undo(self) -> tuple[Ended, ...]:
-        """Who has ended, after everything was undone. Waits until those that were let go have run."""
+        """Which have ended, after everything was undone. Waits until released processes have run."""
         ids = [process.id for process in self._known]
         ends.wait_until_they_ran(filter(processes.goes_on, ids))
         processes.wait_for_the_killed(ids, END_LIMIT_S)
         return tuple(self._ended(self._known))
 
     def require_gang(self, state: str, *, hint: str | None = None) -> None:
-        """After all steps: raise JobDamaged where a CUDA process is lost. ``state``: what is true otherwise.
+        """After all steps: raise JobDamaged if a CUDA process is lost. ``state``: the state otherwise, in words.
 
-        The other processes run, and start and end as it suits the job.
+        The other processes run, and may start and end as the job needs.
         """
         gang = [process for process in self._known if process.id in self._gang]
         lost = [each.sentence() for each in self._ended(gang) if each.is_loss]

@@ -1,8 +1,8 @@
-"""An operation is a list of steps. Each can say what it will do, do it, and take it back.
+"""An operation is a list of steps. Each can say what it will do, do it, and undo it.
 
-`run_steps` runs them in order. When one fails, the deadline passes, or the user interrupts, the steps that were begun
-are undone in reverse, and the error says whether the job is as it was found. `--dry-run`, progress and the timing
-table come from the same list.
+`run_steps` runs them in order. When one fails, the deadline passes, or the user interrupts, the started steps are
+undone in reverse, and the error says whether the job is as it was found. `--dry-run`, progress and the timing table
+come from the same list.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gpucr.undo.roll import Ended, Roll
 
 
 class Phase(Struct, frozen=True):
-    """What one step took: wall seconds, and the bytes that it moved (0 where it moves none)."""
+    """What one step took: wall seconds, and the bytes that it moved (0 if it moves none)."""
 
     name: str
     seconds: float
@@ -30,14 +30,13 @@ class Phase(Struct, frozen=True):
 
 
 REPORT_INTERVAL_S = 0.1
-"""How far apart the "advance" events of a phase are; its last one comes when it ends."""
+"""Interval of a phase's "advance" events; the last one comes when it ends."""
 
 
 class Meter:
-    """What a step that takes long tells about itself while it runs.
+    """Progress of a long step.
 
-    Every method may be called from any thread and as often as is convenient: it only takes down what is said. A
-    thread of `run_steps` passes it on.
+    Every method may be called from any thread, at any rate: it only records. A thread of `run_steps` passes it on.
     """
 
     def __init__(self, phase: str, description: str = "") -> None:
@@ -55,27 +54,27 @@ class Meter:
         return time.monotonic() - self._start
 
     def expect(self, total_bytes: int) -> None:
-        """That many bytes will be moved in all. Said again, it replaces what was said before."""
+        """Set how many bytes will be moved in all. A later call replaces it."""
         with self._lock:
             self._total_bytes = total_bytes
 
     def add(self, size_bytes: int) -> None:
-        """So many bytes more have been moved."""
+        """This many more bytes have been moved."""
         with self._lock:
             self._done_bytes += size_bytes
 
     def set(self, done_bytes: int) -> None:
-        """So many bytes have been moved since the phase began."""
+        """This many bytes have been moved since the phase began."""
         with self._lock:
             self._done_bytes = done_bytes
 
     def note(self, text: str) -> None:
-        """One line that explains how the step does its work, for those who ask (``--verbose``)."""
+        """Add a line that explains how the step works, for ``--verbose``."""
         with self._lock:
             self._notes.append(Progress("note", self.phase, text, self.seconds))
 
     def take_news(self) -> list[Progress]:
-        """The notes since the last call, and how far the phase is by now where it expects bytes."""
+        """The notes since the last call, and the phase's progress if it expects bytes."""
         with self._lock:
             news, self._notes = self._notes, []
             if self._total_bytes > 0:
@@ -88,30 +87,30 @@ Value = TypeVar("Value")
 
 
 class Result(Generic[Value]):
-    """What a step leaves to those that come after it, which are given this in its place."""
+    """A step's result for later steps, which get this object before it is filled."""
 
     def __init__(self) -> None:
         self._values: list[Value] = []
 
     def set(self, value: Value) -> None:
-        """This is it."""
+        """Fill it."""
         self._values = [value]
 
     @property
     def value(self) -> Value:
-        """What the step has left. Raises RuntimeError where it has not run: then the list of steps is wrong."""
+        """The result. Raises RuntimeError if the step has not run, a wrong order of steps."""
         if not self._values:
             raise RuntimeError("a step asks for what another one has not done yet")
         return self._values[0]
 
     @property
     def if_known(self) -> Value | None:
-        """None where the step has not run, or not got so far: for an undo."""
+        """None if the step has not run, or not that far: for an undo."""
         return self._values[0] if self._values else None
 
 
 class LeftBehind(Exception):
-    """An undo did its part for the job, but left something that should be removed; the message names it."""
+    """An undo restored the job, but left something that should be removed; the message names it."""
 
 
 class Step(Protocol):
@@ -127,22 +126,23 @@ class Step(Protocol):
         ...
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
-        """Do it. Returns the bytes that were moved. May fail half-way: undo is called then as well.
+        """Do it. Returns the bytes moved. May fail half-way: then undo is called too.
 
-        A step that moves many bytes tells ``meter`` how many, and calls ``interrupts.check()`` where it can be left.
+        A step that moves many bytes reports them to ``meter``, and calls ``interrupts.check()`` where it can be
+        interrupted.
         """
         ...
 
     def undo(self) -> None:
-        """Take back whatever was done of this step, nothing if nothing was.
+        """Undo the part of this step that was done, if any.
 
-        Raises LeftBehind where the job is as it was before the step, and anything else where it may not be.
+        Raises LeftBehind if the job is as it was before the step, and any other error if it may not be.
         """
         ...
 
 
 class AroundStep:
-    """A step that does what another one does; what differs is overridden."""
+    """A step that wraps another one; override what differs."""
 
     def __init__(self, step: Step) -> None:
         self._step = step
@@ -166,7 +166,7 @@ class AroundStep:
 
 
 class WithoutUndo(AroundStep):
-    """A step whose effects another step's undo takes back."""
+    """A step whose effects another step's undo reverts."""
 
     def undo(self) -> None:
         """Nothing."""
@@ -186,15 +186,15 @@ def run_steps(
 ) -> tuple[Phase, ...]:
     """Run the steps in order; on any failure undo those that were begun, in reverse order.
 
-    ``roll``: the processes of the job that must all be there after an undo. ``begun_before``: steps of an earlier run,
-    which are undone as well.
+    ``roll``: the job's processes, which must all exist after an undo. ``begun_before``: steps of an earlier run, which
+    are undone too.
 
     Raises the step's own error when the undo succeeded, Interrupted after Ctrl-C or SIGTERM, DeadlineExceeded when
     ``deadline`` (time.monotonic()) passed between steps before one of them committed, and JobDamaged when the undo
     failed too or the job has lost processes.
 
-    ``listener`` and ``interrupts`` are those of the operation that this is a part of (operation.py). ``second_undo``
-    is asked when the undo has failed, and says whether everything is as it was found by then.
+    ``listener`` and ``interrupts`` are the enclosing operation's (operation.py). ``second_undo`` is called if the undo
+    failed, and returns whether everything is as it was found after it.
     """
     listener = listener or Listener(on_progress)
     if interrupts is None:
@@ -235,7 +235,7 @@ def _run_one(step: Step, interrupts: Interrupts, listener: Listener) -> Phase:
         size_bytes = step.run(interrupts, meter)
         phase = Phase(step.name, meter.seconds, size_bytes)
     end = Progress("end", step.name, step.describe(), phase.seconds, size_bytes)
-    if interrupts.is_committed:  # a listener that fails must not make a failure of what cannot be taken back
+    if interrupts.is_committed:  # a failing listener must not turn something irreversible into a failure
         listener.try_to_tell(end)
     else:
         listener.tell(end)
@@ -252,17 +252,17 @@ def _undo(begun: Sequence[Step], listener: Listener) -> tuple[list[str], list[st
             step.undo()
         except LeftBehind as error:
             left.append(str(error))
-        except Exception as error:  # noqa: BLE001 - the other steps must be undone whatever happens here
+        except Exception as error:  # noqa: BLE001 - the other steps must still be undone
             failures.append(f"{step.name}: {error}")
     return failures, left
 
 
 @contextlib.contextmanager
 def _followed(meter: Meter, listener: Listener, interrupts: Interrupts) -> Iterator[None]:
-    """Pass on what the meter is told while the block runs.
+    """Report the meter's progress while the block runs.
 
-    A thread of its own does that, so that a listener that is slow, or fails, never holds up or ends those that
-    move the bytes. Its failure is kept for the operation's next safe point.
+    A separate thread does that, so that a slow or failing listener never delays or ends the threads that move the
+    bytes. Its failure is kept for the operation's next safe point.
     """
     if not listener.is_heard:
         yield
@@ -273,7 +273,7 @@ def _followed(meter: Meter, listener: Listener, interrupts: Interrupts) -> Itera
         try:
             for progress in meter.take_news():
                 listener.tell(progress)
-        except BaseException as error:  # noqa: BLE001 - whatever a listener raises is raised in the right place
+        except BaseException as error:  # noqa: BLE001 - a listener's error is raised at a safe point
             interrupts.stop_with(error)
             return False
         return True
@@ -297,7 +297,7 @@ def _outcome(
 ) -> BaseException:
     lost = [each.sentence() for each in ended if each.is_loss]
     if isinstance(error, JobDamaged) and not failures:
-        return error  # what is lost is its subject already
+        return error  # it already says what is lost
     if failures or lost:
         return _damage(str(error) or type(error).__name__, (*failures, *left), lost)
     if isinstance(error, KeyboardInterrupt):

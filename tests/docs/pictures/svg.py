@@ -1,7 +1,7 @@
 """A drawing of boxes, lines and text, as SVG that can be read on a light and on a dark page.
 
-The colours follow ``prefers-color-scheme``. The drawing brings its own background, so it can also be read where a page
-has another scheme than the reader's system. Text is text, and a box refuses one that is wider than itself.
+The colours follow ``prefers-color-scheme``. The drawing brings its own background, so it can also be read if a page has
+another scheme than the reader's system. Text is text, and a box refuses one that is wider than itself.
 """
 
 from __future__ import annotations

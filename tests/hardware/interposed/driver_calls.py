@@ -14,7 +14,7 @@ SIZES = (64 << 20, 5 << 20, 4096)
 
 
 def must(result: int) -> None:
-    """End where a call fails."""
+    """End if a call fails."""
     if result != 0:
         sys.exit(f"result {result}")
 

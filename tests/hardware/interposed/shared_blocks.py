@@ -30,7 +30,7 @@ class Properties(ctypes.Structure):
 
 
 def must(result: int) -> None:
-    """End where a call fails."""
+    """End if a call fails."""
     if result != 0:
         sys.exit(f"result {result}")
 

@@ -28,7 +28,7 @@ class IoVec(ctypes.Structure):
 
 
 def driver_actions(pid: int) -> dict[str, object]:
-    """The six functions, in their order. What was reached is taken back where it can be."""
+    """The six functions, in their order. What was reached is taken back if it can be."""
     cuda = ctypes.CDLL("libcuda.so.1")
     seen: dict[str, object] = {}
 

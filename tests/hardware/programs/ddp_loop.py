@@ -1,4 +1,4 @@
-"""Ranks that train (DistributedDataParallel) or only all-reduce, for ever; started by torchrun.
+"""Ranks that train (DistributedDataParallel) or only all-reduce, forever; started by torchrun.
 
 Each rank appends a byte a step to FOLDER/rank-N, so the file's size is the number of its steps, and has its pid in
 FOLDER/pid-N. After SIGUSR1 it submits nothing more, until SIGUSR2. Ranks may be more than GPUs: see rank_place.py.
@@ -55,7 +55,7 @@ def allreduce_step(device: torch.device, width: int) -> Callable[[], None]:
 
 
 def main() -> None:
-    """Join the group, then step for ever."""
+    """Join the group, then step forever."""
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--work", choices=["train", "allreduce"], default="train")

@@ -1,6 +1,6 @@
 """A program on the bare driver API, without a kernel: its state lives in device memory between the steps.
 
-It needs nothing but libcuda.so.1, so it also runs where no toolkit and no framework is installed.
+It needs nothing but libcuda.so.1, so it also runs if no toolkit and no framework is installed.
 """
 
 from __future__ import annotations

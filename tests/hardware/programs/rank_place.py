@@ -1,4 +1,4 @@
-"""Where a rank computes, also where there are fewer GPUs than ranks: good for locks, not for restores.
+"""Where a rank computes, also if there are fewer GPUs than ranks: good for locks, not for restores.
 
 Ranks that share a GPU do not come back from a checkpoint (docs/hardware.md).
 """
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def place_rank() -> torch.device:
     """The GPU of this rank, which torchrun has started; made the current one. To be called before NCCL starts."""
-    import torch  # only where there are GPUs
+    import torch  # only if there are GPUs
 
     gpu, settings = place(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count())
     os.environ.update(settings)

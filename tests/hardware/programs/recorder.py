@@ -13,7 +13,7 @@ class Recorder:
     """Appends one line a step to a file that is open only while a line is written.
 
     A file that stays open and grows after a dump makes CRIU refuse to restore that snapshot; these programs are
-    restored from snapshots that were taken with --leave-running, after the first run has gone on.
+    restored from snapshots that were taken with --leave-running, after the first run has continued.
     """
 
     def __init__(self, description: str, *flags: str, **numbers: int) -> None:

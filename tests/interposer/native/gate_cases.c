@@ -304,7 +304,7 @@ int main(int argc, char **argv) {
     if (strcmp(name, "capture") == 0) {
         begin((void *)16, 0);
         capturing(1);
-        end((void *)16, NULL); /* fails, and the capture goes on: the wrong thread */
+        end((void *)16, NULL); /* fails, and the capture continues: the wrong thread */
     }
     if (strcmp(name, "nested") == 0)
         call(nested, NULL);

@@ -1,1 +1,1 @@
-"""What this machine can bring back, measured: small CUDA programs of gpucr's own are checkpointed and restored."""
+"""Measure what this machine can bring back: checkpoint and restore gpucr's own small CUDA programs."""

@@ -1,4 +1,4 @@
-"""One canary from the outside: a process group of its own that is started, asked, and killed by id."""
+"""One canary from outside: a separate process group that is started, queried, and killed by id."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _BOOTSTRAP = (
 
 
 INTERPOSED = "interposer"
-"""The canary that is started with gpucr's interposer."""
+"""The canary started with gpucr's interposer."""
 
 HANDED_OVER = "custom_storage"
 """The canary whose memory the driver hands over."""
 
 
 class DidNotStart(Exception):
-    """The canary could not be made ready; the text says why."""
+    """The canary could not be started; the text says why."""
 
 
 class OutOfTime(Exception):
@@ -41,9 +41,9 @@ class OutOfTime(Exception):
 
 
 class Canary:
-    """A running canary. Leaving the block kills every process of it, in whatever state it is.
+    """A running canary. Leaving the block kills all of its processes, in any state.
 
-    ``check`` is called while it is waited for, several times a second.
+    ``check`` is called several times a second during waits.
     """
 
     def __init__(self, name: str, deadline: float, check: Callable[[], None] = lambda: None) -> None:
@@ -54,7 +54,7 @@ class Canary:
         self._said = b""
         try:
             self._process = subprocess.Popen(
-                # -I: nothing in the user's environment decides which modules a program of gpucr's is made of.
+                # -I: the user's environment must not affect which modules gpucr's program loads.
                 [sys.executable, "-I", "-S", "-c", _BOOTSTRAP, name, str(Path(__file__).parents[3])],
                 stdin=given,
                 stdout=taken,
@@ -77,11 +77,11 @@ class Canary:
 
     @property
     def pid(self) -> int:
-        """Of the first process."""
+        """The first process's pid."""
         return self._process.pid
 
     def wait_ready(self) -> None:
-        """Until it has made its memory and seen that it is right. Raises Impossible, DidNotStart, OutOfTime."""
+        """Wait until it has set up and checked its memory. Raises Impossible, DidNotStart, OutOfTime."""
         answer = self._line()
         word, _, reason = answer.partition(": ")
         if word == "impossible":
@@ -90,7 +90,7 @@ class Canary:
             raise DidNotStart(reason or answer or "it ended before it was ready")
 
     def ask(self) -> str | None:
-        """What is wrong with it; None where all is right. Raises OutOfTime."""
+        """Its problem; None if all is right. Raises OutOfTime."""
         with contextlib.suppress(BrokenPipeError):
             os.write(self._input, b"check\n")
         answer = self._line()
@@ -103,7 +103,7 @@ class Canary:
         processes.kill_tree(self.pid, including_root=True)
 
     def _line(self) -> str:
-        """The next line; empty where the canary has ended."""
+        """The next line; empty if the canary has ended."""
         while b"\n" not in self._said and len(self._said) < _LINE_LIMIT_BYTES:
             left_s = self._deadline - time.monotonic()
             if left_s <= 0:

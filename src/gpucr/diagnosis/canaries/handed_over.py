@@ -1,4 +1,4 @@
-"""The way of a program whose device memory the driver hands over: custom storage, copied by gpucr and filled again."""
+"""A canary whose device memory the driver hands over: custom storage, copied by gpucr and filled again."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from gpucr.linux.buffers import at_address, copy
 
 
 class HandedOver:
-    """Takes the place of the driver's checkpoint and restore of a canary, which has memory on one GPU."""
+    """Replaces the driver's checkpoint and restore of a canary, which has memory on one GPU."""
 
     def __init__(self, pid: int) -> None:
-        """Raises Impossible where the driver has no custom storage, or this user cannot use it; VaultFailed."""
+        """Raises Impossible if the driver has no custom storage, or this user cannot use it; VaultFailed."""
         if not processes.can_checkpoint_processes():
             raise Impossible("custom storage is for root alone")
         try:

@@ -1,4 +1,4 @@
-"""The way of a program with the interposer: its memory is copied by gpucr, and is new memory when it comes back."""
+"""A canary with the interposer: gpucr copies its memory, and it comes back in new memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class MemoryOfItsOwn:
     """Takes the canary's memory out, and gives it new memory with the same bytes. Closing opens its gate."""
 
     def __init__(self, pid: int) -> None:
-        """Raises DidNotStart where it has no interposer, VaultFailed."""
+        """Raises DidNotStart if it has no interposer, VaultFailed."""
         try:
             self._agent = Agent(pid)
         except (Refused, BadAnswer, OSError) as e:
@@ -42,7 +42,7 @@ class MemoryOfItsOwn:
         self._taken: list[tuple[Block, bytes]] = []
 
     def close_gate(self) -> None:
-        """No call of the driver begins any more."""
+        """Block new driver calls."""
         with _spoken("close its gate"):
             if not self._agent.close_gate(_GATE_WAIT_S).is_empty:
                 raise InterposerError("a call of the driver did not end")
@@ -68,7 +68,7 @@ class MemoryOfItsOwn:
                 self._vault.forget(made)
 
     def open_gate(self) -> None:
-        """It goes on."""
+        """Let it continue."""
         with _spoken("open its gate"):
             self._agent.open_gate()
 
@@ -88,7 +88,7 @@ class MemoryOfItsOwn:
         self._vault.close()
 
     def around(self, actions: Sequence[tuple[str, Callable[[], object]]]) -> list[tuple[str, Callable[[], object]]]:
-        """The driver's actions between those of the interposer."""
+        """The driver's actions, wrapped in the interposer's."""
         return [
             ("gate", self.close_gate),
             ("take out", self.take_out),

@@ -1,7 +1,7 @@
-"""Take canaries through lock, checkpoint, restore and unlock, and see what became of them.
+"""Take canaries through lock, checkpoint, restore and unlock, and check the result.
 
-The way is that of a real job: the canary's tree is found, its CUDA processes make a gang, and the gang acts. At its
-deadline a canary is killed: a driver call that hangs then ends with its target.
+As with a real job, the canary's tree is found, and its CUDA processes form a gang. At its deadline a canary is killed,
+which ends a hanging driver call too.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ class _Verdict(Struct, frozen=True):
 
 
 def this_machine(driver: Driver) -> MeasuredMachine:
-    """What results of this machine hold for."""
+    """What this machine's results are valid for."""
     version = driver_version() or f"CUDA {driver.capabilities().cuda_version}"
     return MeasuredMachine(version, tuple(sorted(gpu.name for gpu in list_gpus())), platform.release())
 
 
 def measure(driver: Driver, name: str, timeout_s: float, check: Callable[[], None] = lambda: None) -> CanaryResult:
-    """Run one canary to its end. Nothing of it is left, whatever happens; other processes are not touched.
+    """Run one canary to its end. Nothing of it remains in any case; other processes are not touched.
 
-    ``check`` is called between two actions, and while the canary is waited for; what it raises ends this.
+    ``check`` is called between actions and during waits; an exception ends this.
 
-    Takes some tens of MiB on one or two GPUs, and at most ``timeout_s`` (longer only where the driver does not answer
-    even about a process that has been killed).
+    Takes some tens of MiB on one or two GPUs, and at most ``timeout_s`` (longer only if the driver does not answer even
+    about a process that has been killed).
     """
     begin = time.monotonic()
     verdict = _verdict_on(driver, name, begin + timeout_s, check)
@@ -85,7 +85,7 @@ def _verdict_on(driver: Driver, name: str, deadline: float, check: Callable[[], 
                         raise
                     raise OutOfTime from None
             if is_killed.is_set() and verdict.outcome in (CanaryOutcome.LOST, CanaryOutcome.REFUSED):
-                raise OutOfTime  # what was seen may be its end by us, and nothing that the driver did
+                raise OutOfTime  # the failure may come from our kill, not from the driver
             return verdict
     except VaultFailed as e:
         return _Verdict(CanaryOutcome.NOT_POSSIBLE, e.message)
@@ -99,7 +99,7 @@ def _verdict_on(driver: Driver, name: str, deadline: float, check: Callable[[], 
 
 @contextlib.contextmanager
 def _killed_at(deadline: float, canary: Canary) -> Iterator[threading.Event]:
-    """The event is set before it is killed."""
+    """Sets the event before killing it."""
     is_killed = threading.Event()
 
     def kill() -> None:
@@ -153,7 +153,7 @@ def _round_trip(
             act()
         except GpucrError as error:
             failure = error
-        if time.monotonic() >= deadline:  # also without a failure: a job that ends during its unlock is no damage
+        if time.monotonic() >= deadline:  # also without a failure: a job that ends during its unlock is not damaged
             return _Verdict(CanaryOutcome.TIMED_OUT, f"the driver did not finish the {action}", action)
         if failure is not None:
             if memory is not None:
@@ -166,7 +166,7 @@ def _round_trip(
 
 
 def _after_failure(action: str, error: GpucrError, work: Gang, canary: Canary) -> _Verdict:
-    """Whether the canary goes on after an action that failed."""
+    """Whether the canary continues after a failed action."""
     cause = error if isinstance(error, DriverError) else error.__cause__
     result, state = (cause.result, cause.state) if isinstance(cause, DriverError) else (None, None)
     if action in _BEFORE_THE_POINT_OF_NO_RETURN:

@@ -15,15 +15,15 @@ Moment = Annotated[str, Meta(pattern=r"\A\d{4}-\d{2}-\d{2}T\d{2}:\d{2}:\d{2}Z\Z"
 
 
 class CanaryOutcome(enum.Enum):
-    """What became of a canary that was locked, checkpointed, restored and unlocked."""
+    """The outcome of locking, checkpointing, restoring and unlocking a canary."""
 
     COMES_BACK = "comes back"
     REFUSED = "refused"
-    """The driver refused before anything was lost, and the canary goes on."""
+    """The driver refused before anything was lost, and the canary keeps running."""
     LOST = "lost"
     """The checkpoint succeeded, and the process or its data did not come back."""
     NOT_POSSIBLE = "not possible here"
-    """The machine lacks what the canary is about, or it could not be started."""
+    """The machine lacks what the canary tests, or it could not be started."""
     TIMED_OUT = "timed out"
 
 
@@ -43,7 +43,7 @@ WHAT = {
 
 
 class MeasuredMachine(Struct, frozen=True):
-    """What a result holds for: another driver, kind of GPU or kernel must be measured anew."""
+    """What a result is valid for: another driver, kind of GPU or kernel must be measured again."""
 
     driver: str
     gpus: tuple[str, ...]
@@ -51,7 +51,7 @@ class MeasuredMachine(Struct, frozen=True):
 
 
 class CanaryResult(Record, frozen=True):
-    """One canary. ``result`` is the CUresult where the driver gave one, ``action`` and ``state`` where that was.
+    """One canary. ``result``: the driver's CUresult, if any; ``action`` and ``state``: where it occurred.
 
     ``measured_at`` is a UTC time, ``2026-11-21T14:02:11Z``; ``seconds`` the wall time of the whole canary.
     """
@@ -81,9 +81,9 @@ class CanaryResult(Record, frozen=True):
 
 
 class ProbeReport(Struct, frozen=True):
-    """All that is known of a machine, the canaries in their order. ``path`` is where it is kept.
+    """All results of a machine, in the canaries' order. ``path``: their file.
 
-    ``problem`` says why it could not be kept, or why what was kept before could not be used.
+    ``problem``: why they could not be stored, or why earlier ones could not be used.
     """
 
     machine: MeasuredMachine
@@ -92,5 +92,5 @@ class ProbeReport(Struct, frozen=True):
     problem: str | None = None
 
     def result_of(self, name: str) -> CanaryResult | None:
-        """The result of one canary; None where it has not been measured."""
+        """The result of one canary; None if it has not been measured."""
         return next((result for result in self.results if result.name == name), None)

@@ -1,7 +1,7 @@
-"""Results in a JSON file of the user's, one for each driver, set of GPU models and kernel release.
+"""The user's JSON files with results, one for each driver, set of GPU models and kernel release.
 
-They decide whether a job is refused, so nothing is believed that is not exactly as it was written: a file that is
-malformed, of someone else, or open to others is left out, with a reason.
+They decide whether a job is refused, so only intact files are trusted: a file that is malformed, owned by someone else,
+or writable by others is ignored, with a reason.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _LIMIT_BYTES = 1 << 18
 
 
 def file_for(machine: MeasuredMachine, folder: Path) -> Path:
-    """Where the results of this machine are, below ``folder``."""
+    """The path of this machine's results below ``folder``."""
     key = json.dumps([machine.driver, sorted(machine.gpus), machine.kernel])
     return folder / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
 
 
 def load(machine: MeasuredMachine, folder: Path) -> ProbeReport:
-    """What was measured on such a machine; no results where nothing was, or what is there cannot be relied on."""
+    """The results for such a machine; empty if there are none, or none that can be trusted."""
     path = file_for(machine, folder)
     try:
         results = _read(machine, path)
@@ -42,7 +42,7 @@ def load(machine: MeasuredMachine, folder: Path) -> ProbeReport:
 
 
 def save(report: ProbeReport, folder: Path) -> Path:
-    """Write the results, in place of those that were there. Durable, readable for the user only. Raises OSError."""
+    """Replace the stored results. Durable, readable by the user only. Raises OSError."""
     trusted_paths.make_private(folder)
     machine = report.machine
     kept = _Kept(machine.driver, tuple(sorted(machine.gpus)), machine.kernel, report.results)

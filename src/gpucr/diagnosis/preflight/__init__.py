@@ -1,8 +1,8 @@
-"""Can this job be checkpointed, and will it come back? Asked while nothing has happened yet.
+"""Can this job be checkpointed, and will it come back? Checked before anything happens.
 
 Each check looks at one thing and returns findings: what, the evidence, the consequence, what to do. A *blocking*
-finding stops the operation with the job untouched; ``--force`` insists. What cannot be insisted on (no such process,
-no privileges, a target folder that is taken) is an error of its own where it is found, not a finding.
+finding stops the operation with the job untouched; ``--force`` insists. What cannot be overruled (no such process, no
+privileges, an existing target folder) is a separate error, not a finding.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Communication with other machines that does not survive a restore: NCCL's, and what goes past the kernel.
+"""Communication with other machines that does not survive a restore: NCCL's, and kernel-bypass networking.
 
 Seen with NCCL 2.28.9 (two ranks of torch 2.11 over sockets, /proc/net/unix): from its first collective on, a
-communicator has an abstract local socket ``tmp/nccl-socket-RANK-HASH``, which is gone after destroy_process_group.
-Which of a process's connections are NCCL's cannot be seen, so any connection of such a process to another machine
-counts.
+communicator has an abstract local socket ``tmp/nccl-socket-RANK-HASH``, which is gone after destroy_process_group. It
+is not visible which of a process's connections are NCCL's, so all its connections to other machines count.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _RDMA = "/dev/infiniband/"
 
 
 def check_between_nodes(job: Job) -> list[Finding]:
-    """What of the job's communication with other machines cannot be dumped."""
+    """Findings about communication with other machines that cannot be dumped."""
     found: list[Finding] = []
     pids = [process.pid for process in job.processes]
     rdma = [pid for pid in pids if any(file.target.startswith(_RDMA) for file in open_files(pid))]

@@ -1,4 +1,4 @@
-"""Whether a restored job's clocks can go on where they stood, for which CRIU uses a time namespace."""
+"""Whether a restored job's clocks can continue where they stopped, for which CRIU uses a time namespace."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from gpucr.linux import namespaces, processes
 
 
 def check_clocks(*, are_in_images: bool) -> list[Finding]:
-    """Whether the job's CLOCK_MONOTONIC and CLOCK_BOOTTIME go on. ``are_in_images``: CRIU dumped what they showed."""
+    """Whether the job's CLOCK_MONOTONIC and CLOCK_BOOTTIME continue. ``are_in_images``: CRIU dumped their values."""
     if "time" not in namespaces.kinds_here():
         return [facts.CLOCKS_JUMP.seen("this kernel has no time namespaces (CONFIG_TIME_NS)")]
     if not are_in_images:

@@ -1,8 +1,8 @@
-"""SQLite databases among a job's files: their pages change in place, so a size says little, and no part stands alone.
+"""SQLite databases among a job's files: pages change in place, so sizes say little, and the files belong together.
 
-In WAL mode the index in ``-shm`` tells how far ``-wal`` is written. A ``-wal`` that was cut back no longer fits it, and
-SQLite answers every question with "disk I/O error" (seen). Left as they are, the files fit each other, and a
-restored job takes what is new in them for the work of another program, which SQLite is made for.
+In WAL mode the index in ``-shm`` records how far ``-wal`` is written. A truncated ``-wal`` no longer matches it, and
+SQLite fails every query with "disk I/O error" (seen). Left alone, the files match, and a restored job sees new content
+as another program's work, which SQLite supports.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MAGIC = b"SQLite format 3\0"
 def databases_of(paths: Iterable[str]) -> dict[str, tuple[str, ...]]:
     """The databases among these files, by the path of each, with all of its files that are among them.
 
-    Known by the files beside it, or by what it begins with now.
+    Recognised by the files beside it, or by its first bytes.
     """
     known = sorted(set(paths))
     beside: dict[str, list[str]] = {}
@@ -41,13 +41,13 @@ def databases_of(paths: Iterable[str]) -> dict[str, tuple[str, ...]]:
 
 
 def spared_by_rewind(files: Iterable[JobFile]) -> frozenset[str]:
-    """The files of databases, by path, which a rewind must not cut back."""
+    """Database files, by path, which a rewind must not truncate."""
     written = [file.path for file in files if file.is_written]
     return frozenset(member for members in databases_of(written).values() for member in members)
 
 
 def check_databases(job: Job) -> list[Finding]:
-    """Databases of a job that is to go on after its dump: the snapshot does not have what is in them."""
+    """Databases of a job that will continue after its dump: the snapshot lacks their content."""
     targets = {file.target for process in job.processes for file in _open_files(process.pid)}
     return [
         facts.DATABASE.seen(f"{len(files)} of its files" if len(files) > 1 else "it begins as one", file=path)
@@ -63,13 +63,13 @@ def check_changed_databases(files: Sequence[JobFile], created: str, *, rewind: b
 
 
 def _changed(sizes: Mapping[str, int], created: str) -> dict[str, tuple[str, ...]]:
-    """Per database, its files that have another size, or were written to in a second after that of the dump."""
+    """By database, files whose size has changed or that were written after the second of the dump."""
     found: dict[str, tuple[str, ...]] = {}
     dumped = _timestamp(created)
     for path, members in databases_of(sizes).items():
         changed = []
         for member in members:
-            with contextlib.suppress(OSError):  # that it is missing is a finding of its own
+            with contextlib.suppress(OSError):  # a missing file has its own finding
                 status = os.stat(member)
                 if status.st_size != sizes[member] or (dumped is not None and status.st_mtime >= dumped + 1):
                     changed.append(member)

@@ -1,4 +1,4 @@
-"""What a check returns, and what a finding leads to."""
+"""Findings, which checks return, and their effect."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ _MOST_TOLD = 4
 
 
 Severity = Literal["ok", "warning", "blocking", "unknown"]
-"""``blocking``: an operation would be refused, or fail. ``unknown``: it could not be seen, or was not measured."""
+"""``blocking``: an operation would be refused or fail. ``unknown``: not visible or not measured."""
 
 RepairName = Literal["fetch-criu", "huge-pages-shared", "huge-pages-private"]
 """What `gpucr doctor --fix` can do (checkups/repairs.py)."""
 
 
 class Finding(Struct, frozen=True):
-    """What one check saw of a job, by preflight, or also of a machine, by the doctor, which tells what is fine as well.
+    """One check's result about a job (preflight) or a machine (doctor, which also reports what is fine).
 
-    An ``ok`` has no consequence and no remedy. ``pid`` is None where it concerns the machine or the whole job. ``code``
-    names the situation, as in `gpucr.errors`; None: it has none of its own. ``about`` is the part of the machine or job
-    that the doctor looked at; ``repair`` is what `gpucr doctor --fix` would do about it.
+    An ``ok`` has no consequence and no remedy. ``pid`` is None if it concerns the machine or the whole job. ``code``
+    names the situation, as in `gpucr.errors`; may be None. ``about``: the part of the machine or job that the doctor
+    checked; ``repair``: what `gpucr doctor --fix` would do.
     """
 
     severity: Severity
@@ -43,7 +43,7 @@ class Finding(Struct, frozen=True):
 
 
 def require_no_blocking(findings: Iterable[Finding], *, force: bool = False) -> None:
-    """Raise Unsupported with the first blocking findings and the number of the others, unless ``force`` insists."""
+    """Raise Unsupported with the first blocking findings and the number of the others, unless ``force``."""
     blocking = [finding for finding in findings if finding.severity == "blocking"]
     if not blocking or force:
         return

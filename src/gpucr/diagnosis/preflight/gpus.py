@@ -11,7 +11,7 @@ from gpucr.quantities import format_bytes
 
 
 def device_bytes_in_use(job: Job, uses: Sequence[GpuUse]) -> dict[int, dict[str, int]]:
-    """Device memory per process and GPU UUID, of the job's processes (NVML's figures, where it has them)."""
+    """Device memory of the job's processes, by process and GPU UUID (NVML's figures, if available)."""
     pids = {member.pid for member in job.gang}
     found: dict[int, dict[str, int]] = {}
     for use in uses:
@@ -24,7 +24,7 @@ def device_bytes_in_use(job: Job, uses: Sequence[GpuUse]) -> dict[int, dict[str,
 def check_gpus(
     snapshot_gpus: Sequence[Gpu], needed_bytes: Mapping[str, int], here: Sequence[Gpu], gpu_map: GpuMap | None
 ) -> list[Finding]:
-    """Whether this machine's GPUs can take what the GPUs held that the snapshot's job had.
+    """Whether this machine's GPUs can hold what the snapshot's GPUs held.
 
     ``needed_bytes`` is the device memory per GPU UUID of the snapshot. Empty: NVML had no figures, so every GPU counts.
     """

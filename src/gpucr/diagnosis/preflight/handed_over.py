@@ -1,4 +1,4 @@
-"""Device memory that the driver hands over: what cannot be undone of that, said before it begins."""
+"""Warn before the driver hands device memory over, which cannot be undone."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def check_handed_over(pids: Collection[int]) -> list[Finding]:
 
 
 def check_spool(folder: Path, size_bytes: int, why_not: str | None, target: Path | None = None) -> list[Finding]:
-    """Device memory for which host memory has no room, and which goes to this folder, or cannot (``why_not``).
+    """Device memory that does not fit into host memory, and goes to this folder, or cannot (``why_not``).
 
     ``target``: a folder on the file system of the snapshot, which needs room beside it.
     """

@@ -1,6 +1,6 @@
-"""What the interposers of a job's processes tell: who shares device memory, and what cannot come back.
+"""Use the interposers' counters: who shares device memory, and what cannot come back.
 
-They see every call, so no rule has to infer it. They count what is alive now: memory that was opened and closed is no
+They see every call, so nothing has to be inferred. They count what is alive now: memory opened and closed again is no
 obstacle.
 """
 
@@ -23,15 +23,15 @@ _TOLD_BY = "counted by its interposer"
 
 
 def knows_all(job: JobTraits) -> bool:
-    """Whether every process has told. Of ranks that torchrun has started outside the job nothing is known."""
+    """Whether every process's counters are known. Nothing is known about torchrun's ranks outside the job."""
     ranks = max(map(local_world_size, job.processes), default=0)
     return all(each.counted is not None for each in job.processes) and ranks <= len(job.processes)
 
 
 def check_interposed(job: JobTraits, measured: Measurements, *, may_share: bool = False) -> list[Finding]:
-    """Of a job whose interposers have all told: what is alive in it that does not come back.
+    """For a job with all counters known: live objects that do not come back.
 
-    ``may_share``: they bring back what its processes have of each other.
+    ``may_share``: they restore memory that the processes share.
     """
     found = _torn(job) if may_share else _imported(job, measured)
     for each in job.processes:
@@ -42,9 +42,9 @@ def check_interposed(job: JobTraits, measured: Measurements, *, may_share: bool 
 
 
 def kept_bytes(job: Job) -> int:
-    """How much device memory suspended processes of it keep in files, by interposers or custom storage.
+    """How much device memory its suspended processes keep in files, through interposers or custom storage.
 
-    It is not resident: they have not touched it.
+    It is not resident: the processes have not touched it.
     """
     handed_over = (
         memory.mapped_bytes(each.pid, f"/{KEPT_NAME}") for each in job.gang if each.found is CudaState.CHECKPOINTED
@@ -53,7 +53,7 @@ def kept_bytes(job: Job) -> int:
 
 
 def check_suspended(job: Job) -> list[Finding]:
-    """Processes that were suspended through their interposers, and that have device memory of each other."""
+    """Processes suspended through their interposers that share device memory."""
     return [
         facts.SUSPENDED_SHARING.seen(
             _TOLD_BY,
@@ -73,7 +73,7 @@ def _suspended(job: Job) -> list[tuple[GangMember, Status]]:
 
 
 def _shared(process: CudaTraits, counts: Status, measured: Measurements) -> list[Finding]:
-    """What it shares with other processes or GPUs, which a canary may have shown to come back."""
+    """Sharing with other processes or GPUs, which a canary may have shown to come back."""
     kinds = (
         (counts.ipc_memory, counted(counts.ipc_memory, "allocation"), facts.IPC_OPEN),
         (counts.peer_access, "", facts.PEER_ENABLED),
@@ -86,7 +86,7 @@ def _shared(process: CudaTraits, counts: Status, measured: Measurements) -> list
 
 
 def _imported(job: JobTraits, measured: Measurements) -> list[Finding]:
-    """What processes have of each other, where the driver would have to bring it back."""
+    """Memory that processes share, if the driver would have to restore it."""
     fact = facts.IMPORTED
     if all_come_back(measured, fact.unless):
         return []
@@ -103,9 +103,9 @@ def _imported(job: JobTraits, measured: Measurements) -> list[Finding]:
 
 
 def _torn(job: JobTraits) -> list[Finding]:
-    """Memory with one end in the job and one outside: it would be one no more when the job comes back."""
+    """Memory shared between the job and an outside process: it would no longer be shared after a restore."""
     if job.sharing is None:
-        return []  # it is found out when all stand still, before anything is changed
+        return []  # found when all are stopped, before anything is changed
     members = {each.pid: each for each in job.processes}
     found: dict[int, tuple[Fact, int]] = {
         place.pid: (facts.UNOWNED, 0) for place in job.sharing.unowned if place.pid in members
@@ -122,7 +122,7 @@ def _name(process: CudaTraits) -> str:
 
 
 def _outside(process: CudaTraits, counts: Status) -> list[Finding]:
-    """What hardware or other programs refer to, and what no canary speaks for."""
+    """Objects used by hardware or other programs, which no canary covers."""
     kinds = (
         (counts.multicast, facts.MULTICAST),
         (counts.dma_buf, facts.DMA_BUF),

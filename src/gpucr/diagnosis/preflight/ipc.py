@@ -1,9 +1,9 @@
-"""Device memory that a process has opened of another one (CUDA IPC): it is lost at the restore.
+"""Device memory opened from another process (CUDA IPC): it is lost at the restore.
 
-Measured on two H200, driver 580: an open memory handle loses the process that has it, and leaves no trace outside.
-Events between processes come back and do leave one: a file of the process that made them, which those that opened them
-have mapped. torch makes such an event with every tensor that it shares, so the file is evidence. Where there is none,
-two processes on one GPU are refused as well.
+Measured on two H200, driver 580: a process with an open memory handle is lost, and the handle leaves no trace outside.
+Interprocess events come back and do leave one: a file of the process that made them, mapped by those that opened them.
+torch makes such an event with every tensor that it shares, so the file is evidence. Without it, two processes on one
+GPU are refused too.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from gpucr.diagnosis.preflight.support import gpu_memory as facts
 from gpucr.diagnosis.preflight.traits import CudaTraits, JobTraits
 
 _EVENT_FILE = re.compile(r"/dev/shm/cuda\.shm\.[0-9a-f]+\.([0-9a-f]{1,8})\.[0-9a-f]+(?: \(deleted\))?")  # noqa: S108
-"""Of a user, a pid as the process itself sees it, and a number, all in hex."""
+"""A user id, the process's own pid, and a number, all in hex."""
 _DEVICE_FILES = "/dev/nvidia"
 _ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def check_cuda_ipc(job: JobTraits, measured: Measurements) -> list[Finding]:
-    """Processes that have opened, or may have opened, another one's device memory."""
+    """Processes that have, or may have, opened another one's device memory."""
     canaries = _canaries(job)
     if all_come_back(measured, canaries):
         return []
@@ -32,7 +32,7 @@ def check_cuda_ipc(job: JobTraits, measured: Measurements) -> list[Finding]:
 
 
 def _canaries(job: JobTraits) -> tuple[str, ...]:
-    """What stands for the memory that these processes may share. torch's expandable segments are VMM memory."""
+    """The canaries for memory that these processes may share. torch's expandable segments are VMM memory."""
     settings = [each.setting(name) or "" for each in job.processes for name in _ALLOCATOR_SETTINGS]
     expandable = any("expandable_segments:true" in setting.lower().replace(" ", "") for setting in settings)
     return (*facts.SAME_GPU.unless, "vmm_export") if expandable else facts.SAME_GPU.unless
@@ -80,10 +80,10 @@ def _on_one_gpu(job: JobTraits, known: str) -> list[Finding]:
 def _holders(job: JobTraits) -> list[tuple[str, list[CudaTraits]]]:
     """What tells that processes may hold memory on the same GPU, and which ones.
 
-    Processes outside the job count, too, where it is a part of their tree: `--only`, or a child that was named.
+    Processes outside the job count too if it is part of their tree: `--only`, or a child that was named.
     """
     uuids = sorted(frozenset().union(*(each.gpus or () for each in job.processes)))
-    if uuids:  # those that NVML does not know then hold none: they are suspended, or only watch
+    if uuids:  # processes unknown to NVML then hold none: they are suspended, or only watch
         everybody = (*job.processes, *job.relatives)
         return [
             (f"NVML: they hold memory on {uuid}", [each for each in everybody if uuid in (each.gpus or ())])

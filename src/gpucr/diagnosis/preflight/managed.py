@@ -11,10 +11,10 @@ _WITHOUT = 1
 
 
 def check_managed(job: JobTraits, measured: Measurements) -> list[Finding]:
-    """Processes that have more of ``/dev/nvidia-uvm`` mapped than one without managed memory has.
+    """Processes with more mappings of ``/dev/nvidia-uvm`` than without managed memory.
 
-    Measured on driver 580: one mapping of 2 MiB in every process, and another one for managed memory. Of processes
-    on several GPUs it is not known, and nothing is said. A warning, as nothing is lost: the driver refuses.
+    Measured on driver 580: one mapping of 2 MiB in every process, and another one for managed memory. Unknown, so not
+    reported, for processes on several GPUs. Only a warning, since nothing is lost: the driver refuses.
     """
     if all_come_back(measured, facts.MANAGED.unless):
         return []

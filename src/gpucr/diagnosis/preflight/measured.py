@@ -1,4 +1,4 @@
-"""What canaries showed of this machine. Without them a check goes by a rule, and says so."""
+"""Canary results of this machine. Without them a check uses a rule, and says so."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _BASICS = {
     "pinned": "pinned host memory",
 }
 BASICS = ("plain", *_BASICS)
-"""The canaries for what every program may have."""
+"""The canaries for features that every program may use."""
 _NOT_MEASURED = "not measured on this machine: `gpucr doctor --probe` does"
 
 
 class Measurement(Struct, frozen=True):
-    """One canary: whether it comes back, in one word what became of it, and the day."""
+    """One canary: whether it comes back, the outcome in a word, and the date."""
 
     comes_back: bool
     outcome: str
@@ -30,11 +30,11 @@ class Measurement(Struct, frozen=True):
 
 
 Measurements = Mapping[str, Measurement]
-"""By the name of the canary. Empty where nothing was measured."""
+"""By the name of the canary. Empty if nothing was measured."""
 
 
 def all_come_back(measured: Measurements, names: tuple[str, ...]) -> bool | None:
-    """Whether all of these were measured to come back; None where one that matters was not measured."""
+    """Whether all of these were measured to come back; None if a relevant one was not measured."""
     known = [measured[name].comes_back for name in names if name in measured]
     if not all(known):
         return False
@@ -42,13 +42,13 @@ def all_come_back(measured: Measurements, names: tuple[str, ...]) -> bool | None
 
 
 def say(measured: Measurements, names: tuple[str, ...]) -> str:
-    """What is known of these canaries, for the evidence of a finding."""
+    """These canaries' results, as evidence for a finding."""
     known = [f"{name} {measured[name]}" for name in names if name in measured]
     return ", ".join(known) if known else _NOT_MEASURED
 
 
 def check_basics(measured: Measurements) -> list[Finding]:
-    """What every CUDA program has, or may have without showing it, and what does not come back here."""
+    """Features that every CUDA program has, or may have invisibly, and that do not come back here."""
     found: list[Finding] = []
     plain = measured.get("plain")
     if plain is not None and not plain.comes_back:

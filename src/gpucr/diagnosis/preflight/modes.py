@@ -1,4 +1,4 @@
-"""Ways of using a GPU that no driver can checkpoint yet: MIG and MPS. And tools that have got into the process."""
+"""Modes that no driver can checkpoint yet (MIG and MPS), and tools loaded into the process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _INJECTION = ("CUDA_INJECTION64_PATH", "NVTX_INJECTION64_PATH")
 
 
 def check_mig(job: JobTraits) -> list[Finding]:
-    """Partitioned GPUs (MIG) that the job uses, or may use where NVML does not tell."""
+    """Partitioned GPUs (MIG) that the job uses, or may use if NVML cannot tell."""
     partitioned = {gpu.uuid: gpu for gpu in job.machine if gpu.mig_enabled}
     if not partitioned or not job.processes:
         return []
@@ -52,7 +52,7 @@ def _mig(gpu: Gpu, why: str, *, as_warning: bool = False) -> Finding:
 
 
 def check_mps(job: JobTraits) -> list[Finding]:
-    """Processes that use their GPU through MPS: NVML knows, or a server of MPS runs and its pipe is in their reach."""
+    """Processes that use their GPU through MPS: known from NVML, or an MPS server runs and its pipe is reachable."""
     found = []
     programs = mps_programs() if job.processes else ()
     for each in job.processes:
@@ -70,7 +70,7 @@ def _mps(process: CudaTraits, evidence: str) -> Finding:
 
 
 def mps_programs() -> tuple[str, ...]:
-    """The MPS programs that run, as ``name (pid N)``."""
+    """The running MPS programs, as ``name (pid N)``."""
     found = []
     for pid in processes.all_pids():
         stat_ = processes.read_stat(pid)
@@ -80,7 +80,7 @@ def mps_programs() -> tuple[str, ...]:
 
 
 def _mps_pipe(process: CudaTraits) -> str | None:
-    """The control pipe that this process would find, as it names it; None where there is none."""
+    """The control pipe that this process would find, under its own path; None if there is none."""
     folder = process.setting(_MPS_PIPES) or _MPS_DEFAULT_PIPES
     control = os.path.join(folder, "control")
     try:
@@ -91,7 +91,7 @@ def _mps_pipe(process: CudaTraits) -> str | None:
 
 
 def check_profilers(job: JobTraits) -> list[Finding]:
-    """Profilers, debuggers and checkers of NVIDIA's that have been loaded into a process."""
+    """NVIDIA's profilers, debuggers and checkers loaded into a process."""
     found = []
     for each in job.processes:
         library = next((path for path in sorted(each.mapped) if _PROFILER.search(path)), None)
@@ -104,7 +104,7 @@ def check_profilers(job: JobTraits) -> list[Finding]:
 
 
 def check_driver(capabilities: DriverCapabilities, gpu_map: GpuMap | None) -> list[Finding]:
-    """A driver that is too old for what is asked. One without the checkpoint functions (before 570) is an error."""
+    """A driver that is too old for the request. Lacking the checkpoint functions (before 570) is an error instead."""
     if gpu_map is None or not gpu_map.pairs or capabilities.gpu_map:
         return []
     return [

@@ -1,4 +1,4 @@
-"""Room for what an operation moves: host memory, under the limits of cgroups as well, and disk space."""
+"""Room for what an operation moves: host memory, within cgroup limits, and disk space."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ _PAGE_TABLES_SHARE = 128
 """Small pages have 8 bytes of page table for 4096 bytes, in the process and in gpucr; this is twice that."""
 
 _VAULT_BYTES = 512 << 20
-"""What gpucr's own CUDA context and its pinned ring take for one GPU. Measured (H200 machine): 0.38 GiB."""
+"""Host memory of gpucr's own CUDA context and its pinned ring, per GPU. Measured (H200 machine): 0.38 GiB."""
 
 _BUFFERS_A_BYTE = 4
-"""No more of the buffers is touched than there is data for: a piece, and what it becomes on its way into a store."""
+"""Buffers are touched only where there is data: a piece and its stored form."""
 
 
 def check_disk(job: Job, folder: Path, device_bytes: int, *, surely_bytes: int | None = None) -> list[Finding]:
     """Free disk space against the memory that would be written: resident pages and device memory.
 
-    ``surely_bytes`` are written whatever is there already (None: all of device memory).
+    ``surely_bytes`` are written in any case (None: all of device memory).
     """
     resident = sum(memory.resident_bytes(pid) for pid in job.pids)
     free = memory.free_disk_bytes(folder)
-    # Resident pages of files are not written, so the sum is no lower bound: only device memory is surely written.
+    # Resident file pages are not written, so the sum is no lower bound: only device memory is certain.
     surely = (device_bytes if surely_bytes is None else surely_bytes) + _DISK_MARGIN_BYTES
     likely = device_bytes + resident + _DISK_MARGIN_BYTES
     if free >= likely:
@@ -54,7 +54,7 @@ def check_disk(job: Job, folder: Path, device_bytes: int, *, surely_bytes: int |
 
 
 class MemoryNeed(Struct, frozen=True):
-    """Host memory that an operation will take, and the process whose cgroup is charged for it."""
+    """Host memory that an operation needs, and the process whose cgroup is charged."""
 
     pid: int
     size_bytes: int
@@ -63,9 +63,9 @@ class MemoryNeed(Struct, frozen=True):
 def needs_of_suspend(
     held: Mapping[int, Mapping[str, int]], *, in_files: bool, on_gpu: Mapping[str, int] = MappingProxyType({})
 ) -> list[MemoryNeed]:
-    """Each process takes its own device memory in, or with ``in_files`` gpucr's files take in that of all.
+    """Each process holds its own device memory or, with ``in_files``, gpucr's files hold it.
 
-    ``held``: see `device_bytes_in_use`; ``on_gpu``: what of it stays on the GPU, in bytes per UUID.
+    ``held``: see `device_bytes_in_use`; ``on_gpu``: the part that stays on the GPU, in bytes per UUID.
     """
     work = _need_of_work(len(held), _total(held), len(on_gpu) * _VAULT_BYTES)
     if in_files:
@@ -80,11 +80,11 @@ def needs_of_dump(
     buffers_bytes: int,
     on_gpu: Mapping[str, int] = MappingProxyType({}),
 ) -> list[MemoryNeed]:
-    """gpucr's staging files take in the device memory of all, and the snapshot as much again where it lies in memory.
+    """gpucr's staging files hold all device memory, and the snapshot as much again if it is in memory.
 
-    There it also takes what the processes ``pids`` have in private memory. ``folder``: where the snapshot goes, or the
-    folder that it will be made in; None: to another machine. ``buffers_bytes``: what the threads that save hold.
-    ``on_gpu``: what of device memory goes to the snapshot straight from its GPU, in bytes per UUID.
+    Then it also holds the private memory of the processes ``pids``. ``folder``: where the snapshot goes, or the folder
+    that it will be made in; None: to another machine. ``buffers_bytes``: buffers of the saving threads. ``on_gpu``:
+    device memory that goes straight from its GPU to the snapshot, in bytes per UUID.
     """
     device_bytes, images_bytes = _total(held), sum(memory.anonymous_bytes(pid) for pid in pids)
     buffers_bytes = min(buffers_bytes, _BUFFERS_A_BYTE * (device_bytes + images_bytes))
@@ -100,7 +100,7 @@ def needs_of_dump(
 def needs_of_restore(
     device_bytes: int, *, processes: int, private_bytes: int = 0, buffers_bytes: int, vaults: int = 0
 ) -> list[MemoryNeed]:
-    """gpucr's staging files hold the device memory of all until the driver has taken it.
+    """gpucr's staging files hold all device memory until the driver has taken it.
 
     ``private_bytes``: the private memory of the processes, which CRIU makes again. ``vaults``: the GPUs that gpucr
     fills itself.
@@ -111,7 +111,7 @@ def needs_of_restore(
 
 
 def _need_of_work(processes: int, device_bytes: int, buffers_bytes: int) -> MemoryNeed:
-    """What gpucr, its guard and CRIU take besides device memory, after preflight: 1.7 times what was measured, or more.
+    """What gpucr, its guard and CRIU need besides device memory, after preflight: at least 1.7 times the measurement.
 
     docs/benchmarks.md, Host memory, has the figures and how they were taken.
     """
@@ -124,9 +124,9 @@ def _total(held: Mapping[int, Mapping[str, int]]) -> int:
 
 
 def check_host_memory(needs: Sequence[MemoryNeed]) -> list[Finding]:
-    """What the machine, and each cgroup that is charged, can still give, against the host memory that is needed.
+    """Compare the needed host memory with what the machine, and each charged cgroup, can still give.
 
-    Where the memory runs out in the middle the kernel does not refuse, it kills: the job, or gpucr with the job's data.
+    If memory runs out midway the kernel does not refuse but kills: the job, or gpucr with the job's data.
     """
     total = sum(need.size_bytes for need in needs)
     available = memory.machine_available_bytes()

@@ -1,4 +1,4 @@
-"""What trees of one job have in common, and would not have any more: CRIU dumps each tree by itself."""
+"""What several trees of one job share and would lose: CRIU dumps each tree separately."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from gpucr.linux.processes import PROC
 from gpucr.model import Job, ProcessInfo
 
 _NAMELESS = " (deleted)"
-"""What the kernel adds to the names of shared memory and files that have none. What has a name is opened again."""
+"""What the kernel appends to names of unnamed shared memory and files. Named ones are reopened."""
 
 _READ, _WRITTEN = 0o400, 0o200  # the mode of a link in /proc/PID/fd
 
 
 def check_between_trees(job: Job, remedy: str) -> list[Finding]:
-    """Pipes from one tree to another, sockets that two have open, and memory and files without a name that they share.
+    """Pipes between trees, sockets open in two trees, and unnamed memory and files that they share.
 
-    A pipe that leads out of the job is lost with a single tree as well. Local sockets that are connected to each other
-    are CRIU's to find: it dumps none whose other end is elsewhere. ``remedy``: what to do instead.
+    A pipe that leads out of the job is also lost with a single tree. CRIU itself detects connected local sockets: it
+    dumps none whose peer is elsewhere. ``remedy``: what to do instead.
     """
     found: list[Finding] = []
     owners: dict[str, ProcessInfo] = {}
@@ -39,9 +39,9 @@ def check_between_trees(job: Job, remedy: str) -> list[Finding]:
 
 
 def _shared(process: ProcessInfo) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """What this process has, and what somebody else would have of the same thing."""
+    """What this process has, and how the other end would look."""
     folder = PROC / str(process.pid)
-    # What is not there any more has ended.
+    # Missing entries belong to ended processes.
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         for file in processes.open_files(process.pid):
             if file.target.startswith("pipe:["):

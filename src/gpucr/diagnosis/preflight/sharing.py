@@ -1,7 +1,7 @@
-"""Device memory that several GPUs or processes share: a checkpoint of it succeeds, and the restore loses the job.
+"""Device memory shared by several GPUs or processes: the checkpoint succeeds, and the restore loses the job.
 
 Measured on driver 580 with two H200 (NCCL over NVLink, peer copies in one process). What shares memory can only be
-inferred from outside, so the rules are on the safe side, and a canary that came back on this machine overrules them.
+inferred from outside, so the rules err on the safe side, and a canary that came back on this machine overrules them.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _IMEX_CHANNEL = "/dev/nvidia-caps-imex-channels/"
 
 
 def check_nccl(job: JobTraits, measured: Measurements) -> list[Finding]:
-    """Ranks of one job whose NCCL may have memory in common that no restore brings back.
+    """Ranks of one job whose NCCL may share memory that no restore brings back.
 
-    What is known to come back (measured, a GPU for each rank): shared host memory or sockets, without P2P and without
-    cuMem allocations.
+    Known to come back (measured, one GPU per rank): shared host memory or sockets, without P2P and without cuMem
+    allocations.
     """
     ranks = [process for process in job.processes if process.mapped_with(_LIBRARY) is not None]
     count = max([len(ranks), *map(local_world_size, ranks)])
@@ -41,7 +41,7 @@ def check_nccl(job: JobTraits, measured: Measurements) -> list[Finding]:
 
 
 def local_world_size(rank: CudaTraits) -> int:
-    """How many ranks torchrun has started on this machine: some may be outside the tree that was named. 0: not told."""
+    """How many ranks torchrun has started on this machine: some may be outside the named tree. 0: unknown."""
     text = rank.setting("LOCAL_WORLD_SIZE") or ""
     return int(text) if text.isdecimal() and len(text) < 10 else 0
 
@@ -54,7 +54,7 @@ def _on_one_gpu(job: JobTraits, ranks: Sequence[CudaTraits]) -> bool:
 
 
 def _may_reach(job: JobTraits, ranks: Sequence[CudaTraits]) -> bool:
-    """Whether P2P may be possible between the GPUs of these ranks, or of the machine where NVML does not know them."""
+    """Whether P2P may be possible between the GPUs of these ranks, or of the machine, if NVML does not know them."""
     known = [rank.gpus for rank in ranks if rank.gpus is not None]
     if len(known) == len(ranks):
         return job.can_reach(frozenset().union(*known))
@@ -116,15 +116,15 @@ def _kind_of_nccl(ranks: Sequence[CudaTraits], *, p2p_off: bool) -> Fact:
 def check_shared_gpus(job: JobTraits) -> list[Finding]:
     """Ranks of one group that share a GPU: NCCL between them fails after a restore (measured, driver 580).
 
-    NCCL refuses such ranks unless they say that they are on different hosts (NCCL_HOSTID); without that they more
-    probably use something else, such as Gloo.
+    NCCL refuses such ranks unless they claim to be on different hosts (NCCL_HOSTID); without that they probably use
+    something else, such as Gloo.
     """
     ranks = [rank for rank in job.processes if rank.mapped_with(_LIBRARY) is not None and local_world_size(rank) > 1]
     found: list[Finding] = []
     for uuid in sorted(frozenset().union(*(rank.gpus or () for rank in ranks))):
         sharing = [rank for rank in ranks if uuid in (rank.gpus or ())]
         if len({rank.setting("LOCAL_RANK") for rank in sharing}) < 2:
-            continue  # one rank, or what it has started
+            continue  # one rank, or its children
         hosts = [rank.setting("NCCL_HOSTID") for rank in sharing]
         found.append(
             facts.RANKS_SHARE_GPU.seen(
@@ -138,7 +138,7 @@ def check_shared_gpus(job: JobTraits) -> list[Finding]:
 
 
 def _settings_seen(ranks: Sequence[CudaTraits]) -> str:
-    """What the environments say, and what they cannot say."""
+    """What the environments show, and what they cannot show."""
     seen = sorted(
         {f"{name}={rank.setting(name)}" for rank in ranks for name in _SETTINGS if rank.setting(name) is not None}
     )
@@ -155,12 +155,12 @@ def _count_gpus(ranks: Sequence[CudaTraits]) -> int:
 
 
 def name_processes(pids: Sequence[int]) -> str:
-    """How many there are, and which: ``2 processes (7001, 7002)``."""
+    """Count and pids: ``2 processes (7001, 7002)``."""
     return f"{len(pids)} process{'es' if len(pids) > 1 else ''} ({name_pids(pids)})"
 
 
 def name_pids(pids: Sequence[int]) -> str:
-    """At most eight of them."""
+    """At most eight pids."""
     shown = ", ".join(map(str, pids[:8]))
     return shown if len(pids) <= 8 else f"{shown}, …"
 
@@ -168,8 +168,8 @@ def name_pids(pids: Sequence[int]) -> str:
 def check_peer_access(job: JobTraits, measured: Measurements) -> list[Finding]:
     """One process with memory on several GPUs that can reach each other.
 
-    Whether peer access is enabled and used, which decides, has not been found to show from outside. PyTorch enables it
-    at the first copy between two GPUs.
+    No way is known to see from outside whether peer access is enabled and used, which decides. PyTorch enables it at
+    the first copy between two GPUs.
     """
     fact = facts.PEER_POSSIBLE
     if all_come_back(measured, fact.unless):

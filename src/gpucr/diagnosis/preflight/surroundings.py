@@ -1,4 +1,4 @@
-"""What a job needs outside its processes: files as they were, ports that are free, the other ends of connections."""
+"""What a job needs outside its processes: unchanged files, free ports, connections' peers."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from gpucr.linux import files_in_use, processes, sock_diag
 from gpucr.model import Connection, Endpoint, Job, JobFile
 
 FilesMode = Literal["keep", "rewind"]
-"""Files that the job was writing and that have another size now: left as they are, or cut back to what they were."""
+"""Files that the job was writing and whose size has changed: left alone, or cut back to the old size."""
 
 TcpMode = Literal["close", "keep"]
-"""Connections whose other end is outside the job: closed in the restored job, or taken up again."""
+"""Connections whose peer is outside the job: closed in the restored job, or restored."""
 
 _SHOWN = 3
 
@@ -37,7 +37,7 @@ def check_outside_connections(job: Job) -> list[Finding]:
 
 
 def check_kept_connections(connections: Sequence[Connection], tcp: TcpMode, *, left_running: bool) -> list[Finding]:
-    """What becomes of a snapshot's connections to the outside. ``left_running``: the job went on after the dump."""
+    """What happens to a snapshot's outside connections. ``left_running``: the job kept running after the dump."""
     if not connections:
         return []
     some = _some([str(each) for each in connections])
@@ -53,7 +53,7 @@ def check_kept_connections(connections: Sequence[Connection], tcp: TcpMode, *, l
 
 
 def check_ports(endpoints: Collection[Endpoint]) -> list[Finding]:
-    """Whether other programs have the ports that the job's sockets are bound to again."""
+    """Whether other programs occupy the ports of the job's sockets."""
     taken = sock_diag.in_the_way([each for each in sock_diag.tcp_sockets() if not each.is_left_over], endpoints)
     if not taken:
         return []
@@ -69,9 +69,9 @@ def check_ports(endpoints: Collection[Endpoint]) -> list[Finding]:
 
 
 def check_files(files: Sequence[JobFile], folders: Sequence[str], mode: FilesMode) -> list[Finding]:
-    """The files that the job had open or mapped, and the folders, as they are now. Contents are not compared.
+    """Check the job's files and folders as they are now. Contents are not compared.
 
-    Of databases, which `check_changed_databases` judges, only those that are shorter now.
+    Databases, which `check_changed_databases` covers, are reported only if they are shorter now.
     """
     missing = [folder for folder in folders if not os.path.isdir(folder)]
     found: list[Finding] = []

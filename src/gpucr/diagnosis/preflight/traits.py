@@ -1,4 +1,4 @@
-"""What can be seen from outside of how a job uses its GPUs: gathered once, judged by the checks."""
+"""A job's GPU use, as visible from outside: gathered once, judged by the checks."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class CudaTraits(Struct, frozen=True):
 
     ``environment`` is that of its start (None: not readable), ``mapped`` the paths of the files that it has mapped,
     ``gpus`` the UUIDs of those on which it holds memory (None: NVML does not know the process, as in most containers),
-    ``uvm_mappings`` how often it has ``/dev/nvidia-uvm`` mapped, ``counted`` what its interposer tells (None: it has
-    none, or one that does not answer).
+    ``uvm_mappings`` number of mappings of ``/dev/nvidia-uvm``; ``counted``: its interposer's counters (None: none, or
+    no answer).
     """
 
     process: ProcessInfo
@@ -47,7 +47,7 @@ class CudaTraits(Struct, frozen=True):
         return self.process.ns_pids[-1]
 
     def setting(self, variable: str) -> str | None:
-        """A variable of its environment; None where it is not set or the environment cannot be read."""
+        """A variable of its environment; None if it is not set or the environment cannot be read."""
         return None if self.environment is None else self.environment.get(variable)
 
     def mapped_with(self, part: str) -> str | None:
@@ -56,10 +56,10 @@ class CudaTraits(Struct, frozen=True):
 
 
 class JobTraits(Struct, frozen=True):
-    """The CUDA processes of a job, and what NVML knows of the machine. ``mps_clients``: pids as NVML sees them.
+    """The CUDA processes of a job, and NVML's data about the machine. ``mps_clients``: pids as NVML sees them.
 
-    ``relatives`` have device memory and are outside the job: what it was started by, and what they have started.
-    ``sharing``: what the interposers of all of these tell of memory that is another process's (None: not all tell).
+    ``relatives`` have device memory but are outside the job: its ancestors, and their other descendants. ``sharing``:
+    shared memory according to all of their interposers (None: some do not answer).
     """
 
     processes: tuple[CudaTraits, ...]
@@ -70,16 +70,16 @@ class JobTraits(Struct, frozen=True):
     sharing: Sharing | None = None
 
     def can_reach(self, uuids: frozenset[str]) -> bool:
-        """Whether any two of these GPUs may be able to read each other's memory: all that NVML does not deny."""
+        """Whether any two of these GPUs may be able to read each other's memory: true unless NVML denies it."""
         ordered = sorted(uuids)
         pairs = (frozenset((one, other)) for n, one in enumerate(ordered) for other in ordered[n + 1 :])
         return any(pair not in self.unreachable for pair in pairs)
 
 
 def look(job: Job, uses: Sequence[GpuUse]) -> JobTraits:
-    """Gather the traits of a job. ``uses``: who holds memory on which GPU. Changes nothing.
+    """Gather the traits of a job. ``uses``: which process holds memory on which GPU. Changes nothing.
 
-    Raises DriverUnavailable where NVML is there and broken.
+    Raises DriverUnavailable if NVML is there and broken.
     """
     if not job.gang:
         return JobTraits((), ())
@@ -87,7 +87,7 @@ def look(job: Job, uses: Sequence[GpuUse]) -> JobTraits:
     seen = tuple(_look_at(process, uses) for process in job.processes if process.pid in members)
     relatives: list[CudaTraits] = []
     for process in _relatives(job, {use.pid for use in uses}):
-        with contextlib.suppress(PermissionError):  # another user's: it has nothing open with this one
+        with contextlib.suppress(PermissionError):  # another user's: it shares nothing with this one
             relatives.append(_look_at(process, uses))
     return JobTraits(
         seen,

@@ -1,4 +1,4 @@
-"""The traps: jobs of which a checkpoint may succeed and a restore not, and what no driver can checkpoint."""
+"""Traps: jobs whose checkpoint may succeed but not the restore, and what no driver can checkpoint."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from gpucr.diagnosis.preflight.traits import JobTraits
 
 
 def check_traps(job: JobTraits, measured: Measurements, *, may_share: bool = False) -> list[Finding]:
-    """Everything about a job with CUDA that decides whether it comes back, as far as it shows from outside.
+    """Check everything visible from outside that decides whether a CUDA job comes back.
 
-    ``may_share``: its interposers bring back what its processes have of each other.
+    ``may_share``: its interposers restore memory that its processes share.
     """
     if not job.processes:
         return []
@@ -31,7 +31,7 @@ def check_traps(job: JobTraits, measured: Measurements, *, may_share: bool = Fal
 
 
 def _inferred(job: JobTraits, measured: Measurements) -> list[Finding]:
-    """What of it is shared, where nobody inside of every process tells."""
+    """Sharing, inferred because not every process has an interposer that answers."""
     return [
         *check_nccl(job, measured),
         *check_peer_access(job, measured),

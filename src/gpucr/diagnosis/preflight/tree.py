@@ -1,4 +1,4 @@
-"""The job's processes: their CUDA state, who traces them, what they have open, and the pids that they need again."""
+"""The job's processes: CUDA state, tracers, open files, and the pids that they will need."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ _IO_URING = re.compile("io_uring")
 
 
 def require_privileges(job_pid: int) -> None:
-    """Raise NotPermitted where the caller can have no CRIU work: he is not root, and root lets him use none."""
+    """Raise NotPermitted if the caller cannot use CRIU: he is not root, and root has granted none."""
     if processes.can_checkpoint_processes():
         return
     if socket_path() is not None:
         return
-    from gpucr.criu.granted import find_grant  # a suspend does without CRIU
+    from gpucr.criu.granted import find_grant  # a suspend needs no CRIU
     from gpucr.criu.install import find_criu
 
     if find_grant() is not None:
         _require_capabilities_of_files(job_pid)
-    with contextlib.suppress(CriuUnavailable):  # that none was granted says more
+    with contextlib.suppress(CriuUnavailable):  # the missing grant explains more
         if find_criu().is_unprivileged:
             return
     if os.geteuid() == 0:
@@ -111,7 +111,7 @@ def check_tracers(job: Job) -> list[Finding]:
 
 
 def check_session(job: Job) -> list[Finding]:
-    """Sessions that CRIU cannot give back: of outside the pid namespace, or of another branch of the tree."""
+    """Sessions that CRIU cannot restore: from outside the pid namespace, or from another branch of the tree."""
     outside = next((each for each in job.processes if processes.innermost_session_id(each.pid) == 0), None)
     if outside is not None:
         return [
@@ -134,12 +134,12 @@ def check_session(job: Job) -> list[Finding]:
 
 
 def _adopted(job: Job) -> Iterator[tuple[ProcessInfo, Fact]]:
-    """Processes whose session is not to be had where they are in the tree, and what a restore makes of them.
+    """Processes whose session cannot be restored at their place in the tree, and what a restore does with them.
 
-    A process gets its session from the one that forks it. CRIU forks each from its parent, before or after that leaves
-    the session of its own parent, and so on up to the session's first process. For a child of the root it can make that
-    one anew and have it end, and the child is then adopted by the nearest process that asks for orphans: by an init,
-    but by no other root, which CRIU lets ask too late (seen with CRIU 4.2.1).
+    A process gets its session from the one that forks it. CRIU forks each from its parent, before or after the parent
+    leaves its own parent's session, and so on up to the session's leader. For a child of the root it can recreate an
+    ended leader and let it end, and the child is then adopted by the nearest subreaper: by an init, but by no other
+    root, which CRIU makes a subreaper too late (seen with CRIU 4.2.1).
     """
     by_pid = {each.pid: each for each in job.processes}
     ancestors: dict[int, frozenset[int]] = {job.root.pid: frozenset()}
@@ -158,7 +158,7 @@ def _adopted(job: Job) -> Iterator[tuple[ProcessInfo, Fact]]:
 
 
 def check_namespace_init(job: Job) -> list[Finding]:
-    """A part of a pid namespace without its first process. For a job in no sandbox that this gpucr knows of."""
+    """A part of a pid namespace without its first process. For a job in no sandbox known to this gpucr."""
     root = job.root
     if len(root.ns_pids) == 1 or root.ns_pids[-1] == 1:
         return []
@@ -181,8 +181,8 @@ def check_terminal(job: Job) -> list[Finding]:
 def check_open_files(job: Job, *, is_sandboxed: bool = False) -> list[Finding]:
     """Descriptors that CRIU cannot dump; a finding for each process and kind.
 
-    Those of running CUDA processes go away with the checkpoint, and so do those that their children were forked with.
-    ``is_sandboxed``: the job's mounts are of gpucr's making, with the files of this machine.
+    Those of running CUDA processes go away with the checkpoint, as do those inherited by their children.
+    ``is_sandboxed``: gpucr made the job's mounts, with this machine's files.
     """
     running = {member.pid for member in job.gang if member.found is not CudaState.CHECKPOINTED}
     passing = {(each.process.pid, fd) for each in find_inherited(job.processes, running) for fd in each.fds}
@@ -195,15 +195,15 @@ def check_open_files(job: Job, *, is_sandboxed: bool = False) -> list[Finding]:
 
 
 def _linked_files(process: ProcessInfo, *, is_sandboxed: bool) -> list[Finding]:
-    """Files whose opened name is gone while they have another one, and which a restored job would miss.
+    """Files whose opened name is gone while another name remains, which a restored job would miss.
 
-    The snapshot has the content of those in /dev/shm, and of the others (see `gpucr.criu.linked_files`) where the
-    process has this machine's mounts.
+    The snapshot has the content of those in /dev/shm, and of the others (see `gpucr.criu.linked_files`) if the process
+    has this machine's mounts.
     """
     shared = PROC / str(process.pid) / "root" / "dev" / "shm"
     written: set[str] = set()
     not_saved: set[str] = set()
-    # What is not there any more has ended, or is closed to us.
+    # Missing entries have ended, or permission is denied.
     with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
         shared_device = shared.stat().st_dev if shared.is_dir() else None
         is_saved = is_sandboxed or sees_our_files(process.pid)
@@ -250,9 +250,9 @@ def _name(process: ProcessInfo) -> str:
 
 
 def check_free_pids(uses: Sequence[PidUse]) -> list[Finding]:
-    """A restored process gets the pid that it had: nothing may use one of them, not even a zombie.
+    """A restored process gets its old pid: nothing else may use it, not even a zombie.
 
-    ``uses`` is what `gpucr.linux.pid_uses.uses_of_pids` has found.
+    ``uses`` is from `gpucr.linux.pid_uses.uses_of_pids`.
     """
     found: list[Finding] = []
     for use in uses:
@@ -278,5 +278,5 @@ def _kind_of_use(use: PidUse, *, is_zombie: bool) -> Fact:
         return facts.PID_OF_ZOMBIE if is_zombie else facts.PID_TAKEN
     if is_zombie:
         return facts.GROUP_OF_ZOMBIE
-    # The job may have been in a terminal's process group, and no sandbox can take it in.
+    # The job may have been in a terminal's process group, so that no sandbox can hold it.
     return facts.PID_OF_SESSION if use.kind == "session" else facts.PID_OF_GROUP

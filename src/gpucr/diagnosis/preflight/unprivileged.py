@@ -1,4 +1,4 @@
-"""What only root can dump and restore, seen before an ordinary user's CRIU fails at it."""
+"""Find what only root can dump and restore before an ordinary user's CRIU fails."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _NAMESPACES: tuple[Kind | Literal["user"], ...] = ("user", "pid", "mnt", "net", 
 
 
 def check_ptrace(pids: Iterable[int]) -> list[Finding]:
-    """Whether Yama lets an ordinary user attach to these processes, where he has not started them himself.
+    """Whether Yama lets an ordinary user attach to these processes if he has not started them himself.
 
-    Those with an interposer have been asked for their leave by now (jobs/tracing.py).
+    Those with an interposer have granted permission by now (jobs/tracing.py).
     """
     scope = tracing.yama_scope()
     if not scope or (closed := next((pid for pid in pids if not tracing.is_allowed(pid)), None)) is None:
@@ -34,7 +34,7 @@ def check_ptrace(pids: Iterable[int]) -> list[Finding]:
 def check_dump_by_user(job: Job, install: CriuInstall, *, in_sandbox: bool = False) -> list[Finding]:
     """What of a job an ordinary user's CRIU cannot dump. Nothing where root's CRIU is used. ``in_sandbox``: of gpucr's.
 
-    The privileged helper's CRIU attaches to any process; gpucr itself has to, where there is device memory.
+    The privileged helper's CRIU attaches to any process; gpucr itself has to, if there is device memory.
     """
     if not install.is_unprivileged:
         return []
@@ -48,7 +48,7 @@ def check_dump_by_user(job: Job, install: CriuInstall, *, in_sandbox: bool = Fal
 
 
 def _for_the_helper(job: Job) -> Iterator[Finding]:
-    """What the helper would refuse, or CRIU by it, and shows before the job is stopped."""
+    """What the helper or its CRIU would refuse, if visible before the job is stopped."""
     from gpucr.criu.options import is_shell_job
 
     if len(job.root_pids) > limits.MAX_REQUESTS_PER_USER:
@@ -89,7 +89,7 @@ def _foreign_namespaces(pid: int) -> list[str]:
             if namespaces.namespace_id(pid, kind) != namespaces.namespace_id("self", kind):
                 found.append(str(kind))
         except (FileNotFoundError, ProcessLookupError, PermissionError):
-            return []  # it has ended, or is closed: said elsewhere
+            return []  # ended, or permission denied: reported elsewhere
     return found
 
 

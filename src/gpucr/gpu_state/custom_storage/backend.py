@@ -1,4 +1,4 @@
-"""The backend: memory of one process that the driver hands to the carrier, and the backends of an operation."""
+"""The backend: one process's memory, which the driver hands to the carrier, and the backends of an operation."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from gpucr.quantities import format_bytes
 from gpucr.undo.steps import Meter
 
 NO_ADDRESS = 1 << 62
-"""What the driver hands over is in no place of the process: a snapshot numbers it from here on."""
+"""Handed-over memory has no address in the process: snapshots number it from here."""
 
 _WAIT_S = 0.1
 
@@ -45,9 +45,9 @@ class CarriedSource:
 class CustomStorage:
     """See `Backend`, at level 0. The driver's checkpoint is `begin`, and ends with `complete`.
 
-    ``saver``: takes the bytes while they are on the GPU, and has them in files afterwards (None: ``spool`` has them on
-    a disk, or host memory has them). ``to_process``: there the process itself keeps them, for whoever resumes it.
-    ``on_begun`` is told when the source is there and final.
+    ``saver``: takes the bytes while they are on the GPU, and has them in files afterwards (None: they go to ``spool``
+    on a disk, or to host memory). ``to_process``: in host memory, the process itself keeps them for a later resume.
+    ``on_begun`` is called when the source is ready and final.
     """
 
     kind = CUSTOM_STORAGE
@@ -83,27 +83,27 @@ class CustomStorage:
         self._is_saved = False
 
     def available_bytes(self) -> int:
-        """All of it as soon as it is seen; nothing of a copy that is being made."""
+        """Everything, once it is mapped; nothing while a copy is being made."""
         return self.source.size_bytes if self.source is not None else 0
 
     def prepare(self, size_bytes: int) -> int:
-        """Make room on the disk, or begin to in host memory, where it is needed."""
+        """Make room on the disk, or begin to in host memory, if needed."""
         if self._saver is None and self._spool is not None:
             self._file = self._spool.file(size_bytes)
         elif self._saver is None:
-            with contextlib.suppress(OSError):  # what is not there now is made when it is needed
+            with contextlib.suppress(OSError):  # the rest is allocated on demand
                 self._file = file = StagingFile.create(size_bytes, KEPT_NAME)
                 self._populating = threading.Thread(target=_populate, args=(file,), daemon=True)
                 self._populating.start()
         return size_bytes
 
     def wait_prepared(self) -> None:
-        """Until room is there."""
+        """Wait for the room."""
         if self._populating is not None:
             self._populating.join()
 
     def begin(self, restore_thread: int, meter: Meter, deadline: float | None) -> None:
-        """LOCKED → CHECKPOINTING. From here on the carrier has to end it, and all bytes have to be somewhere else."""
+        """LOCKED → CHECKPOINTING. From here on the carrier must complete it, and all bytes must go elsewhere."""
         self._restore_thread = restore_thread
         pid = self.part.pid
         self._before()
@@ -132,10 +132,10 @@ class CustomStorage:
         self._carrier.of("copy", self.process)
 
     def wait_begun(self) -> None:
-        """The driver's call was."""
+        """The driver's call has done it."""
 
     def wait_saved(self) -> None:
-        """Until all bytes are where they stay. Raises what kept them from it."""
+        """Wait until all bytes are in their final place. Raises what prevented that."""
         if self._saver is not None and self.source is not None and not self._is_saved:
             while not self._saver.wait_for(self.part, _WAIT_S):
                 pass
@@ -157,7 +157,7 @@ class CustomStorage:
 
     @contextlib.contextmanager
     def _named(self) -> Iterator[None]:
-        """What happened to the process rather than what the driver said, where it has ended."""
+        """The error: that the process has ended, if so, rather than what the driver said."""
         try:
             yield
         except (CustomStorageError, DriverError) as e:
@@ -169,13 +169,13 @@ class CustomStorage:
             ) from e
 
     def abort(self) -> None:
-        """There is no abort: all bytes go somewhere, and it is completed; where they cannot, the process is killed."""
+        """There is no abort: all bytes are saved and it is completed; if that fails, the process is killed."""
         if self.has_begun:
             with contextlib.suppress(CustomStorageError, DriverError):
                 self._carrier.of("finish", self.process)
 
     def give_back(self) -> None:
-        """`CustomStorages.bring_back` has done so."""
+        """`CustomStorages.bring_back` has done it."""
 
     def let_go(self) -> None:
         """The process has its memory again."""
@@ -184,7 +184,7 @@ class CustomStorage:
             kept.let_go(self.part.pid, self._restore_thread)
 
     def close(self) -> None:
-        """The copy in host memory, but for what the process has of it, or on the disk."""
+        """The copy on the disk, or in host memory, except what the process holds of it."""
         self.wait_prepared()
         if self._file is not None:
             self._file.close()
@@ -202,7 +202,7 @@ def _populate(file: StagingFile) -> None:
 
 
 def extents_of(parts: Sequence[tuple[str, int]]) -> tuple[StagedExtent, ...]:
-    """One for each GPU, one behind the other, in whole pages."""
+    """One for each GPU, consecutive, in whole pages."""
     extents: list[StagedExtent] = []
     offset = 0
     for uuid, size_bytes in parts:
@@ -212,9 +212,9 @@ def extents_of(parts: Sequence[tuple[str, int]]) -> tuple[StagedExtent, ...]:
 
 
 def files_of(saver: Saver | None, held: Mapping[int, Mapping[str, int]], *, may_wait: bool) -> Saver | None:
-    """What has device memory in files before the job runs again, or ends; None: it goes to host memory instead.
+    """A saver that has device memory in files before the job runs again or ends; None: it goes to host memory instead.
 
-    A job that is to run again soon does not wait for a disk, unless host memory has no room (``may_wait``: it may).
+    A job that runs again soon does not wait for a disk, unless host memory has no room and it ``may_wait``.
     """
     if saver is None or not saver.keeps_files:
         return None
@@ -223,10 +223,10 @@ def files_of(saver: Saver | None, held: Mapping[int, Mapping[str, int]], *, may_
 
 
 class CustomStorages:
-    """Those of an operation. ``gpus`` are this machine's; each that is ``held`` needs room for the carrier's context.
+    """Those of an operation. ``gpus`` are this machine's; each ``held`` one needs room for the carrier's context.
 
-    ``saver``: see `files_of`. ``to_process``: the job is suspended, and gpucr ends. ``tell_guard`` is told, with the
-    carrier, of the processes whose memory it may have.
+    ``saver``: see `files_of`. ``to_process``: the job is suspended, and gpucr exits. ``tell_guard`` gets the carrier,
+    and the processes whose memory it may have.
     """
 
     def __init__(
@@ -248,7 +248,7 @@ class CustomStorages:
         self._held = held
         self._saver = saver
         self.spool: Spool | None = None
-        """Where copies go that host memory has no room for; see `spool_if_short`."""
+        """Where copies go if host memory has no room; see `spool_if_short`."""
         self._to_process = to_process
         self._is_interposed = is_interposed
         self._tell_guard = tell_guard
@@ -256,34 +256,34 @@ class CustomStorages:
         self._backends: dict[int, CustomStorage] = {}
         self._failed: str | None = None
         self.why_not: dict[int, str] = {}
-        """By pid, why the driver stages memory that it could hand over."""
+        """By pid, why the driver stages memory that it could have handed over."""
 
     def require(self, members: Iterable[GangMember]) -> None:
-        """Raise Unsupported where one of these would go another way, and this one is insisted on."""
+        """Raise Unsupported if one of these would go another way, and this one is insisted on."""
         for member in members if self._gpu_state == CUSTOM else ():
             if member.found is not CudaState.CHECKPOINTED and (why := self._why_not(member.pid)) is not None:
                 raise refused(f"device memory of process {member.pid} cannot leave by custom storage: {why}", _REMEDY)
 
     def takes(self, pid: int) -> bool:
-        """Whether it will take memory of this process, for all that is known before it is tried."""
+        """Whether it will probably take this process's memory."""
         return self._why_not(pid) is None
 
     @property
     def goes_to(self) -> str:
-        """In words, where the memory goes that it takes."""
+        """In words, where the memory goes."""
         return _goes_to(self._saver, self.spool)
 
     def pids(self, members: Iterable[GangMember]) -> list[int]:
-        """Those whose memory it will take."""
+        """The processes whose memory it will take."""
         return [each.pid for each in members if each.found is not CudaState.CHECKPOINTED and self.takes(each.pid)]
 
     def spool_if_short(self, needed_bytes: int) -> Spool | None:
-        """Have copies go to a disk where an operation that needs so much host memory could not have it.
+        """Send copies to a disk if the operation would need more host memory than there is.
 
-        Before anything begins. None: they need not, or there are none. One with a `Spool.why_not` is not used.
+        Call it before anything begins. None: not needed, or no copies. A spool with a `why_not` is not used.
         """
         size_bytes = self._taken_bytes
-        is_copied = self._saver is None and not self._to_process  # what a suspended process keeps is in its memory
+        is_copied = self._saver is None and not self._to_process  # a suspended process's memory counts already
         if not is_copied or not size_bytes or needed_bytes <= memory.available_bytes():
             return None
         spool = Spool.find(size_bytes)
@@ -295,7 +295,7 @@ class CustomStorages:
         return sum(sum(by_gpu.values()) for pid, by_gpu in self._held.items() if self.takes(pid))
 
     def takes_no_host_memory(self) -> dict[str, int]:
-        """What of the job's device memory goes from the GPUs to a disk, or where it is saved, per GPU UUID."""
+        """How much device memory goes from the GPUs to a disk or to the saver, per GPU UUID."""
         total: dict[str, int] = {}
         for pid, by_gpu in self._held.items() if self._saver is not None or self.spool is not None else ():
             for uuid, size_bytes in by_gpu.items() if self.takes(pid) else ():
@@ -322,7 +322,7 @@ class CustomStorages:
         return None
 
     def lowest(self, part: DevicePart, on_begun: Callable[[Backend], None]) -> CustomStorage | None:
-        """What takes memory of this process, at level 0; None: the driver's staging does."""
+        """The backend of this process at level 0; None: the driver stages it."""
         if (why_not := self._why_not(part.pid)) is not None:
             if self._gpu_state == "auto" and self._driver.capabilities().custom_storage:
                 self.why_not[part.pid] = why_not
@@ -347,9 +347,9 @@ class CustomStorages:
         return made
 
     def _started(self) -> Carrier | None:
-        """The carrier. Where it cannot be had the memory goes another way, unless this one is insisted on.
+        """The carrier. If it cannot be started, the memory goes another way, unless the user insists on this one.
 
-        Or unless host memory has no room for that, on which nobody has counted.
+        Or unless host memory has no room for it, which was not planned.
         """
         if self._carrier is None and self._failed is None:
             try:
@@ -365,7 +365,7 @@ class CustomStorages:
         self._tell_guard(self._carrier.id, self._backends)
 
     def _wait_saved(self) -> None:
-        """Until all bytes of all of them are where they stay: none is completed before."""
+        """Wait until all bytes of all of them are in their final place: none is completed before."""
         for each in self._backends.values():
             each.wait_saved()
 
@@ -381,7 +381,7 @@ class CustomStorages:
         return results
 
     def release(self) -> None:
-        """The job keeps what it has, or has ended: the carrier has to bring nothing back."""
+        """The job keeps what it has, or has ended: the carrier need not bring anything back."""
         for each in self._backends.values():
             if self._carrier is not None and each.has_begun:
                 with contextlib.suppress(GpucrError):
@@ -398,7 +398,7 @@ _REMEDY = "see `gpucr doctor` for what this machine has"
 
 
 def bring_back(carrier: Carrier, maps: Mapping[ProcessId, GpuMap | None]) -> dict[int, Exception | None]:
-    """CHECKPOINTED → LOCKED, from where their bytes are: begun one after the other, completed when all are filled."""
+    """CHECKPOINTED → LOCKED, from where their bytes are: all are begun, then filled, then completed."""
     results: dict[int, Exception | None] = {}
     for process, gpu_map in maps.items():
         try:
@@ -410,7 +410,7 @@ def bring_back(carrier: Carrier, maps: Mapping[ProcessId, GpuMap | None]) -> dic
             try:
                 try:
                     carrier.of("complete", process)
-                except DriverError:  # what fails has changed nothing, as far as is known
+                except DriverError:  # a failure is believed to change nothing
                     carrier.of("complete", process)
                 carrier.of("forget", process)
             except GpucrError as e:

@@ -1,8 +1,8 @@
-"""The carrier's own process: it alone can end what it has begun with the driver, so it outlives the gpucr that asked.
+"""The carrier process: only it can complete what it has begun with the driver, so it outlives the gpucr that asked.
 
-There is no way to call a checkpoint off that has begun. When gpucr dies, or its guard asks (SIGTERM), the carrier sees
-that all bytes are in some place, completes, and restores from there: LOCKED. What it cannot bring back it kills: such a
-process stands still for ever, or would go on with memory that is not its own.
+A checkpoint cannot be cancelled once begun. If gpucr dies, or its guard asks (SIGTERM), the carrier makes sure that all
+bytes are stored, completes, and restores from there: LOCKED. It kills a process that it cannot bring back: it would be
+stopped forever, or run with wrong memory.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _Copying(NamedTuple):
 
 
 class Carrier:
-    """Answers requests; each method with the name of one is called with it and the descriptors that came along."""
+    """Answers requests: calls the method with the request's name, with the request and its descriptors."""
 
     def __init__(self) -> None:
         self.holdings: dict[int, Holding] = {}
@@ -76,27 +76,27 @@ class Carrier:
         try:
             holding.checkpoint(self._storage)
         except BaseException:
-            if holding.phase is Phase.CHECKPOINTING:  # it has begun, and nobody can read the memory
+            if holding.phase is Phase.CHECKPOINTING:  # begun, but nobody can read the memory
                 holding.give_up(self._storage)
             del self.holdings[ask.pid]
             raise
         return _parts_of(holding)
 
     def place(self, ask: Ask, descriptors: list[int]) -> Answer:
-        """Where its bytes are, or go to where nobody else takes them. Of a suspended process it is held from now on."""
+        """Where its bytes are, or go if nobody else takes them. A suspended process is held from now on."""
         holding = self.holdings.setdefault(ask.pid, Holding(ProcessId(ask.pid, ask.start_time_ticks), self._vault))
         holding.replace_place(Place(descriptors, ask.piece_bytes))
         holding.is_whole, holding.keeps_itself = ask.is_whole, ask.keeps_itself
         return Answer()
 
     def saved(self, ask: Ask, descriptors: list[int]) -> Answer:
-        """All its bytes are in its place now: gpucr has put them there."""
+        """gpucr has put all its bytes in its place."""
         holding = self.holdings[ask.pid]
         holding.is_whole, holding.keeps_itself = True, ask.keeps_itself
         return Answer()
 
     def copy(self, ask: Ask, descriptors: list[int]) -> Answer:
-        """Begin to copy all of it to its place. `complete` waits for that."""
+        """Begin to copy all of it to its place, for which `complete` waits."""
         holding = self.holdings[ask.pid]
         self._begin(ask.pid, holding.copy)
         return Answer()
@@ -108,7 +108,7 @@ class Carrier:
         return Answer()
 
     def finish(self, ask: Ask, descriptors: list[int]) -> Answer:
-        """Something failed: CHECKPOINTING → CHECKPOINTED, all bytes in some place; else it is killed."""
+        """Something failed: CHECKPOINTING → CHECKPOINTED with all bytes stored; otherwise it is killed."""
         holding = self.holdings[ask.pid]
         with contextlib.suppress(GpucrError, OSError):
             self._wait_copied(ask.pid)
@@ -123,7 +123,7 @@ class Carrier:
         return Answer()
 
     def take_back(self, ask: Ask, descriptors: list[int]) -> Answer:
-        """CHECKPOINTED → RESTORING of a process that CRIU has made: its bytes come through the lanes."""
+        """CHECKPOINTED → RESTORING for a process made by CRIU: its bytes come through the lanes."""
         holding = Holding(ProcessId(ask.pid, ask.start_time_ticks), self._vault)
         self.holdings[ask.pid] = holding
         try:
@@ -136,7 +136,7 @@ class Carrier:
         return _parts_of(holding)
 
     def forget(self, ask: Ask, descriptors: list[int]) -> Answer:
-        """It has its memory, or keeps its bytes itself: it needs nobody."""
+        """It has its memory, or keeps its bytes itself: forget it."""
         self.holdings.pop(ask.pid).close()
         return Answer()
 
@@ -152,7 +152,7 @@ class Carrier:
         def run() -> None:
             try:
                 work()
-            except Exception as e:  # noqa: BLE001 - raised where it is waited for
+            except Exception as e:  # noqa: BLE001 - raised if it is waited for
                 errors.append(e)
 
         thread = threading.Thread(target=run, name="copy", daemon=True)
@@ -160,7 +160,7 @@ class Carrier:
         thread.start()
 
     def _wait_copied(self, pid: int) -> None:
-        """Until all copies are over: none may be completed before. Raises what went wrong with this one."""
+        """Wait until all copies are done: none may be completed before. Raises this one's error."""
         for copying in self._copying.values():
             copying.thread.join()
         mine = self._copying.pop(pid, None)
@@ -175,7 +175,7 @@ class Carrier:
             try:
                 holding.complete(self._storage)
             except DriverError:
-                holding.complete(self._storage)  # what fails once has changed nothing, as far as is known
+                holding.complete(self._storage)  # a failure is believed to change nothing
         except (GpucrError, OSError) as e:
             self._give_up(holding, e)
 
@@ -184,7 +184,10 @@ class Carrier:
         holding.give_up(self._storage)
 
     def bring_back(self) -> None:
-        """gpucr is dead: all that is held comes back, to LOCKED, or ends. In the order that the driver asks for."""
+        """gpucr is dead: bring all held processes back, to LOCKED, or kill them.
+
+        In the order that the driver requires.
+        """
         for copying in self._copying.values():
             copying.thread.join()
         held = [each for each in self.holdings.values() if each.is_alive and each.phase is not Phase.BACK]
@@ -245,11 +248,11 @@ def main(*numbers: str) -> None:
         control.send(msgspec.json.encode(Answer()))
         _serve(control, operation_fd, asked, carrier)
     carrier.bring_back()
-    os._exit(0)  # the threads of the lanes wait for nobody
+    os._exit(0)  # do not wait for lane threads
 
 
 def _serve(control: socket.socket, operation_fd: int, asked: int, carrier: Carrier) -> None:
-    """Until gpucr hangs up, has died, or somebody asks for what is held."""
+    """Serve until gpucr hangs up or dies, or SIGTERM comes."""
     poller = select.poll()
     for each in (control, operation_fd, asked):
         poller.register(each, select.POLLIN)
@@ -274,6 +277,6 @@ def _serve_lane(carrier: Carrier, lane: socket.socket, slot: int) -> None:
                 if size_bytes > SLOT_BYTES:
                     raise CustomStorageError(f"{size_bytes} bytes do not fit into a slot")
                 (holding.write if is_to_gpu else holding.read)(position, size_bytes, slot)
-            except Exception as e:  # noqa: BLE001 - told to whoever asked
+            except Exception as e:  # noqa: BLE001 - reported to the requester
                 failure = f"{type(e).__name__}: {e}"
             lane.send(b"\0" + failure.encode()[:1000])

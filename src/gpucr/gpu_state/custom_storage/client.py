@@ -1,4 +1,4 @@
-"""gpucr's end of its carrier."""
+"""gpucr's client of its carrier."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from gpucr.records import decoder
 
 START_LIMIT_S = 60.0
 END_LIMIT_S = 600.0
-"""How long the end of a carrier is waited for: it may have to bring processes back."""
+"""How long to wait for a carrier to end: it may have to bring processes back."""
 
 _LOST = "the process of gpucr's that has custom storage from the driver has ended"
 _HINT = "see what it wrote to gpucr's log (`gpucr doctor` says where); memory may have run out (dmesg)"
@@ -37,9 +37,9 @@ class _Lane:
 
 
 class Carrier:
-    """A process that takes device memory from the driver and gives it back. Many threads may use it at once.
+    """A process that takes device memory from the driver and gives it back. Thread-safe.
 
-    Raises CustomStorageError where it cannot be started, or has ended; DriverError for what the driver refuses.
+    Raises CustomStorageError if it cannot be started, or has ended; DriverError for what the driver refuses.
     """
 
     def __init__(self, uuids: Sequence[str]) -> None:
@@ -119,7 +119,7 @@ class Carrier:
         is_whole: bool = False,
         keeps_itself: bool = False,
     ) -> None:
-        """Its bytes go to these files, or are there."""
+        """Its bytes go to these files, or are there already."""
         ask = Ask(
             "place", process.pid, process.start_time_ticks,
             piece_bytes=piece_bytes, is_whole=is_whole, keeps_itself=keeps_itself,
@@ -184,7 +184,7 @@ class Carrier:
             raise CustomStorageError(answer[1:].decode(errors="replace") or _LOST, hint=_HINT)
 
     def close(self) -> None:
-        """Hang up, and wait until it has brought back what it still held, and has ended. Idempotent."""
+        """Hang up, and wait until it has brought back what it still held and exited. Idempotent."""
         self._hang_up()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(END_LIMIT_S)

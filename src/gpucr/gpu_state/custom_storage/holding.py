@@ -1,4 +1,4 @@
-"""In the carrier: what it has begun with the driver for one process, and where the bytes are meanwhile."""
+"""In the carrier: one process that it has begun with the driver, and where the bytes are."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ PAGE_BYTES = 4096
 
 
 def whole_pages(size_bytes: int) -> int:
-    """What is stored of it: sources are of whole pages."""
+    """Stored size: sources have whole pages."""
     return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
 class Place:
-    """Files that have, or get, all bytes of one process: in pieces, dealt out to the files in turn."""
+    """Files that have, or get, all bytes of one process, in pieces distributed round-robin."""
 
     def __init__(self, descriptors: Sequence[int], piece_bytes: int) -> None:
-        """Opens the files anew: what is read and written here need not be aligned. Raises OSError."""
+        """Reopens the files, without O_DIRECT: reads and writes here need not be aligned. Raises OSError."""
         self._piece_bytes = piece_bytes
         self._files: list[int] = []
         try:
@@ -44,14 +44,14 @@ class Place:
             raise
 
     def write(self, position: int, data: memoryview) -> None:
-        """Put bytes there. Raises OSError."""
+        """Write bytes. Raises OSError."""
         for file, offset, part in self._parts(position, data):
             done = 0
             while done < len(part):
                 done += os.pwrite(file, part[done:], offset + done)
 
     def read(self, position: int, data: memoryview) -> None:
-        """Get bytes from there. Raises OSError."""
+        """Read bytes. Raises OSError."""
         for file, offset, part in self._parts(position, data):
             done = 0
             while done < len(part):
@@ -69,13 +69,13 @@ class Place:
             position, data = position + size, data[size:]
 
     def close(self) -> None:
-        """Give the files up. Idempotent."""
+        """Close the files. Idempotent."""
         while self._files:
             os.close(self._files.pop())
 
 
 class Phase(enum.Enum):
-    """Where a process is, as the carrier has led it."""
+    """The state to which the carrier has brought a process."""
 
     CHECKPOINTING = "its memory is on its GPUs, and seen from here"
     AWAY = "its memory is in its place alone"
@@ -84,7 +84,7 @@ class Phase(enum.Enum):
 
 
 class Part(NamedTuple):
-    """What is on one GPU: ``offset`` is its position among all bytes of the process."""
+    """One GPU's part: ``offset`` is its position among all bytes of the process."""
 
     vault: Vault
     uuid: str
@@ -94,7 +94,7 @@ class Part(NamedTuple):
 
 
 class Holding:
-    """One process. Raises GpucrError or OSError; many threads may read and write at once."""
+    """One process. Raises GpucrError or OSError; reading and writing are thread-safe."""
 
     def __init__(self, process: ProcessId, vaults: Callable[[int], tuple[str, Vault]]) -> None:
         self.process = process
@@ -103,19 +103,19 @@ class Holding:
         self.is_whole = False
         """Whether all bytes are in `place`."""
         self.keeps_itself = False
-        """Whether the process was found suspended, and has its bytes mapped: then it stays so, whatever happens."""
+        """Whether the process was found suspended, with its bytes mapped: then it stays so in any case."""
         self.parts: tuple[Part, ...] = ()
         self._vaults = vaults
         self._begun: Begun | None = None
 
     @property
     def size_bytes(self) -> int:
-        """All bytes, in whole pages for each GPU."""
+        """Total size, in whole pages per GPU."""
         return sum(whole_pages(part.size_bytes) for part in self.parts)
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process goes on."""
+        """Whether the process still lives."""
         return processes.goes_on(self.process)
 
     def checkpoint(self, storage: CustomStorage) -> None:
@@ -125,7 +125,7 @@ class Holding:
         self._find_parts(storage)
 
     def restore(self, storage: CustomStorage, gpu_map: GpuMap | None) -> None:
-        """CHECKPOINTED → RESTORING. Nothing where it is that already."""
+        """CHECKPOINTED → RESTORING. Does nothing if it is RESTORING."""
         if self.phase is Phase.RESTORING:
             return
         wanted = [part.size_bytes for part in self.parts]
@@ -149,7 +149,7 @@ class Holding:
         self.parts = tuple(found)
 
     def complete(self, storage: CustomStorage) -> None:
-        """CHECKPOINTING → CHECKPOINTED, RESTORING → LOCKED. Nothing where nothing is under way."""
+        """CHECKPOINTING → CHECKPOINTED, RESTORING → LOCKED. Does nothing otherwise."""
         if self._begun is None:
             return
         storage.complete(self.process.pid, self._begun.handle)
@@ -157,7 +157,7 @@ class Holding:
         self.phase = Phase.AWAY if self.phase is Phase.CHECKPOINTING else Phase.BACK
 
     def read(self, position: int, size_bytes: int, address: int) -> None:
-        """Device memory to an address here; what fills up a page is zero."""
+        """Copy device memory to an address here; page padding is zero."""
         for part, within, at, size in self._pieces(position, size_bytes):
             start, there = address + at, max(0, min(size, part.size_bytes - within))
             if there:
@@ -169,7 +169,7 @@ class Holding:
             ctypes.memset(start + there, 0, size - there)
 
     def write(self, position: int, size_bytes: int, address: int) -> None:
-        """Bytes from an address here to device memory."""
+        """Copy bytes from an address here to device memory."""
         for part, within, at, size in self._pieces(position, size_bytes):
             start, there = address + at, min(size, part.size_bytes - within)
             if there > 0:
@@ -180,7 +180,7 @@ class Holding:
                 )
 
     def _pieces(self, position: int, size_bytes: int) -> Iterator[tuple[Part, int, int, int]]:
-        """What of each part lies in a range: the part, where in it, where in the range, how much."""
+        """The parts that overlap a range: part, offset in it, offset in the range, size."""
         if self._begun is None or position + size_bytes > self.size_bytes:
             raise CustomStorageError(f"no such memory of process {self.process.pid} is seen now")
         done = 0
@@ -193,7 +193,7 @@ class Holding:
             done, number = done + size, number + 1
 
     def copy(self) -> None:
-        """All of device memory to its place."""
+        """Copy all device memory to its place."""
         assert self.place is not None  # noqa: S101
         self._copy_to(self.place)
         self.is_whole = True
@@ -209,7 +209,7 @@ class Holding:
         in_parallel([functools.partial(one, *piece) for piece in self._chunks()])
 
     def fill(self) -> None:
-        """All of its place to device memory."""
+        """Copy all of its place to device memory."""
         place = self.place
         if place is None or not self.is_whole:
             raise CustomStorageError(f"nobody has all bytes of the device memory of process {self.process.pid}")
@@ -229,11 +229,11 @@ class Holding:
                 yield part, at, min(SLOT_BYTES, part.size_bytes - at)
 
     def save(self) -> None:
-        """All bytes are in a place: that which it has, or where that takes no more in host memory."""
+        """Store all bytes: in its place, or, if that is full, in host memory."""
         if self.is_whole:
             return
         if self.place is not None:
-            with contextlib.suppress(OSError):  # a full disk, as a rule
+            with contextlib.suppress(OSError):  # usually a full disk
                 self.copy()
                 return
         missing = self.size_bytes - memory.available_bytes()
@@ -246,13 +246,13 @@ class Holding:
         self.copy()
 
     def replace_place(self, place: Place) -> None:
-        """From now on its bytes belong there."""
+        """Make this the place of its bytes."""
         if self.place is not None:
             self.place.close()
         self.place, self.is_whole = place, False
 
     def give_up(self, storage: CustomStorage) -> None:
-        """There is no way back: the driver is told that it is over, and the process killed, which runs no more."""
+        """No way back: complete the driver's call, and kill the process, which can no longer run."""
         if self.keeps_itself and self.phase is Phase.AWAY:
             return
         with contextlib.suppress(GpucrError):
@@ -260,7 +260,7 @@ class Holding:
         processes.send_signal(self.process, signal.SIGKILL)
 
     def close(self) -> None:
-        """Free what holds the bytes. Idempotent."""
+        """Free the copy. Idempotent."""
         if self.place is not None:
             self.place.close()
 

@@ -1,6 +1,6 @@
 """The bytes of a suspended process's device memory, in a file that the process itself has mapped.
 
-So they live exactly as long as it does, and gpucr need not.
+So they live exactly as long as the process, without gpucr.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from gpucr.model import StagedExtent
 
 
 def keep(thread_id: int, fd: int, size_bytes: int) -> None:
-    """Map all of a file in memory into a process, by this thread of it. Raises JobChanged, NotPermitted."""
+    """Map a whole memory file into a process, using this thread of it. Raises JobChanged, NotPermitted."""
     with explained(thread_id), traced(thread_id) as thread, sent(thread, fd) as number:
         address = run_syscall(thread, MMAP, 0, size_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, number, 0)
         keep_from_children(thread, address, size_bytes)
 
 
 def find(pid: int) -> StagedExtent | None:
-    """Where a process has it; None: it keeps nothing."""
+    """Its address in a process; None: it keeps nothing."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         for mapping in read_maps(pid):
             if mapping.path.startswith(f"/{KEPT_NAME}") and mapping.permissions.startswith("rw-s"):
@@ -40,7 +40,7 @@ def open_kept(pid: int) -> StagingFile | None:
 
 
 def let_go(pid: int, thread_id: int) -> None:
-    """The process has its memory again: it keeps nothing any more. Raises JobChanged, NotPermitted."""
+    """Unmap it: the process has its memory again. Raises JobChanged, NotPermitted."""
     extent = find(pid)
     if extent is not None:
         with explained(pid), traced(thread_id) as thread:

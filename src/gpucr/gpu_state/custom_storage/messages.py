@@ -1,7 +1,7 @@
-"""What gpucr and its carrier tell each other.
+"""Messages between gpucr and its carrier.
 
-Requests go one at a time over a socket that keeps messages apart; descriptors go with them. Bytes of device memory go
-through memory that both have mapped: a lane has a slot there, and a socket on which a thread of the carrier waits.
+Requests go one at a time, with descriptors, over a SOCK_SEQPACKET socket. Device memory goes through shared memory: a
+lane has a slot there, and a socket on which a thread of the carrier waits.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ SLOT_BYTES = 4 << 20
 MESSAGE_BYTES = 1 << 16
 
 PASS = struct.Struct("<QQIB")
-"""A lane's request: pid, position in what is held of it, size, and whether the bytes go to the GPU."""
+"""A lane's request: pid, position in its held bytes, size, and whether the bytes go to the GPU."""
 
 
 class Ask(Struct, frozen=True, omit_defaults=True):
@@ -33,7 +33,7 @@ class Ask(Struct, frozen=True, omit_defaults=True):
 
 
 class Failure(Struct, frozen=True, omit_defaults=True):
-    """Why a request failed. ``result``: the driver's, of ``action``, which left the process in ``state``."""
+    """Why a request failed. ``result``: the driver's result of ``action``, which left the process in ``state``."""
 
     message: str
     hint: str | None = None
@@ -43,7 +43,7 @@ class Failure(Struct, frozen=True, omit_defaults=True):
 
 
 class Answer(Struct, frozen=True, omit_defaults=True):
-    """To a request. ``parts``: by GPU, how much memory is held, in the order of the positions."""
+    """The answer to a request. ``parts``: by GPU, how much memory is held, in order of position."""
 
     failure: Failure | None = None
     parts: tuple[tuple[str, int], ...] = ()

@@ -1,4 +1,4 @@
-"""Memory of a snapshot on its way into processes that CRIU has made, which were checkpointed to custom storage."""
+"""A snapshot's memory on its way into processes made by CRIU that were checkpointed to custom storage."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gpucr.model import DevicePart, GpuMap, ProcessId, StagedExtent
 
 
 class StorageDestination:
-    """See `Destination`. What comes before the driver has shown the new memory waits: nothing is kept on the way."""
+    """See `Destination`. Data that arrives before the driver has mapped the new memory waits: nothing is buffered."""
 
     is_zeroed = False
 
@@ -34,7 +34,7 @@ class StorageDestination:
             self._changed.notify_all()
 
     def give_up(self) -> None:
-        """Nobody waits any more."""
+        """Wake all waiters."""
         with self._changed:
             self._is_given_up = True
             self._changed.notify_all()
@@ -50,7 +50,7 @@ class StorageDestination:
 
 
 class StorageReturn:
-    """See `Return`: the driver's restore is `begin`, and ends with `finish`, when all of them are filled."""
+    """See `Return`: `begin` starts the driver's restore, `finish` completes it when all of them are filled."""
 
     note = None
 
@@ -78,13 +78,13 @@ class StorageReturn:
         self.destination.open(carrier, pid)
 
     def wait_filled(self) -> None:
-        """Until all bytes are on the GPU."""
+        """Wait until all bytes are on the GPU."""
         if self._wait is not None:
             self._wait(self.destination.size_bytes)
 
     @property
     def has_begun(self) -> bool:
-        """Whether the new memory is there."""
+        """Whether the new memory is mapped."""
         return self._wait is not None
 
     def finish(self) -> None:
@@ -92,12 +92,12 @@ class StorageReturn:
         self._returns.finish()
 
     def close(self) -> None:
-        """Nothing of it is here."""
+        """Nothing to free."""
         self.destination.give_up()
 
 
 class StorageReturns:
-    """Those of a restore. ``new_uuid`` tells where a GPU's memory goes, ``map_for`` the map of a process."""
+    """The returns of a restore. ``new_uuid``: where a GPU's memory goes; ``map_for``: a process's GPU map."""
 
     def __init__(self, new_uuid: Callable[[str], str], map_for: Callable[[int], GpuMap | None]) -> None:
         self.new_uuid = new_uuid
@@ -115,13 +115,13 @@ class StorageReturns:
         return made
 
     def carrier(self) -> Carrier:
-        """Started when it is needed first."""
+        """Started at first use."""
         if self._carrier is None:
             self._carrier = Carrier(sorted(self._uuids))
         return self._carrier
 
     def finish(self) -> None:
-        """All are filled before the first is completed. Nothing where one has not begun: they are ended."""
+        """All are filled before the first is completed. Does nothing if one has not begun: then they are killed."""
         if self._is_finished or not all(each.has_begun for each in self._returns):
             return
         self._is_finished = True
@@ -135,12 +135,12 @@ class StorageReturns:
                 self.carrier().of("forget", each.process)
 
     def give_up(self) -> None:
-        """Whoever still reads must not wait for memory that will not come."""
+        """Wake readers: the memory will not come."""
         for each in self._returns:
             each.destination.give_up()
 
     def close(self) -> None:
-        """The carrier; a process that it has not completed is killed."""
+        """Close the carrier, which kills processes that are not completed."""
         self.give_up()
         if self._carrier is not None:
             with contextlib.suppress(GpucrError):

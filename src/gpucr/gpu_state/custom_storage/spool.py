@@ -1,6 +1,6 @@
-"""Device memory in a file on a disk while it is away from its GPU, where host memory has no room for it.
+"""Device memory in a file on a disk while it is away from its GPU, if host memory has no room for it.
 
-The file has no name: nobody else can open it, and its space is free again when the last process that has it ends.
+The file is unnamed: nobody else can open it, and its space is freed when the last process that holds it ends.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _fallocate = libc.function("fallocate", ctypes.c_int, ctypes.c_int, ctypes.c_lon
 
 
 class Spool(Struct, frozen=True):
-    """A folder for ``size_bytes`` in such files. ``why_not`` says why it cannot be used (None: it can)."""
+    """A folder for ``size_bytes`` in such files. ``why_not``: why it cannot be used (None: it can)."""
 
     folder: Path
     size_bytes: int
@@ -32,7 +32,7 @@ class Spool(Struct, frozen=True):
 
     @classmethod
     def find(cls, size_bytes: int) -> Spool:
-        """Where temporary files go; without ``TMPDIR``, and where that is in memory, /var/tmp. Reserves nothing."""
+        """The temporary folder; /var/tmp without ``TMPDIR`` or if that is in memory. Reserves nothing."""
         folder = _folder()
         try:
             why_not = _why_not(folder, size_bytes)
@@ -41,7 +41,7 @@ class Spool(Struct, frozen=True):
         return cls(folder, size_bytes, why_not)
 
     def file(self, size_bytes: int) -> SpoolFile:
-        """A file for one process, with its space reserved. Raises CustomStorageError where the disk is full now."""
+        """A file for one process, with reserved space. Raises CustomStorageError if the disk is full."""
         try:
             return SpoolFile(self.folder, size_bytes)
         except OSError as e:
@@ -65,7 +65,7 @@ class SpoolFile:
             raise
 
     def resize(self, size_bytes: int) -> None:
-        """Make it this long. The space for more is reserved, where the file system can do that."""
+        """Set its size. Additional space is reserved, if the file system can do that."""
         if size_bytes > self.size_bytes and _fallocate(self.fd, 0, 0, size_bytes) < 0:
             error = libc.last_error("")
             if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS):
@@ -101,6 +101,6 @@ def _why_not(folder: Path, size_bytes: int) -> str | None:
 
 
 def _unnamed(folder: Path) -> int:
-    # O_TMPFILE; where a file system has none, a name that is gone at once.
+    # O_TMPFILE, or, if the file system lacks it, a name that is removed at once.
     with tempfile.TemporaryFile(prefix="gpucr-spool-", dir=folder, buffering=0) as file:
         return os.dup(file.fileno())

@@ -1,4 +1,4 @@
-"""What processes keep since they were suspended by custom storage."""
+"""Memory kept by processes that custom storage has suspended."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from gpucr.model import CudaState, GpuMap, ProcessId
 
 
 def needed_with_carrier(needed_bytes: Mapping[str, int], pids: Iterable[int]) -> dict[str, int]:
-    """What a resume needs on each GPU, by UUID, with the context of what brings back the memory of these processes."""
+    """What a resume needs on each GPU, by UUID, including the context of the carrier."""
     room = VAULT_BYTES if any(kept.find(pid) is not None for pid in pids) else 0
     return {uuid: size_bytes + room for uuid, size_bytes in needed_bytes.items()}
 
 
 def require_way_back(pids: Iterable[int]) -> None:
-    """Raise Unsupported where these keep what nobody can bring back here. Changes nothing."""
+    """Raise Unsupported if these keep memory that cannot be restored here. Changes nothing."""
     if (why_not := no_custom_storage()) is None:
         return
     for pid in pids:
@@ -38,7 +38,7 @@ def require_way_back(pids: Iterable[int]) -> None:
 
 
 class SuspendedStorage:
-    """Restores them from that (`Gang.bring_back`). ``uuids_of``: the GPUs that a process sees, in its order."""
+    """Restores them from that memory (`Gang.bring_back`). ``uuids_of``: the GPUs that a process sees, in its order."""
 
     def __init__(self, gang: Gang, uuids_of: Callable[[int], Sequence[str]], guarded: GangProtection) -> None:
         self._gang = gang
@@ -50,7 +50,7 @@ class SuspendedStorage:
         gang.before_climb = self.before_climb
 
     def bring_back(self, maps: Mapping[int, GpuMap | None]) -> dict[int, Exception | None]:
-        """CHECKPOINTED → LOCKED, and what they keep is given up: they have it."""
+        """CHECKPOINTED → LOCKED, and free what they kept."""
         members = {member.pid: member.id for member in self._gang.members}
         files: dict[int, StagingFile] = {}
         try:
@@ -70,7 +70,7 @@ class SuspendedStorage:
                 if results[pid] is None:
                     self._let_go(pid)
                 elif self._gang.state(pid) is CudaState.CHECKPOINTED:
-                    carrier.of("forget", members[pid])  # it stays suspended, and can be resumed another time
+                    carrier.of("forget", members[pid])  # it stays suspended, and can be resumed later
         except (GpucrError, OSError) as e:
             failure = e if isinstance(e, GpucrError) else CustomStorageError(f"what was kept cannot be read: {e}")
             return dict.fromkeys(files or maps, failure)
@@ -90,7 +90,7 @@ class SuspendedStorage:
         return [gpu_map.new_for(uuid) if gpu_map is not None else uuid for uuid in found]
 
     def before_climb(self, pid: int) -> None:
-        """The driver takes its memory again: what it still keeps is nothing any more."""
+        """The driver takes its memory again: what it still keeps is stale."""
         self._let_go(pid)
         self._before_climb(pid)
 

@@ -1,6 +1,6 @@
-"""Kind `interposed`: device memory leaves the process by its interposer, and its bytes by a vault of gpucr's own.
+"""Kind `interposed`: the interposer takes device memory out of the process, and a vault of gpucr reads its bytes.
 
-Gate closed and driver locked are one: so a process stands still. To take its memory out, or to give it back, the driver
-is unlocked for a moment while the gate keeps everybody but the agent out. What the driver checkpoints afterwards is the
-context alone. The descriptors of the memory keep it alive, here and in the guard, whatever becomes of either.
+A process is held by a closed gate plus the driver's lock. To move memory out or back, the driver is briefly unlocked
+while the gate keeps everybody but the agent out. Afterwards the driver checkpoints only the context. Descriptors keep
+the memory alive, here and in the guard, even if one of the two dies.
 """

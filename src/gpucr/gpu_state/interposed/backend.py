@@ -1,4 +1,4 @@
-"""The backend: memory of one process out of it, and back into it."""
+"""The backend: takes memory out of one process, and puts it back."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ NOTHING_TO_LEAVE = "it has no memory that could leave"
 class Interposed:
     """See `Backend`. ``uuids``: the GPUs that the process sees, in its order.
 
-    ``to_host``: at `complete` the bytes are in host memory, which the process itself holds for whoever resumes it.
-    ``keeping``: the process runs again before its memory is saved. ``before_first``: to be called before any memory
-    leaves; from then on `Interposers.share_anew` follows `give_back`.
+    ``to_host``: at `complete` the bytes are in host memory, which the process itself holds for a later resume.
+    ``keeping``: the process runs again before its memory is saved. ``before_first``: called before any memory leaves;
+    from then on `Interposers.share_anew` follows `give_back`.
     """
 
     kind = INTERPOSED
@@ -79,7 +79,7 @@ class Interposed:
         self._is_back = False
 
     def why_not(self) -> str | None:
-        """Why its memory cannot leave so, or would in pieces; None: it can. Raises as `Agent`."""
+        """Why its memory cannot leave this way, or not as a whole; None: it can. Raises as `Agent`."""
         status = self.line.agent.status()
         if not status.blocks and not status.imported:
             return NOTHING_TO_LEAVE
@@ -96,7 +96,7 @@ class Interposed:
         return self._copy or self._source
 
     def carried(self) -> dict[str, int]:
-        """What of its memory it would take, in bytes per GPU UUID. Raises InterposerError, JobChanged."""
+        """How much of its memory it would take, in bytes per GPU UUID. Raises InterposerError, JobChanged."""
         with spoken(self.part.pid, "tell what it has"):
             found: dict[str, int] = {}
             for each in filter(can_leave, self.line.agent.blocks()):
@@ -105,11 +105,11 @@ class Interposed:
             return found
 
     def available_bytes(self) -> int:
-        """All of it, as soon as it is out of the process; nothing of a copy that is being made."""
+        """Everything, once it is out of the process; nothing while a copy is being made."""
         return self._source.size_bytes if self._source is not None and self._copying is None else 0
 
     def prepare(self, size_bytes: int) -> int:
-        """Begin to start the vaults, and to make room."""
+        """Begin to start the vaults and to make room."""
         self._needed = self.carried()
         own_bytes = sum(self._needed.values())
         if self._keeping is not None:
@@ -128,30 +128,30 @@ class Interposed:
             self._make_room(own_bytes)
 
     def _make_room(self, own_bytes: int) -> None:
-        with contextlib.suppress(OSError):  # what is not there now is made when it is needed
+        with contextlib.suppress(OSError):  # the rest is allocated on demand
             self._room = StagingFile.create(own_bytes, FILE_NAME)
             self._room.populate(0, own_bytes)
 
     def needs_nothing(self) -> None:
-        """Others' memory is kept without regard to this one's."""
+        """Exclude this process from the choice for the others."""
         if self._keeping is not None:
             self._keeping.need({uuid: -size_bytes for uuid, size_bytes in self._needed.items()})
 
     def wait_prepared(self) -> None:
-        """Until vaults and room are there. Where memory has to be kept, how it will be is chosen now."""
+        """Wait for vaults and room. If memory has to be kept, choose now how."""
         if self.failure() is None and self._keeping is not None and self._way is None and self._needed:
             self._way = self._keeping.choice().way
             if self._way is Way.IN_HOST_MEMORY:
                 self._make_room(sum(self._needed.values()))
 
     def failure(self) -> GpucrError | OSError | None:
-        """Why there is no vault for it, when that is known; None: there are all."""
+        """Why a vault is missing, once known; None: all exist."""
         if self._preparing is not None:
             self._preparing.join()
         return self._failure
 
     def begin(self, restore_thread: int, meter: Meter, deadline: float | None) -> None:
-        """Take the memory out. From here on it is in our descriptors, and the guard's, alone."""
+        """Take the memory out. From here on only our descriptors and the guard's hold it."""
         pid = self.part.pid
         self.wait_prepared()
         self._before_first()
@@ -171,7 +171,7 @@ class Interposed:
             self._copying = Work(self._copy_to_host)
 
     def wait_begun(self) -> None:
-        """It is out."""
+        """Done by `begin`."""
 
     def _copy_to_host(self) -> None:
         assert self._source is not None  # noqa: S101 - begin has made it
@@ -188,11 +188,11 @@ class Interposed:
             room.close()
 
     def complete(self, meter: Meter) -> None:
-        """The driver has the rest. To the host: the process keeps the bytes, and its GPU memory is free."""
+        """The driver has the rest. With ``to_host`` the process keeps the bytes, and its GPU memory is freed."""
         pid = self.part.pid
         if self._copying is not None:
             self._copying.wait()
-            assert self._room is not None  # noqa: S101 - it was copied to
+            assert self._room is not None  # noqa: S101 - the copy's file
             assert self._source is not None  # noqa: S101
             self._room.resize(self._source.size_bytes)
             if self._to_host:
@@ -204,15 +204,15 @@ class Interposed:
         self.line.hang_up()  # CRIU cannot dump a connection to us
 
     def abort(self) -> None:
-        """Nobody wants the bytes; they stay where they are until `give_back`."""
+        """The bytes are not needed; they stay where they are until `give_back`."""
         if self._copying is not None:
             with contextlib.suppress(GpucrError, OSError):
                 self._copying.wait()
 
     def give_back(self) -> None:
-        """What is its own comes back to its addresses, from the descriptors or from host memory. Its gate stays closed.
+        """Its own memory returns to its addresses, from the descriptors or from host memory. The gate stays closed.
 
-        What stays on the GPU to be saved is seen by then: it lives on behind the descriptors, and the process has
+        Memory that stays on the GPU to be saved is mapped here by then: the descriptors keep it, and the process has
         other memory with the same bytes.
         """
         if not self._is_out or self._is_back:
@@ -225,15 +225,15 @@ class Interposed:
         if self._way is Way.ON_GPU and self._keeping is not None:
             with spoken(self.part.pid, "tell what it has"):
                 shares = self.line.agent.status().stuck > 0
-            if shares:  # the GPU has got full: the process runs on in the memory that is being saved
-                with contextlib.suppress(GpucrError, OSError):  # a save that failed is told by whoever commits it
+            if shares:  # the GPU is full: the process continues in the memory that is being saved
+                with contextlib.suppress(GpucrError, OSError):  # the commit reports a failed save
                     self._keeping.wait_saved()
         self._is_back = True
         self._guarded.blocks(self.part.pid, self._uuids, ())
 
     @property
     def held(self) -> dict[Part, Held]:
-        """Memory that is in our hands now."""
+        """The memory that we hold now."""
         return by_part(self.part.pid, self._held)
 
     @property
@@ -243,33 +243,33 @@ class Interposed:
 
     @property
     def is_out(self) -> bool:
-        """Whether its memory, or a part of it, has left it and its gate is closed."""
+        """Whether some of its memory is away and its gate is closed."""
         return self._is_out
 
     def tell_guard(self) -> None:
-        """It may have to go on without us, though it still has all of its memory."""
+        """Tell the guard that it may need its gate opened, though it still has all of its memory."""
         self._is_out = True
         self._guarded.blocks(self.part.pid, self._uuids, ())
 
     def go_on(self) -> None:
-        """It has everything: its gate opens, and the driver's lock holds it."""
+        """It has everything: open its gate; the driver's lock holds it."""
         let_go_on(self.line)
         self._is_out = False
 
     def moved(self, gpu_map: GpuMap) -> None:
-        """The driver has restored the process on other GPUs: what is away goes there."""
+        """The driver has restored the process on other GPUs: memory that is away goes there."""
         self._uuids = tuple(gpu_map.new_for(uuid) for uuid in self._uuids)
 
     def _let_go(self) -> None:
-        """The bytes are elsewhere, and the GPU memory is free when nobody holds its descriptors."""
-        assert self._source is not None  # noqa: S101 - its bytes were read
+        """The bytes are elsewhere: close the descriptors, which frees the GPU memory."""
+        assert self._source is not None  # noqa: S101 - the bytes were read
         self._source.close()
         self._guarded.blocks(self.part.pid, self._uuids, ())
         while self._held:
             self._held.pop().close()
 
     def close(self) -> None:
-        """The descriptors and the connection: a gate that is closed opens, unless memory is away."""
+        """Close the descriptors and the connection: a closed gate opens, unless memory is away."""
         if self._preparing is not None:
             self._preparing.join()
         if self._source is not None:

@@ -19,16 +19,16 @@ _PIECE_BYTES = 4 * SLOT_BYTES
 
 
 _UNMAPPED = 1 << 62
-"""From here on a snapshot numbers memory that no address of the process shows."""
+"""Snapshots number memory without an address in the process from here."""
 
 
 def can_leave(block: Block) -> bool:
-    """Whether an interposer carries it; the others are not ours to move."""
+    """Whether an interposer carries it; others are not moved."""
     return not block.flags & (Flag.IMPORTED | Flag.CANNOT_LEAVE)
 
 
 def gpu_of(block: Block, uuids: Sequence[str]) -> str | None:
-    """The GPU that it is on; None: it is host memory. ``uuids``: the GPUs that the process sees, in its order.
+    """The GPU that it is on; None: host memory. ``uuids``: the GPUs that the process sees, in its order.
 
     Raises BadAnswer for a GPU that it does not see.
     """
@@ -40,12 +40,12 @@ def gpu_of(block: Block, uuids: Sequence[str]) -> str | None:
 
 
 def vault_of(vaults: Vaults, block: Block, uuids: Sequence[str]) -> Vault:
-    """What reads and writes it: of host memory any vault does. Raises as `Vaults.of`."""
+    """The vault that accesses it: for host memory, any. Raises as `Vaults.of`."""
     return vaults.of(gpu_of(block, uuids) or uuids[0])
 
 
 def extents_of(blocks: Sequence[Block], uuids: Sequence[str]) -> tuple[StagedExtent, ...]:
-    """One for each block, one behind the other; who is shown at no address is numbered."""
+    """One for each block, consecutive; a block without an address is numbered."""
     extents: list[StagedExtent] = []
     offset = 0
     for block in blocks:
@@ -74,7 +74,7 @@ class BlocksSource:
             vault.read_into(address, data[at : at + size])
 
     def copy_to(self, address: int) -> None:
-        """All of it, to host memory from there on."""
+        """Copy everything to host memory from this address on."""
         pieces = [
             (extent.offset + at, min(_PIECE_BYTES, extent.size_bytes - at))
             for extent in self.extents
@@ -111,12 +111,12 @@ class BlocksSource:
             return self._seen[number]
 
     def see_all(self) -> None:
-        """From here on the descriptors may be closed. Raises VaultFailed."""
+        """After this the descriptors may be closed. Raises VaultFailed."""
         for number in range(len(self._held)):
             self._see(number)
 
     def close(self) -> None:
-        """See nothing of it any more."""
+        """Unmap it."""
         with self._lock:
             while self._seen:
                 vault, shown = self._seen.popitem()[1]
@@ -132,7 +132,7 @@ def held_of(blocks: Iterable[Sequence[int]], descriptors: Iterator[int]) -> list
 
 
 def writes(vault: Vault, shown: Shown, start: int) -> list[Callable[[], None]]:
-    """What fills device memory from the host address, in pieces."""
+    """Copies that fill device memory from the host address, in pieces."""
 
     def one(at: int) -> None:
         size = min(_PIECE_BYTES, shown.size_bytes - at)
@@ -142,7 +142,7 @@ def writes(vault: Vault, shown: Shown, start: int) -> list[Callable[[], None]]:
 
 
 class HostRoom:
-    """A file in memory, as addresses of this process. The file stays the caller's."""
+    """A memory file mapped into this process. The caller keeps the file."""
 
     def __init__(self, file: StagingFile, size_bytes: int) -> None:
         self._map = mmap.mmap(file.fd, size_bytes)
@@ -150,6 +150,6 @@ class HostRoom:
         self.address = ctypes.addressof(self._start)
 
     def close(self) -> None:
-        """The addresses are nobody's any more."""
+        """Unmap it."""
         del self._start
         self._map.close()

@@ -20,7 +20,7 @@ from gpucr.model import StagedExtent
 
 
 def give_back(agent: Agent, held: Sequence[Held]) -> None:
-    """Map memory again, renewed, so that it can leave another time; what is back already is passed over."""
+    """Map memory again, renewed, so that it can leave again later; what is back already is skipped."""
     left = [each for each in held if each.descriptor >= 0]
     while left:
         try:
@@ -35,7 +35,7 @@ def give_back(agent: Agent, held: Sequence[Held]) -> None:
 
 
 class Filled(Protocol):
-    """New memory with the bytes of what a process keeps (`restored.BlocksDestination`)."""
+    """New memory filled with the bytes that a process keeps (`restored.BlocksDestination`)."""
 
     def hand_over(self, agent: Agent, blocks: Sequence[Block]) -> None:
         """Give it to the process."""
@@ -50,12 +50,12 @@ def bring_back(
     *,
     filled: Filled | None = None,
 ) -> None:
-    """What is away of a process comes back: from these descriptors, or from what the process keeps. LOCKED → LOCKED.
+    """Bring back a process's memory from these descriptors, or from what the process keeps. LOCKED → LOCKED.
 
-    ``filled``: what it keeps is there already.
+    ``filled``: memory filled with what it keeps.
 
-    The gate stays closed, and what is kept is kept, until `let_go_on`. Nothing where nothing is away. Raises
-    InterposerError, VaultFailed, JobChanged, DriverError; what is not back yet is where it was.
+    The gate stays closed, and the process keeps its copy, until `let_go_on`. Does nothing if nothing is away. Raises
+    InterposerError, VaultFailed, JobChanged, DriverError; memory that is not back yet is where it was.
     """
     with spoken(line.pid, "take its memory back"), contextlib.ExitStack() as opened:
         agent = line.agent
@@ -63,7 +63,7 @@ def bring_back(
         file = StagingFile.adopt(kept) if kept is not None else None
         if file is not None:
             opened.callback(file.close)
-        elif not agent.status().away:  # whoever was about to take it was killed: the gate may be open already
+        elif not agent.status().away:  # the gpucr that was about to take it was killed: the gate may be open already
             return
         opened.enter_context(unlocked(driver, line.pid))
         give_back(agent, held)
@@ -80,7 +80,7 @@ def bring_back(
 
 
 class GoesOn(NamedTuple):
-    """A process that is LOCKED, the GPUs that it sees, and what is in our hands of it."""
+    """A LOCKED process, the GPUs that it sees, and what we hold of it."""
 
     line: Line
     uuids: Sequence[str]
@@ -88,9 +88,9 @@ class GoesOn(NamedTuple):
 
 
 def bring_all_back(driver: Driver, back: Sequence[GoesOn], ended: Sequence[tuple[int, Sequence[Held]]]) -> None:
-    """Each gets its own memory, then what it had of others', then all go on. LOCKED → LOCKED, gates open.
+    """Each gets its own memory, then what it shared, then all continue. LOCKED → LOCKED, gates open.
 
-    ``ended``: what is in our hands of processes that have ended, by pid. Raises as `bring_back` and `share_anew`.
+    ``ended``: what we hold of processes that have ended, by pid. Raises as `bring_back` and `share_anew`.
     """
     vaults = Vaults()
     try:
@@ -107,17 +107,17 @@ def bring_all_back(driver: Driver, back: Sequence[GoesOn], ended: Sequence[tuple
 
 
 def let_go_on(line: Line) -> None:
-    """All of it is back: what the process keeps is given up, and its gate opens. The driver's lock holds it now."""
+    """Everything is back: free what the process keeps, and open its gate. Now the driver's lock holds it."""
     with spoken(line.pid, "open its gate"):
         line.agent.keep(None)
     line.hang_up()
 
 
 def take_out_again(driver: Driver, pid: int) -> None:
-    """What has come back of what the process keeps is away again, so that the driver can checkpoint it.
+    """Take away again what has come back from what the process keeps, so that the driver can checkpoint it.
 
-    LOCKED → LOCKED. Nothing where nothing is kept: then the driver takes all of it. Raises InterposerError for one that
-    has memory of others and keeps nothing: the driver would lose it.
+    LOCKED → LOCKED. Does nothing if nothing is kept: then the driver takes all of it. Raises InterposerError for a
+    process that shares others' memory and keeps nothing: the driver would lose it.
     """
     line = Line(pid)
     try:
@@ -141,7 +141,7 @@ def take_out_again(driver: Driver, pid: int) -> None:
 
 
 def _fill(agent: Agent, blocks: Sequence[Block], file: StagingFile, uuids: Sequence[str], vaults: Vaults) -> None:
-    """New memory for what is away, and the bytes of all from the file: what is there may have been filled in part."""
+    """New memory for what is away, and all bytes from the file: existing memory may be filled only partly."""
     places = {
         (block.index, block.generation): extent for block, extent in zip(blocks, extents_of(blocks, uuids), strict=True)
     }

@@ -1,4 +1,4 @@
-"""What the guard has to know of device memory that is out of its process."""
+"""What the guard must know about device memory that is out of its process."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from gpucr.interposer.client import Held
 
 
 class Guarded(Protocol):
-    """What the guard is told (`gpu_state.recovery.GangProtection`)."""
+    """Reports to the guard (`gpu_state.recovery.GangProtection`)."""
 
     def blocks(self, pid: int, uuids: Sequence[str], held: Sequence[Held]) -> None:
-        """This memory of the process is about to be in these descriptors alone.
+        """Only these descriptors are about to hold this memory of the process.
 
-        None: it is back, or the process keeps it. ``uuids``: the GPUs that the process sees.
+        None: it is back, or the process keeps it.
         """
 
     def going_on(self, pids: Sequence[int]) -> None:
-        """These have everything again, and one after the other gives up what it keeps: there is no way back."""
+        """These have everything again, and each frees what it keeps: there is no way back."""

@@ -1,4 +1,4 @@
-"""What programs want to be called for before they are frozen, and when they go on (`gpucr.before_freeze`)."""
+"""Functions that programs register for before a freeze and after it (`gpucr.before_freeze`)."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ LIMIT_S, _ANSWER_S = 10.0, 2.0
 
 _NAMES = {Hooks.BEFORE_FREEZE: "before_freeze", Hooks.AFTER_RESTORE: "after_restore"}
 AgentOf = Callable[[int], AbstractContextManager[Agent]]
-"""Whoever speaks with the agent of a process, for as long as the block lasts."""
+"""The client of a process's agent, for the duration of the block."""
 
 
 class ProgramHooks:
-    """The functions of a gang's programs. ``processes``: those that have some. ``warnings``: what went wrong."""
+    """The functions of a gang's programs. ``processes``: those with functions. ``warnings``: what failed."""
 
     def __init__(self, processes: Sequence[ProcessId], protection: Protection, agent_of: AgentOf) -> None:
         self.processes = tuple(processes)
@@ -35,21 +35,21 @@ class ProgramHooks:
         self.warnings: list[str] = []
 
     def steps_before(self) -> list[Step]:
-        """The step before the first one that stops anything, where it has something to do."""
+        """The step before the first one that stops anything, if needed."""
         return [BeforeFreeze(self)] if self.processes else []
 
     def steps_after(self) -> list[Step]:
-        """The step after the last one of those that let the job go on."""
+        """The step after the last one that lets the job continue."""
         return [AfterRestore(self)] if self.processes else []
 
     def before(self) -> list[str]:
-        """Call them. From here on `after` is due, also where gpucr dies. Returns what went wrong."""
+        """Call them. From here on `after` is due, even if gpucr dies. Returns what failed."""
         self._protection.protect(CallAfterRestore(processes=self.processes))
         self._is_due = True
         return self._call(Hooks.BEFORE_FREEZE)
 
     def after(self) -> list[str]:
-        """Call them, where that is due. Returns what went wrong."""
+        """Call them if due. Returns what failed."""
         if not self._is_due:
             return []
         self._is_due = False
@@ -64,7 +64,7 @@ class ProgramHooks:
 
 
 class BeforeFreeze:
-    """The programs' own functions are called. Undone by calling those for afterwards."""
+    """Call the programs' functions. The undo calls those for afterwards."""
 
     name = "before-freeze"
 
@@ -76,18 +76,18 @@ class BeforeFreeze:
         return f"call what {_names(self._hooks.processes)} registered to be called before a freeze"
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
-        """Call them. What fails is told and keeps nothing from going on."""
+        """Call them. Failures are reported and stop nothing."""
         for failure in self._hooks.before():
             meter.note(failure)
         return 0
 
     def undo(self) -> None:
-        """They go on."""
+        """Call those for afterwards."""
         self._hooks.after()
 
 
 class AfterRestore:
-    """The programs' own functions are called. The job runs already: there is no undo."""
+    """Call the programs' functions. The job runs already: there is no undo."""
 
     name = "after-restore"
 
@@ -99,7 +99,7 @@ class AfterRestore:
         return f"call what {_names(self._hooks.processes)} registered to be called afterwards"
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
-        """Call them. What fails is told."""
+        """Call them. Failures are reported."""
         for failure in self._hooks.after():
             meter.note(failure)
         return 0
@@ -109,7 +109,7 @@ class AfterRestore:
 
 
 def has_hooks(pid: int) -> bool:
-    """Whether the program has registered some. False, too, where its agent does not answer."""
+    """Whether the program has registered functions. Also False if its agent does not answer."""
     if not is_interposed(pid):
         return False
     try:
@@ -120,7 +120,7 @@ def has_hooks(pid: int) -> bool:
 
 
 def call(which: Hooks, processes: Iterable[ProcessId], agent_of: AgentOf = Agent) -> list[str]:
-    """Call these functions in all of these processes at once. Returns what went wrong; raises nothing for it."""
+    """Call these functions in all of these processes at once. Returns what failed instead of raising it."""
     chosen = list(processes)
     if not chosen:
         return []

@@ -1,7 +1,7 @@
-"""Memory of a suspended process, in the file in host memory that the process keeps.
+"""Memory of a suspended process, in a memory file that the process keeps.
 
-Nobody but gpucr and the process knows the file, and CRIU cannot dump it: a dump takes it out of the process and saves
-what is in it, and a restore gives the process one like it.
+Only gpucr and the process know the file, and CRIU cannot dump it: a dump takes it out of the process and saves its
+content, and a restore gives the process a new one.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from gpucr.linux.tmpfs import StagingFile
 from gpucr.model import DevicePart, StagedExtent
 
 FILE_NAME = "memfd:gpucr-device"
-"""How the file is called: not as the driver's staging, which is closed everywhere."""
+"""The file's name. Not that of the driver's staging, which is closed everywhere."""
 
 
 def put_back(pid: int, fd: int) -> None:
-    """The process keeps the file (a descriptor) again. Raises InterposerError, JobChanged."""
+    """Give the file (a descriptor) back to the process. Raises InterposerError, JobChanged."""
     line = Line(pid)
     with spoken(pid, "keep its memory"):
         line.agent.keep(fd)
@@ -32,7 +32,7 @@ def put_back(pid: int, fd: int) -> None:
 
 
 class HostCopy:
-    """See `Stored`. ``file`` belongs to this object, and the process has it, too, until `take_out`."""
+    """See `Stored`. ``file`` belongs to this object; the process has it too until `take_out`."""
 
     kind = INTERPOSED
 
@@ -43,7 +43,7 @@ class HostCopy:
 
     @classmethod
     def of(cls, pid: int, uuids: Sequence[str]) -> HostCopy | None:
-        """What this process, which is CHECKPOINTED, keeps; None: nothing of its memory left it by an interposer.
+        """What this CHECKPOINTED process keeps; None: no interposer took its memory.
 
         ``uuids``: the GPUs that it sees, in its order. Raises InterposerError, JobChanged.
         """
@@ -72,18 +72,18 @@ class HostCopy:
         return FileSource(self.part, self.file.fd, self.extents[-1].offset + self.extents[-1].size_bytes)
 
     def take_out(self) -> None:
-        """From here on the file is in our hands, and the guard's, alone. Raises InterposerError, JobChanged."""
+        """Take the file: from here on only we and the guard hold it. Raises InterposerError, JobChanged."""
         line = Line(self.part.pid)
         with spoken(self.part.pid, "let go of what it keeps"):
             line.agent.keep(None)
         line.hang_up()
 
     def put_back(self) -> None:
-        """The process keeps it again. Raises InterposerError, JobChanged."""
+        """Give it back to the process. Raises InterposerError, JobChanged."""
         put_back(self.part.pid, self.file.fd)
 
     def close(self) -> None:
-        """Give up the file."""
+        """Close the file."""
         self.file.close()
 
 
@@ -106,7 +106,7 @@ class HostCopyReturn:
         self.destination = FileDestination(part, self._file.fd, size_bytes)
 
     def begin(self, pid: int, restore_thread: int, wait: WaitForBytes, *, stays: bool) -> None:
-        """The process gets the file when all is in it."""
+        """Give the process the file, which is complete now."""
         wait(self.destination.size_bytes)
         with spoken(pid, "tell what it keeps"), Agent(pid) as agent:
             away = [each for each in agent.blocks() if each.flags & Flag.AWAY]
@@ -114,15 +114,15 @@ class HostCopyReturn:
         put_back(pid, self._file.fd)
 
     def finish(self) -> None:
-        """Nothing is left to be done."""
+        """Nothing left to do."""
 
     def close(self) -> None:
-        """Give up the file; what the process keeps stays its own."""
+        """Close the file; the process keeps its own."""
         self._file.close()
 
 
 def require_sizes(pid: int, away: Sequence[Block], sizes: Sequence[int]) -> None:
-    """Raise InterposerError where a restored process does not want what its snapshot has."""
+    """Raise InterposerError if a restored process does not expect what its snapshot has."""
     if [each.size_bytes for each in away] != list(sizes):
         raise InterposerError(
             f"the interposer of process {pid} wants {len(away)} blocks of memory, the snapshot has {len(sizes)}, "

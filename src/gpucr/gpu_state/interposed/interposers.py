@@ -1,4 +1,4 @@
-"""The interposed processes of an operation: which of them go this way, and what they do together."""
+"""The interposed processes of an operation: which of them use it, and their common work."""
 
 from __future__ import annotations
 
@@ -35,10 +35,9 @@ NO_AGENT = "no call of CUDA has come to it, or it could make no socket for gpucr
 class Interposers:
     """The interposed processes of an operation. ``uuids_of``: the GPUs that a process sees, in its order.
 
-    ``gpus`` are this machine's: one without room for a vault is left to the driver.
-    ``gpu_state``: the way that a user insists on. ``why_not``: by pid, why a process goes another way than this one.
-    ``wait_saved``: they run again before what was taken out of them is saved, and this would wait for it.
-    ``shares``: what they were found to have of each other when they stood still.
+    ``gpus`` are this machine's: one without room for a vault is left to the driver. ``gpu_state``: the way that a user
+    insists on. ``why_not``: by pid, why a process goes another way. ``wait_saved``: set if they run again before their
+    memory is saved; waits for that. ``shares``: the memory that they share, found when they were stopped.
     """
 
     def __init__(
@@ -66,10 +65,10 @@ class Interposers:
         self._looked_at: set[int] = set()
 
     def require(self, members: Iterable[GangMember]) -> None:
-        """Raise Unsupported where one of these that run would go another way, and this one is insisted on.
+        """Raise Unsupported if one of these running processes would go another way, and the user insists on this one.
 
-        A process that has no memory of its own to take (torch.compile's workers have a context) is left to the driver
-        beside one that goes this way.
+        A process without memory to take (torch.compile's workers have a context) is left to the driver if another one
+        goes this way.
         """
         if self._gpu_state != INTERPOSED:
             return
@@ -84,14 +83,14 @@ class Interposers:
                 )
 
     def over(self, pid: int) -> tuple[Interposed, ...]:
-        """What takes memory of this process, which runs; nothing where it has no interposer, or one that is no use."""
+        """Backends for this running process; none if it has no usable interposer."""
         if pid not in self._backends:
             self._backends[pid] = self._find(pid)
         found = self._backends[pid]
         return (found,) if found is not None else ()
 
     def carried(self, pids: Iterable[int]) -> dict[str, int]:
-        """What they would take of these processes, in bytes per GPU UUID."""
+        """How much they would take from these processes, in bytes per GPU UUID."""
         total: dict[str, int] = {}
         for backend in (each for pid in pids for each in self.over(pid)):
             for uuid, size_bytes in backend.carries.items():
@@ -105,7 +104,7 @@ class Interposers:
 
     @contextlib.contextmanager
     def agent_of(self, pid: int) -> Iterator[Agent]:
-        """The agent of this process while the block lasts: it serves one client at a time. Raises as `Agent`."""
+        """The agent of this process during the block: it serves one client at a time. Raises as `Agent`."""
         found = self._backends.get(pid)
         if found is not None and found.line.is_open:
             yield found.line.agent
@@ -143,8 +142,8 @@ class Interposers:
             why_not = made.why_not()
             made.carries = made.carried()
             why_not = why_not or self._too_full(made.carries)
-            made.line.hang_up()  # until it is needed: preflight asks the agent, too
-        except (Refused, BadAnswer, OSError, InterposerError) as e:  # another version, busy: as without it
+            made.line.hang_up()  # until it is needed: preflight calls the agent too
+        except (Refused, BadAnswer, OSError, InterposerError) as e:  # another version, or busy: treat as not interposed
             why_not = str(e)
         if why_not is None:
             return made
@@ -160,7 +159,7 @@ class Interposers:
         return None
 
     def _before_first(self) -> None:
-        """All stand still, and have what they had: find out whose memory is whose, and have them keep that."""
+        """All are stopped, with their memory: find out who shares whose memory, and let them keep that record."""
         new = {pid: each for pid, each in self._backends.items() if each is not None and pid not in self._looked_at}
         if not new:
             return
@@ -178,10 +177,10 @@ class Interposers:
         self.shares += shares
 
     def share_anew(self, state: Callable[[int], CudaState | None]) -> None:
-        """Those that have their own memory again get what they had of each other, and their gates open.
+        """Those that have their own memory again get what they shared, and their gates open.
 
-        To be called when all of them have been tried, before any runs. ``state`` tells where a process is (None: it has
-        ended). Raises GpucrError: then none of them goes on.
+        Call it after all were tried, before any runs. ``state`` returns a process's state (None: it has ended). Raises
+        GpucrError: then none of them continues.
         """
         out = [each for each in self._backends.values() if each is not None and each.is_out]
         states = {each.part.pid: state(each.part.pid) for each in out}
@@ -209,13 +208,14 @@ class Interposers:
         return any(backend is not None and backend.is_given_back for backend in self._backends.values())
 
     def close(self) -> None:
-        """The vaults; the backends are closed by who has them."""
+        """Close the vaults; the owners of the backends close those."""
         self._vaults.close()
 
     def give_up_failed(self) -> set[int]:
-        """Wait for the vaults. What they cannot take is left to the driver: the processes, by pid, which still run.
+        """Wait for the vaults.
 
-        Where this way is insisted on there is none: it is told when the vault is needed.
+        Returns, by pid, the running processes that they cannot take and that are left to the driver. None if the user
+        insists on this way: then the error comes when the vault is needed.
         """
         found = {pid: each.failure() for pid, each in self._backends.items() if each is not None}
         failed = {pid: error for pid, error in found.items() if error is not None and self._gpu_state == "auto"}

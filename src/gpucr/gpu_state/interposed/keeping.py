@@ -1,8 +1,8 @@
-"""How a job's device memory stays what it was while the job runs on: what a dump with leave-running writes out.
+"""How a dump with leave-running keeps a job's device memory unchanged for writing while the job continues.
 
-Where there is room for it, memory that comes back to an interposed process is renewed on the GPU, and what it was
-before stays there for gpucr to read: that takes no time to speak of. Else it is copied to host memory at the speed of
-the bus. Where there is no room for that either, the job stands still until all of it is saved.
+If there is room, memory that comes back to an interposed process is copied on the GPU, and the original stays there for
+gpucr to read, which takes almost no time. Otherwise it is copied to host memory at bus speed. Without room for that
+either, the job stays stopped until everything is saved.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from gpucr.linux import memory
 from gpucr.quantities import format_bytes
 
 _LEFT_TO_THE_JOB = 16
-"""A sixteenth of what the job holds on a GPU stays free there: it may ask for more while its memory is written out."""
+"""Leave a sixteenth of what the job holds on a GPU free there: it may allocate while its memory is written."""
 
 _LEAST_LEFT_BYTES = 256 << 20
 
 
 class Way(enum.Enum):
-    """Where the memory is that is written out."""
+    """Where the memory to write is."""
 
     ON_GPU = "on the GPU"
     IN_HOST_MEMORY = "in host memory"
@@ -32,17 +32,17 @@ class Way(enum.Enum):
 
 
 class Choice(Struct, frozen=True):
-    """A way, and the sentence that says why it is this one."""
+    """A way, and a sentence with the reason for it."""
 
     way: Way
     reason: str
 
 
 def choose(needed_bytes: Mapping[str, int], free_bytes: Mapping[str, int], host_free_bytes: int) -> Choice:
-    """The best way that there is room for.
+    """The best way for which there is room.
 
-    ``needed_bytes``: what the job holds that its interposers can take, per GPU UUID, ``free_bytes`` what is free there
-    while it runs and gpucr's vaults have started. ``host_free_bytes``: of host memory, under the limits of cgroups.
+    ``needed_bytes``: what the job holds and its interposers can take, per GPU UUID; ``free_bytes``: free there while it
+    runs, with gpucr's vaults started. ``host_free_bytes``: of host memory, within cgroup limits.
     """
     total = sum(needed_bytes.values())
     tight = [uuid for uuid, needed in needed_bytes.items() if _with_reserve(needed) > free_bytes.get(uuid, 0)]
@@ -67,7 +67,7 @@ def _with_reserve(needed_bytes: int) -> int:
 class Keeping:
     """The choice of one operation, for all of its interposed processes together.
 
-    ``wait_saved`` waits until all that was taken out of them is saved: for what turns out to have had no room.
+    ``wait_saved`` waits until all their memory is saved: for what turns out to have no room.
     """
 
     def __init__(self, vaults: Vaults, wait_saved: Callable[[], object]) -> None:
@@ -78,13 +78,13 @@ class Keeping:
         self._choice: Choice | None = None
 
     def need(self, needed_bytes: Mapping[str, int]) -> None:
-        """A process holds so much per GPU UUID. All of them say so before the first one asks for the choice."""
+        """Register what a process holds per GPU UUID. All register before the first asks for the choice."""
         with self._lock:
             for uuid, size_bytes in needed_bytes.items():
                 self._needed[uuid] = self._needed.get(uuid, 0) + size_bytes
 
     def choice(self) -> Choice:
-        """Made once, while the job runs. Raises VaultFailed where a GPU has no room for gpucr itself."""
+        """Made once, while the job runs. Raises VaultFailed if a GPU has no room for gpucr's vault."""
         with self._lock:
             if self._choice is None:
                 free = {uuid: self._vaults.of(uuid).free_bytes() for uuid, needed in self._needed.items() if needed}

@@ -1,4 +1,4 @@
-"""The connection to an agent, and the rung on which its process stands still: gate closed and driver locked."""
+"""The connection to an agent, and holding its process: gate closed and driver locked."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from gpucr.linux import processes
 from gpucr.model import CudaState
 
 RELOCK_S = 30.0
-"""How long the driver may take to lock a process in which nobody can have begun anything."""
+"""How long the driver may take to lock a process that cannot have started any work."""
 
 
 @contextlib.contextmanager
 def spoken(pid: int, doing: str) -> Iterator[None]:
-    """What goes wrong between gpucr and an agent in the block, as an error of gpucr's."""
+    """Turn failures between gpucr and an agent in the block into gpucr's errors."""
     try:
         yield
     except (Refused, BadAnswer, OSError) as e:
@@ -49,11 +49,11 @@ class Line:
 
     @property
     def is_open(self) -> bool:
-        """Whether it was made, and nobody has hung up since."""
+        """Whether it is established."""
         return self._agent is not None
 
     def hang_up(self) -> None:
-        """Nothing of the connection is left in the process. A gate that was closed opens, unless memory is away."""
+        """Close the connection at both ends. A closed gate opens, unless memory is away."""
         agent, self._agent = self._agent, None
         if agent is not None:
             with contextlib.suppress(OSError):
@@ -70,7 +70,7 @@ class GatedLock:
         self.pending = self._lock.pending
 
     def hold(self, timeout_s: float) -> bool:
-        """Nobody begins a call any more, those under way end, the driver locks: else all goes on."""
+        """Block new calls, wait for running ones, lock the driver; on failure everything continues."""
         end = time.monotonic() + timeout_s
         with spoken(self.pid, "close its gate"):
             closed = self._line.agent.close_gate(max(0.0, timeout_s))
@@ -85,7 +85,7 @@ class GatedLock:
         return is_held
 
     def release(self) -> None:
-        """The driver's lock first: what waits at the gate finds it open."""
+        """The driver's lock first: calls waiting at the gate then find it open."""
         self._lock.release()
         self._open()
 
@@ -101,9 +101,9 @@ class GatedLock:
 
 @contextlib.contextmanager
 def unlocked(driver: Driver, pid: int) -> Iterator[None]:
-    """LOCKED, gate closed → RUNNING while the block lasts, in which the agent alone calls the driver → LOCKED.
+    """LOCKED, gate closed → RUNNING during the block, in which only the agent calls the driver → LOCKED.
 
-    One that is RUNNING, because whoever had it so was killed, ends LOCKED as well.
+    A process that is RUNNING because an earlier gpucr was killed in such a block ends LOCKED too.
     """
     if driver.state(pid) is CudaState.LOCKED:
         driver.unlock(pid)

@@ -1,4 +1,4 @@
-"""Memory of a snapshot on its way into processes that CRIU has made again, and that have their interposer again.
+"""A snapshot's memory on its way into restored processes with an interposer.
 
 Neither waits for the other: gpucr makes the memory on the GPUs that it goes to, and fills it, while CRIU works. The
 processes are given what is there when the driver has brought back the rest.
@@ -25,7 +25,7 @@ from gpucr.interposer.vault import Shown, Vault, Vaults
 from gpucr.model import DevicePart, StagedExtent
 
 TWICE_BYTES = 1 << 30
-"""So much of a job is on its GPU twice while it comes back; more where one block is larger."""
+"""This much of a job is on its GPU twice during a restore; more if one block is larger."""
 
 
 class BlocksDestination:
@@ -34,7 +34,7 @@ class BlocksDestination:
     is_zeroed = True
 
     def __init__(self, part: DevicePart, extents: Sequence[StagedExtent], places: Sequence[tuple[Vault, bool]]) -> None:
-        """``places``: for each extent a vault, and whether it is host memory that a GPU uses."""
+        """``places``: for each extent a vault, and whether it is pinned host memory."""
         self.part = part
         self.size_bytes = extents[-1].offset + extents[-1].size_bytes
         self._offsets = [extent.offset for extent in extents]
@@ -57,7 +57,7 @@ class BlocksDestination:
             position, data, number = position + size, data[size:], number + 1
 
     def fills(self, address: int) -> list[Callable[[], None]]:
-        """What fills all of it from the host memory at this address, in pieces."""
+        """Copies that fill all of it from the host memory at this address, in pieces."""
         return [
             work
             for offset, (vault, shown) in zip(self._offsets, self._made, strict=True)
@@ -65,9 +65,9 @@ class BlocksDestination:
         ]
 
     def hand_over(self, agent: Agent, blocks: Sequence[Block]) -> None:
-        """Give the memory to the process that has these blocks, which are away. LOCKED, but for the agent.
+        """Give the memory to the process for these blocks, which are away. LOCKED, except for the agent.
 
-        Little at a time: the process copies it into memory of its own, and ours is free after that. Raises Refused,
+        A little at a time: the process copies it into its own memory, and then ours is freed. Raises Refused,
         BadAnswer, VaultFailed, OSError.
         """
         for numbers in _batches([block.size_bytes for block in blocks]):
@@ -85,14 +85,14 @@ class BlocksDestination:
                 vault.forget(shown)
 
     def close(self) -> None:
-        """What was given to nobody is gone. Idempotent."""
+        """Free what was not given away. Idempotent."""
         while self._made:
             vault, shown = self._made.pop()
             vault.forget(shown)
 
 
 def _batches(sizes: Sequence[int]) -> Iterator[list[int]]:
-    """The numbers of these blocks, a few together that are not large."""
+    """The numbers of these blocks, in small batches."""
     batch: list[int] = []
     for number, size_bytes in enumerate(sizes):
         if batch and (len(batch) == GIVEN_AT_ONCE or sum(sizes[n] for n in batch) + size_bytes > TWICE_BYTES):
@@ -144,7 +144,7 @@ class MadeMeanwhile:
 
 
 class BlocksReturn:
-    """See `Return`. The process is one that CRIU has made: its gate is closed, and all of its memory is away."""
+    """See `Return`. The process was made by CRIU: its gate is closed, and all of its memory is away."""
 
     note = None
 
@@ -155,7 +155,7 @@ class BlocksReturn:
         self.line: Line | None = None
 
     def begin(self, pid: int, restore_thread: int, wait: WaitForBytes, *, stays: bool) -> None:
-        """LOCKED → LOCKED, its memory where it was."""
+        """LOCKED → LOCKED, with its memory in place."""
         wait(self.destination.size_bytes)
         self.line = line = Line(pid)
         with spoken(pid, "take its memory back"), unlocked(self._driver, pid):
@@ -164,17 +164,17 @@ class BlocksReturn:
             self.destination.get().hand_over(line.agent, away)
 
     def finish(self) -> None:
-        """It has its own; its gate opens when all have everything (`RestoredBlocks.go_on`)."""
+        """It has its own memory; its gate opens when all have everything (`RestoredBlocks.go_on`)."""
 
     def close(self) -> None:
-        """The memory that was given to nobody, and the connection."""
+        """Free memory that was not given away, and the connection."""
         if self.line is not None:
             self.line.hang_up()
         self.destination.close()
 
 
 class RestoredBlocks:
-    """What brings memory of kind `interposed` back. ``new_uuid`` tells where a GPU's memory goes."""
+    """Brings memory of kind `interposed` back. ``new_uuid``: where a GPU's memory goes."""
 
     def __init__(self, driver: Driver, new_uuid: Callable[[str], str]) -> None:
         self._driver = driver
@@ -197,9 +197,9 @@ class RestoredBlocks:
         return made
 
     def go_on(self, pids: Mapping[int, int], shares: Sequence[Share]) -> None:
-        """All have their own memory: each gets what it had of others, and the gates open. LOCKED → LOCKED.
+        """All have their own memory: each gets what it shared, and the gates open. LOCKED → LOCKED.
 
-        ``pids``: which pid each of the snapshot has now. Raises InterposerError, JobChanged, DriverError.
+        ``pids``: the current pid for each of the snapshot's. Raises InterposerError, JobChanged, DriverError.
         """
         lines = {each.line.pid: each.line for each in self._returns if each.line is not None}
         here = [Share(*(Part(pids[p.pid], p.index, p.generation) for p in (s.imported, s.owner))) for s in shares]

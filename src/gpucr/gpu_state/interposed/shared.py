@@ -1,9 +1,9 @@
-"""Memory that processes of a gang have of each other: found before any of it leaves, and shared anew when it is back.
+"""Memory that processes of a gang share: found before any of it leaves, and shared again when it is back.
 
-Who has whose memory is known from the open files behind it, and those are gone with the memory. So each process keeps
-what concerns it (`Share`) from before the first one lets anything go until all have everything again: whoever brings
-the gang back, this gpucr, its guard or a later one, asks the processes. As long as they keep it their gates stay
-closed, whoever dies.
+The open files behind the memory show who shares what, and they are gone with the memory. So each process keeps its own
+part of that record (`Share`) from before the first memory leaves until all have everything again: whoever brings the
+gang back (this gpucr, its guard or a later gpucr) asks the processes. While they keep it their gates stay closed, even
+if gpucr dies.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _NAME = "gpucr-shares"
 
 
 def find_shares(lines: Sequence[Line], others: Mapping[int, str]) -> tuple[Share, ...]:
-    """Whose memory is whose among these processes, which stand still. Changes nothing.
+    """Who shares whose memory among these stopped processes. Changes nothing.
 
-    ``others``: the rest of the gang by pid, and why their memory does not leave by an interposer. Raises Unsupported
-    where memory would be torn apart: its owner, or somebody who has it, is not among them.
+    ``others``: the rest of the gang by pid, and why no interposer takes their memory. Raises Unsupported if the owner
+    or another user of shared memory is not among them.
     """
     blocks: dict[int, list[Block]] = {}
     for line in lines:
@@ -68,7 +68,7 @@ def find_shares(lines: Sequence[Line], others: Mapping[int, str]) -> tuple[Share
 
 
 def _blocks_of(pid: int) -> list[Block] | None:
-    """What a process has; None: nobody tells."""
+    """A process's memory; None: unknown."""
     if not is_interposed(pid):
         return None
     line = Line(pid)
@@ -85,7 +85,7 @@ def _torn(why: str, hint: str) -> Unsupported:
 
 
 def keep_shares(lines: Iterable[Line], shares: Sequence[Share]) -> None:
-    """Each process keeps what concerns it. From here on its gate stays closed until `let_go_on`."""
+    """Let each process keep its part. From here on its gate stays closed until `let_go_on`."""
     for line in lines:
         mine = [each for each in shares if line.pid in (each.imported.pid, each.owner.pid)]
         if mine:
@@ -116,7 +116,7 @@ def kept_shares(line: Line) -> tuple[Share, ...]:
 
 
 def has_gone_on(line: Line, others: Iterable[Line]) -> bool:
-    """Whether this process has everything, and only its gate is closed still: one with which it shares keeps no more.
+    """Whether this process has everything and only its gate is still closed: a partner keeps nothing any more.
 
     Raises InterposerError, JobChanged.
     """
@@ -137,20 +137,20 @@ def _keeps_any(line: Line | None, pid: int) -> bool:
 
 
 def by_part(pid: int, held: Iterable[Held]) -> dict[Part, Held]:
-    """Memory of a process that is in our hands, by its numbers."""
+    """Memory of a process that we hold, by its numbers."""
     return {Part(pid, each.block.index, each.block.generation): each for each in held if each.descriptor >= 0}
 
 
 def share_anew(
     driver: Driver, lines: Sequence[Line], held: Mapping[Part, Held], known: Sequence[Share] | None = None
 ) -> None:
-    """All have their own memory: now each gets what it had of others. LOCKED → LOCKED, gates closed.
+    """All have their own memory: now each gets what it shared. LOCKED → LOCKED, gates closed.
 
-    ``known``: who shares what, where the processes are not those that keep it (None: they are asked).
+    ``known``: who shares what, if other processes keep it (None: ask these).
 
-    What is mapped of others' still is let go first: it may be memory that its owner has no more. ``held``: memory of
-    processes that have ended, which those that imported it can still have. Nothing where nothing is shared. May be
-    done again. Raises InterposerError, JobChanged, DriverError.
+    First unmaps what is still mapped of others': the owner may no longer have it. ``held``: memory of ended processes,
+    which importers can still have. Does nothing if nothing is shared. Repeatable. Raises InterposerError, JobChanged,
+    DriverError.
     """
     by_pid = {line.pid: line for line in lines}
     shares = known if known is not None else _agreed({pid: kept_shares(line) for pid, line in by_pid.items()})
@@ -173,16 +173,16 @@ def share_anew(
 
 
 def _agreed(told: Mapping[int, Sequence[Share]]) -> list[Share]:
-    """What both ends keep, or the one that has not ended.
+    """What both ends keep, or the one that still lives.
 
-    Where one that is there keeps nothing, nothing has left yet, or all of it is back.
+    If a living one keeps nothing, nothing has left yet, or everything is back.
     """
     found = dict.fromkeys(each for mine in told.values() for each in mine)
     return [each for each in found if all(each in told.get(part.pid, (each,)) for part in (each.imported, each.owner))]
 
 
 def _require_all(shares: Sequence[Share], lines: Mapping[int, Line]) -> None:
-    """Raise JobChanged where one that lives on would have other memory than those that shared it."""
+    """Raise JobChanged if a survivor would have different memory from those that shared it."""
     parties = {part.pid for each in shares for part in (each.imported, each.owner)}
     for pid in sorted(parties - lines.keys()):
         if is_interposed(pid):
@@ -204,7 +204,7 @@ class _Left:
                 self._importers.setdefault(each.owner, []).append(each.imported)
 
     def drop(self) -> None:
-        """They let go of what they still have of others'."""
+        """Unmap what they still have of others'."""
         self._blocks: dict[Part, Block] = {}
         for pid in sorted({part.pid for parts in self._importers.values() for part in parts}):
             with spoken(pid, "let go of others' memory"):
@@ -223,7 +223,7 @@ class _Left:
                 each.close()
 
     def give_one(self, owner: Part, descriptor: int) -> None:
-        """To all that had it."""
+        """Give it to all that had it."""
         for part in self._importers.pop(owner, ()):
             with spoken(part.pid, "take others' memory again"):
                 if part not in self._blocks:
@@ -235,7 +235,7 @@ class _Left:
                     copy.close()
 
     def require_nothing(self) -> None:
-        """Raise JobChanged where somebody would run without memory that it had."""
+        """Raise JobChanged if a process would run without memory that it had."""
         for owner, parts in self._importers.items():
             raise JobChanged(
                 f"process {owner.pid} ended, and process {parts[0].pid} has device memory of it open",

@@ -24,7 +24,7 @@ from gpucr.linux.tmpfs import StagingFile
 from gpucr.model import CudaState, DevicePart, GangMember, GpuMap
 
 _CONTEXT_BYTES = 1 << 30
-"""What the driver may still put on the GPU for a process that comes back, besides its memory."""
+"""What else the driver may allocate on the GPU for a returning process."""
 
 
 def _needed(size_bytes: int) -> int:
@@ -32,10 +32,10 @@ def _needed(size_bytes: int) -> int:
 
 
 class SuspendedBlocks:
-    """What interposed processes keep since they were suspended. ``maps``: of those that go to other GPUs, by pid.
+    """Memory kept by suspended interposed processes. ``maps``: for those that go to other GPUs, by pid.
 
-    The gang gives it back before it unlocks. When each process has everything, and none has given up what it keeps,
-    there is no way back any more: then ``down_to`` is where they belong.
+    The gang gives it back before it unlocks. Once each process has everything, and before any frees what it keeps,
+    there is no way back: then ``down_to`` is their target state.
     """
 
     def __init__(
@@ -60,17 +60,17 @@ class SuspendedBlocks:
         gang.before_climb = self.take_out_again
 
     def is_away(self, pid: int) -> bool:
-        """Whether it waits for memory, or at its gate, wherever the driver has it: who brought it back was killed."""
+        """Whether it waits for memory, or at its gate, in any driver state: its restoring gpucr was killed."""
         status = ask_status(pid) if is_interposed(pid) else None
         return status is not None and bool(status.away or status.gate_closed)
 
     def start(self, pids: Iterable[int]) -> None:
-        """Begin to fill memory for these processes, which are CHECKPOINTED: the driver restores them meanwhile."""
+        """Begin to fill memory for these CHECKPOINTED processes while the driver restores them."""
         self._starting = threading.Thread(target=self._start, args=(tuple(pids),), name="vault", daemon=True)
         self._starting.start()
 
     def _start(self, pids: Sequence[int]) -> None:
-        # What fails is done, and said, when it is needed.
+        # What fails is retried, and reported, when it is needed.
         with contextlib.suppress(GpucrError, OSError, IndexError, Refused, BadAnswer), contextlib.ExitStack() as opened:
             work: list[Callable[[], None]] = []
             filling: dict[int, BlocksDestination] = {}
@@ -89,7 +89,10 @@ class SuspendedBlocks:
             self._filled = filling
 
     def _kept(self, pid: int, opened: contextlib.ExitStack) -> tuple[BlocksDestination, int] | None:
-        """New memory for what the process keeps, and where in host memory that is. None: not all of it is away."""
+        """New memory for what the process keeps, and the address of the copy in host memory.
+
+        None: not all of it is away.
+        """
         line, places = Line(pid), self._places(pid)
         try:
             blocks = [each for each in line.agent.blocks() if can_leave(each)]
@@ -116,10 +119,10 @@ class SuspendedBlocks:
         return destination, room.address
 
     def give_back(self) -> None:
-        """It goes back into all of them, and they are LOCKED. Raises the first error when all were tried.
+        """Put it back into all of them; they are LOCKED. Tries all, then raises the first error.
 
-        None gives up what it keeps before all have what was away: until then the job can be suspended again as it was.
-        A second call does nothing: it comes from the undo of the first one.
+        None frees what it keeps before all have their memory: until then the job can be suspended again as it was. A
+        second call, from the undo of the first, does nothing.
         """
         if self._was_tried:
             return
@@ -138,7 +141,7 @@ class SuspendedBlocks:
             for line in lines:
                 try:
                     let_go_on(line)
-                except GpucrError as error:  # the others have everything, and none of it is away any more
+                except GpucrError as error:  # the others have everything, nothing is away any more
                     errors.append(error)
             if errors:
                 self._gang.settle(self._down_to)
@@ -177,7 +180,7 @@ class SuspendedBlocks:
         return [gpu_map.new_for(uuid) for uuid in uuids] if gpu_map is not None else uuids
 
     def close(self) -> None:
-        """The vaults, and what was filled and not given."""
+        """Close the vaults, and free what was filled but not given."""
         self._wait_started()
         for each in self._filled.values():
             each.close()

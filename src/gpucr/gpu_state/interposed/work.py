@@ -1,4 +1,4 @@
-"""Work beside the driver's."""
+"""Background work."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 class Work:
-    """Something that is done in a thread of its own."""
+    """A function that runs in its own thread."""
 
     def __init__(self, work: Callable[[], None]) -> None:
         self._error: Exception | None = None
@@ -17,11 +17,11 @@ class Work:
     def _run(self, work: Callable[[], None]) -> None:
         try:
             work()
-        except Exception as e:  # noqa: BLE001 - raised where it is waited for
+        except Exception as e:  # noqa: BLE001 - raised if it is waited for
             self._error = e
 
     def wait(self) -> None:
-        """Until it is done. Raises what it raised."""
+        """Wait until it is done. Raises its error."""
         self._thread.join()
         if self._error is not None:
             raise self._error

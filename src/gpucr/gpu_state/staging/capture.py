@@ -1,16 +1,16 @@
-"""Watch the restore thread during a checkpoint and give it better staging than it asks for.
+"""Watch the restore thread during a checkpoint and give it better staging than it requests.
 
 The driver asks with one ``mmap`` of private anonymous memory, MAP_POPULATE set: 4 KiB pages, made by one thread, more
 than half of the checkpoint's time. A capture stops the thread where it enters that call (ptrace) and
 
 - with a staging file: turns the call into a shared mapping of the file, by changing its arguments. The file's huge
-  pages can be there before the job is even locked, and its content can be read, taken out of the process and put back
+  pages can exist before the job is even locked, and its content can be read, taken out of the process and put back
   without a copy.
 - without one (only root can make a file of huge pages): drops MAP_POPULATE, and at the end of the call advises huge
   pages and faults them in with many threads.
 
-Whatever the driver does otherwise, it goes on as if nobody were watching, and when gpucr dies as well: arguments are
-changed in one step, and the calls that are added are crash-safe (linux/injection.py).
+Otherwise the driver works as if unwatched, even if gpucr dies: arguments are changed atomically, and injected calls are
+crash-safe (linux/injection.py).
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ _U32 = 0xFFFFFFFF
 
 
 class Capture:
-    """One process's checkpoint, watched. `begin`, let the driver checkpoint, `finish`.
+    """Watches one process's checkpoint. `begin`, let the driver checkpoint, `finish`.
 
     ``file`` is the staging file, or None for private memory. ``reason`` says, after `begin` or `finish`, why nothing
-    was captured; the driver then works in its plain way. Nothing here raises for that: a checkpoint that is slower is
-    better than none. ``expected_bytes`` is the process's device memory (0: not known): once the driver has asked for
-    about as much, its other system calls are no longer looked at. ``deadline`` (time.monotonic): until when a thread
-    that hangs in the kernel is waited for.
+    was captured; the driver then works in its plain way. This never raises: a slower checkpoint is better than none.
+    ``expected_bytes`` is the process's device memory (0: unknown): once the driver has asked for about that much, its
+    other system calls are no longer intercepted. ``deadline`` (time.monotonic): how long to wait for a thread that
+    hangs in the kernel.
     """
 
     def __init__(
@@ -77,18 +77,18 @@ class Capture:
     def begin(self) -> None:
         """Start to watch; `wait_begun` before the driver's call."""
         if self.file is None and not memory.private_huge_pages():
-            # Small pages that come one by one cost more than those that the driver populates at once (5.3 s, 5.1 s).
+            # Small pages faulted one by one cost more than those that the driver populates at once (5.3 s, 5.1 s).
             self.reason = "transparent huge pages are off"
             self._ready.set()
             return
         self._tracer.start()
 
     def wait_begun(self) -> None:
-        """Returns when the thread is watched, or when it is clear that it cannot be."""
+        """Returns when the thread is watched, or known to be unwatchable."""
         self._ready.wait()
 
     def finish(self) -> None:
-        """Stop watching, after the driver's call has returned. The thread goes on."""
+        """Stop watching, after the driver's call has returned. The thread continues."""
         self._end.set()
         if self._tracer.ident is not None:
             self._tracer.join()
@@ -96,7 +96,7 @@ class Capture:
             self.reason = "the driver asked for no staging that is known"
 
     def filled_bytes(self) -> int:
-        """How much of the file is filled so far (see `extents.filled_bytes`). Private memory cannot tell: 0."""
+        """How much of the file is filled so far (see `extents.filled_bytes`). 0 for private memory: unknown."""
         extents = self.extents
         return filled_bytes(self.pid, extents) if extents and self.file is not None else 0
 
@@ -112,14 +112,14 @@ class Capture:
                 close_descriptor(thread, number)
         except ProcessLookupError:
             self.reason = "the process has ended"
-        except OSError as error:  # InjectionUnavailable as well, which has its reason as its text
+        except OSError as error:  # also InjectionUnavailable, whose text is the reason
             self.reason = error.strerror or str(error)
             if isinstance(error, PermissionError) and (limits := tracing.limits()):
                 self.reason += f": {limits}"
         finally:
             if thread is not None:
                 with contextlib.suppress(OSError):
-                    thread.detach(thread.last_stop.signal)  # what it was about to take when it was stopped
+                    thread.detach(thread.last_stop.signal)  # the signal that it was about to take
             self._ready.set()
 
     def _watch(self, thread: TracedThread, number: int | None) -> None:
@@ -139,11 +139,11 @@ class Capture:
                 self._redirect(thread, number) if number is not None else self._improve(thread)
             elif stop.kind is StopKind.EXITED:
                 raise ProcessLookupError(f"thread {self._restore_thread} ended")
-        thread.resume(signal)  # out of a call's entry, where no other call can be put
+        thread.resume(signal)  # leave the call's entry, where no call can be injected
         thread.stop()
 
     def _has_all(self) -> bool:
-        """Whether the driver has asked for all of the device memory, as far as its size was told precisely."""
+        """Whether the driver has asked for all of the device memory, if its size is known."""
         asked = sum(extent.size_bytes for extent in self._extents)
         return 0 < self._expected_bytes <= asked * _EXPECTED_PER_STAGED
 
@@ -159,7 +159,7 @@ class Capture:
         )
 
     def _redirect(self, thread: TracedThread, number: int) -> None:
-        """Anonymous → the next part of the file. The file grows first: behind its end there is SIGBUS, not memory."""
+        """Anonymous → the next part of the file. The file grows first: access beyond its end raises SIGBUS."""
         assert self.file is not None  # noqa: S101 - only called with one
         asked = thread.registers()
         offset = _rounded_up(self._extents[-1].offset + self._extents[-1].size_bytes if self._extents else 0)
@@ -171,7 +171,7 @@ class Capture:
         result = self._to_exit(thread)
         back = thread.registers()
         back.r10, back.r8, back.r9 = asked.r10, asked.r8, asked.r9
-        if result < 0:  # let it ask again, in its own way, which is left alone from now on
+        if result < 0:  # let it ask again, in its own way, from now on unwatched
             back.rip, back.rax, back.orig_rax = back.rip - _SYSCALL_INSTRUCTION_BYTES, MMAP, _NO_CALL
             self.reason = f"the staging file cannot be mapped (errno {-result})"
         else:
@@ -191,7 +191,7 @@ class Capture:
         back.r10 = asked.r10
         thread.set_registers(back)
         if address < 0:
-            return  # the driver's to handle: it would have got the same
+            return  # the driver handles it: it would have got the same
         size_bytes = _rounded_up(asked.rsi, PAGESIZE)
         run_syscall(thread, MADVISE, address, size_bytes, MADV_HUGEPAGE)
         keep_from_children(thread, address, size_bytes)
@@ -199,7 +199,7 @@ class Capture:
         self._extents.append(StagedExtent(address, size_bytes, 0))
 
     def _to_exit(self, thread: TracedThread) -> int:
-        """Let the call be made. Returns its result, with the thread stopped where it leaves the kernel."""
+        """Let the call run. Returns its result, with the thread stopped at the call's exit."""
         thread.resume_to_syscall()
         while (stop := thread.wait()) is None or stop.kind is not StopKind.SYSCALL_EXIT:
             if stop is not None and stop.kind is StopKind.EXITED:

@@ -1,4 +1,4 @@
-"""Where staging is, told from a process's memory maps."""
+"""Find staging in a process's memory maps."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from gpucr.linux.tmpfs import FILE_NAME
 from gpucr.model import Extent, StagedExtent
 
 _SMALLEST_BYTES = 1 << 20
-"""Smaller new ranges are the application's own: its CPU threads go on during a checkpoint."""
+"""Smaller new ranges are the application's own: its CPU threads keep running during a checkpoint."""
 
 _UNSETTLED_BYTES = 16 << 20
-"""What the driver may still be writing behind the last page that it touched.
+"""How much the driver may still be writing before the last page that it touched.
 
-It copies block by block, and memcpy writes a block's first or last bytes when it likes. Seen (H200, driver 580): it
+It copies block by block, and memcpy may write a block's first or last bytes at any time. Seen (H200, driver 580): it
 reads up to 1.4 MiB ahead of the first byte that it has not read yet.
 """
 
@@ -28,7 +28,7 @@ def locate(before: tuple[Mapping, ...], after: tuple[Mapping, ...]) -> tuple[Ext
 
 
 def file_extents(pid: int, name: str = FILE_NAME) -> tuple[StagedExtent, ...]:
-    """The parts of a staging file of gpucr, or another one of this name, that the process has mapped, in its order."""
+    """The parts of gpucr's staging file, or another file of this name, that the process has mapped, in file order."""
     found = [
         StagedExtent(mapping.start, mapping.end - mapping.start, mapping.offset)
         for mapping in read_maps(pid)
@@ -38,7 +38,7 @@ def file_extents(pid: int, name: str = FILE_NAME) -> tuple[StagedExtent, ...]:
 
 
 def keep_file(pid: int, kept: contextlib.ExitStack) -> None:
-    """Hold the process's staging file as long as ``kept``: who goes on need not wait until tens of GiB are freed."""
+    """Keep the process's staging file open during ``kept``: the job need not wait until tens of GiB are freed."""
     with contextlib.suppress(OSError):  # not root: then there is no such file
         extents = file_extents(pid)
         if extents:
@@ -55,16 +55,16 @@ def open_file(pid: int, extent: StagedExtent) -> int:
 
 
 def filled_bytes(pid: int, extents: Sequence[StagedExtent]) -> int:
-    """How much of the staging file, from its beginning, the driver has filled and, as far as is known, left.
+    """How much of the staging file, from its beginning, the driver has filled and presumably finished.
 
-    Told by the presence of pages in the process's page table: gpucr may have allocated the file's memory before, but a
-    page enters that table when the process touches it. The driver's order is ascending; it promises nothing, so what
-    is read on this ground has to be compared again when the driver has finished.
+    Seen from the pages in the process's page table: gpucr may have allocated the file's memory before, but a page
+    enters that table when the process touches it. The driver's ascending order is not guaranteed, so what is read early
+    must be compared again when the driver has finished.
     """
     for extent in reversed(extents):
         present = present_prefix(pid, extent.address, extent.size_bytes)
         if present > 0:
-            return max(0, extent.offset + present - _UNSETTLED_BYTES)  # also from one extent back into the last
+            return max(0, extent.offset + present - _UNSETTLED_BYTES)  # also across extents
     return 0
 
 

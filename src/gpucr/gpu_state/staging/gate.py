@@ -1,13 +1,13 @@
 """Let the driver restore while its staging file is still being filled from storage.
 
-What is filled is mapped, the rest stays a reservation. The restore thread copies in ascending order; where it comes to
-the edge it gets SIGSEGV, which stops it for its tracer, gpucr. The tracer waits until more is filled, maps that, and
-lets the thread go on without the signal: the access is made again, now to memory that is there. Measured (H200, driver
-580, docs/hardware.md): all accesses to staging come from the restore thread in user mode, in ascending order but for
-the order within blocks of about 1.4 MiB; a restore of 10.6 GiB took 1.54 s with 43 such stops and 1.51 s without.
+The filled part is mapped, the rest stays a reservation. The restore thread copies in ascending order; at the edge it
+gets SIGSEGV, which stops it for its tracer, gpucr. The tracer waits until more is filled, maps that, and continues the
+thread without the signal: the access is repeated, now to mapped memory. Measured (H200, driver 580, docs/hardware.md):
+all accesses to staging come from the restore thread in user mode, in ascending order but for the order within blocks of
+about 1.4 MiB; a restore of 10.6 GiB took 1.54 s with 43 such stops and 1.51 s without.
 
-Compared with userfaultfd: huge pages stay huge, no copy is made, every kernel has it, and when gpucr dies in the
-middle the half-restored process dies of the signal, where a closed userfaultfd would hand out zeros.
+Compared with userfaultfd: huge pages stay huge, no copy is made, every kernel has it, and if gpucr dies in the middle
+the half-restored process dies of the signal, whereas a closed userfaultfd would supply zeros.
 """
 
 from __future__ import annotations
@@ -24,20 +24,19 @@ from gpucr.linux.ptrace import StopKind, TracedThread
 from gpucr.model import StagedExtent
 
 _AHEAD_BYTES = 64 << 20
-"""Waited for at the edge: the driver's block may reach beyond the byte that it asked for, and stops are not free."""
+"""Minimum to wait for at the edge: the driver's block may reach beyond the faulting byte, and stops are not free."""
 
 _POLL_S = 0.02
 _SIGSEGV_BIT = 1 << (signal.SIGSEGV - 1)
 
 WaitForFilled = Callable[[int], int]
-"""Waits until the file is filled up to this offset, and returns how far it is filled by then. May raise: give up."""
+"""Waits until the file is filled up to this offset, and returns how far it is filled. May raise to give up."""
 
 
 class Gate:
     """Maps a staging file into one process as it is being filled. `begin`, let the driver restore, `finish`.
 
-    The process is one that ends with gpucr: a filling that fails kills it, since its driver waits for bytes that will
-    never come.
+    The process depends on gpucr: a failed filling kills it, since its driver waits for bytes that will never come.
     """
 
     def __init__(
@@ -48,20 +47,20 @@ class Gate:
         self._fd = fd
         self._extents = tuple(extents)
         self._wait_for_filled = wait_for_filled
-        self._mapped = 0  # offset in the file below which all extents are mapped
+        self._mapped = 0  # file offset below which all extents are mapped
         self._error: BaseException | None = None
         self._ready = threading.Event()
         self._end = threading.Event()
         self._tracer = threading.Thread(target=self._trace, name=f"gate-{pid}", daemon=True)
 
     def begin(self) -> None:
-        """Returns when the first part is mapped and the driver may start. Raises what filling or tracing raised."""
+        """Returns when the first part is mapped and the driver may start. Raises errors of filling or tracing."""
         self._tracer.start()
         self._ready.wait()
         self._raise_error()
 
     def finish(self) -> None:
-        """After the driver's call has returned: let go of the thread. Raises what filling or tracing raised."""
+        """After the driver's call has returned: release the thread. Raises errors of filling or tracing."""
         self._end.set()
         self._tracer.join()
         self._raise_error()
@@ -87,7 +86,7 @@ class Gate:
             finally:
                 thread.set_signal_mask(mask)
             close_descriptor(thread, number)
-        except BaseException as error:  # noqa: BLE001 - carried to begin or finish
+        except BaseException as error:  # noqa: BLE001 - passed to begin or finish
             self._error = error
             if pidfd is not None:
                 with contextlib.suppress(ProcessLookupError):
@@ -104,7 +103,7 @@ class Gate:
             self._ready.set()
 
     def _serve(self, thread: TracedThread, number: int) -> None:
-        """Until all is mapped or the driver is done, stopped → stopped."""
+        """Serve faults until all is mapped or the driver is done, stopped → stopped."""
         pass_on = 0
         while self._mapped < self._extents[-1].offset + self._extents[-1].size_bytes:
             thread.resume(pass_on)
@@ -125,7 +124,7 @@ class Gate:
             thread.stop()
 
     def _offset_of(self, address: int) -> int | None:
-        """Where in the file an address lies that is not mapped yet; None for a fault that has another cause."""
+        """The file offset of an address that is not mapped yet; None for a fault with another cause."""
         for extent in self._extents:
             if extent.address <= address < extent.end:
                 offset = extent.offset + address - extent.address

@@ -1,4 +1,4 @@
-/* The one thread of the interposer: it answers what is asked on the socket. One client at a time. */
+/* The interposer's only thread: it serves requests on the socket, one client at a time. */
 #include "carry.h"
 #include "socket.h"
 
@@ -17,9 +17,9 @@
 #define REFUSAL_MS 100
 
 static _Atomic bool started;
-static pthread_mutex_t descriptors_open = PTHREAD_MUTEX_INITIALIZER; /* while it is held nobody forks */
+static pthread_mutex_t descriptors_open = PTHREAD_MUTEX_INITIALIZER; /* nobody forks while it is held */
 static int listening = -1, client = -1;
-static struct packet asked, answer; /* the agent's alone; too large for a stack that somebody else may have chosen */
+static struct packet asked, answer; /* only the agent's; too large for a stack whose size others may have chosen */
 
 static void count_ranges(struct status *status) {
     for (size_t i = 0; i < ranges.count; i++) {
@@ -84,7 +84,7 @@ static uint32_t do_hooks(void) {
     return hooks_call(asked.head.a, asked.head.b, &answer.head.a, &answer.head.b);
 }
 
-/* What is kept is needed for memory that is away, that is not filled yet, or that peers do not see yet. */
+/* Kept data is needed for memory that is away, not filled yet, or not yet visible to peers. */
 static bool is_whole(void) {
     return !carry_anything_away() && !kept_anything();
 }
@@ -100,7 +100,7 @@ static void add(const struct block *block) {
     answer.records[answer.head.count++] = carry_record(block);
 }
 
-/* What peers have is theirs also where it cannot leave: then by the descriptor that is kept of it. */
+/* Peers keep their memory even if it cannot leave: then through the kept descriptor. */
 static bool goes_out(const struct block *block, bool to_peers) {
     if (!block->live || block->imported || block->dropped)
         return false;
@@ -123,7 +123,7 @@ static uint32_t do_export(void) {
     }
     answer.head.a = index;
     answer.head.b = index >= block_count();
-    return answer.head.count > 0 ? DONE : code; /* what did not go now is tried again with the next batch */
+    return answer.head.count > 0 ? DONE : code; /* retried with the next batch */
 }
 
 static uint32_t do_list(void) {
@@ -157,7 +157,7 @@ static uint32_t bring_back(const struct record *record, unsigned place) {
     return code;
 }
 
-/* In the order of the records, up to the first failure: the answer has those that are back. */
+/* In the order of the records, up to the first failure: the answer lists those that are back. */
 static uint32_t do_bring_back(void) {
     uint32_t code = DONE;
     if (asked.head.operation == IMPORT && asked.descriptor_count != asked.head.count)
@@ -165,7 +165,7 @@ static uint32_t do_bring_back(void) {
     for (unsigned i = 0; i < asked.head.count && code == DONE; i++)
         code = bring_back(&asked.records[i], i);
     if (asked.head.operation == CREATE && answer.head.count > 0)
-        return DONE; /* the rest is asked for again: descriptors may have been short */
+        return DONE; /* the client repeats the rest: descriptors may have run out */
     return code;
 }
 
@@ -200,7 +200,7 @@ static uint32_t perform(void) {
         return answer_hello();
     case STATUS:
         return DONE;
-    case OPEN: /* opened after the answer: the program may end at once, and the agent with it */
+    case OPEN: /* opened after the answer: the program may exit at once, and the agent with it */
         return is_whole() ? DONE : MEMORY_IS_AWAY;
     case EXPORT:
     case DROP:
@@ -259,7 +259,7 @@ static uint32_t refusal(enum received received) {
     return asked.head.version == PROTOCOL_VERSION ? DONE : WRONG_VERSION;
 }
 
-/* False: the client is gone. No forked child inherits a descriptor: nobody forks while one is open. */
+/* False: the client is gone. Nobody forks while a descriptor is open, so no child inherits one. */
 static bool serve_one(void) {
     pthread_mutex_lock(&descriptors_open);
     enum received received = socket_receive(client, &asked);
@@ -271,13 +271,13 @@ static bool serve_one(void) {
         answer.head.code = refusal(received);
         if (answer.head.code == DONE && (asked.head.operation == CLOSE || asked.head.operation == HOOKS)) {
             close_asked();
-            pthread_mutex_unlock(&descriptors_open); /* it may take long, and a hook may fork */
+            pthread_mutex_unlock(&descriptors_open); /* a hook may take long, and may fork */
             answer.head.code = asked.head.operation == CLOSE ? do_close() : do_hooks();
             pthread_mutex_lock(&descriptors_open);
         } else if (answer.head.code == DONE) {
             answer.head.code = perform();
         }
-        close_asked(); /* when the client has the answer, nothing of it is held here */
+        close_asked(); /* when the client has the answer, nothing is held here */
         here = reply();
         packet_close(&answer);
         if (asked.head.operation == OPEN && answer.head.code == DONE)
@@ -288,7 +288,7 @@ static bool serve_one(void) {
     return here;
 }
 
-/* A closed gate is a lease. Where memory is away, it stays closed for the next client. */
+/* A closed gate is a lease. If memory is away, it stays closed for the next client. */
 static void client_gone(void) {
     close(client);
     client = -1;
@@ -296,7 +296,7 @@ static void client_gone(void) {
     spares_take();
 }
 
-/* What it asks is read first: a socket that is closed with something unread takes the answer with it. */
+/* Read the request first: closing a socket with unread data discards the answer. */
 static void refuse_second(int second) {
     struct packet *busy = &answer;
     struct pollfd asking = {second, POLLIN, 0};
@@ -323,7 +323,7 @@ static uint32_t do_share(void) {
             return MEMORY_IS_AWAY;
         int copy = fcntl(shared_number(block), F_DUPFD_CLOEXEC, 3);
         if (copy < 0)
-            return answer.head.count > 0 ? DONE : NO_DESCRIPTORS; /* the rest is asked for again */
+            return answer.head.count > 0 ? DONE : NO_DESCRIPTORS; /* the client repeats the rest */
         answer.descriptors[answer.descriptor_count++] = copy;
         add(block);
         start += mapping->bytes;
@@ -333,7 +333,7 @@ static uint32_t do_share(void) {
     return DONE;
 }
 
-/* One that opens memory of this process by legacy IPC. It is answered at once, also while there is a client. */
+/* A peer that opens this process's memory by legacy IPC. Answered at once, even while there is a client. */
 static bool is_a_peer(int connection) {
     struct message head;
     struct pollfd asking = {connection, POLLIN, 0};
@@ -375,7 +375,7 @@ static void welcome(void) {
         spares_take();
 }
 
-/* CRIU brings the socket back under its old name; a clone that is restored beside this process takes the name away. */
+/* CRIU restores the socket under its old name; a clone restored beside this process takes the name over. */
 static void listen_again(void) {
     pthread_mutex_lock(&descriptors_open);
     spares_give();
@@ -392,7 +392,7 @@ static void listen_again(void) {
 static void *serve(void *unused) {
     (void)unused;
     gate_pass_always();
-    pthread_setname_np(pthread_self(), AGENT_NAME); /* where there is no /proc */
+    pthread_setname_np(pthread_self(), AGENT_NAME); /* if there is no /proc */
     while (true) {
         struct pollfd watched[] = {{listening, POLLIN, 0}, {client, POLLIN, 0}};
         if (poll(watched, 2, LOOK_EVERY_MS) <= 0) {
@@ -417,7 +417,7 @@ static bool start_thread(void) {
     int error = pthread_create(&thread, NULL, serve, NULL);
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     if (error == 0) {
-        pthread_setname_np(thread, AGENT_NAME); /* by this name it is found, also where it has not run yet */
+        pthread_setname_np(thread, AGENT_NAME); /* it is found by this name, even if it has not run yet */
         pthread_detach(thread);
     }
     return error == 0;

@@ -1,6 +1,6 @@
 /*
- * cuMemAlloc and its like, backed by VMM memory. Allocations below the granularity stay with the driver, which puts many of
- * them into one page; there are few, and its own checkpoint takes them.
+ * cuMemAlloc and similar calls, backed by VMM memory. Allocations below the granularity stay with the driver, which
+ * packs many into one page; there are few, and its own checkpoint takes them.
  */
 #include "replaced.h"
 
@@ -10,7 +10,7 @@
 
 #define DIRECT_RDMA_OF_VMM 110 /* GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED */
 
-static bool any_put_off; /* ranges that were freed while a capture was under way */
+static bool any_put_off; /* ranges freed during a capture */
 
 static size_t rounded(size_t bytes, size_t to) {
     return (bytes + to - 1) / to * to;
@@ -29,7 +29,7 @@ void range_take_apart(address start, size_t reserved) {
     real.cuMemAddressFree(start, reserved);
 }
 
-/* As cuMemAlloc's memory, where the device can: network libraries look at it. */
+/* Like cuMemAlloc's memory, if the device can: network libraries check it. */
 static uint8_t reaches_network(int device) {
     int can = 0;
     return real.cuDeviceGetAttribute != NULL &&
@@ -114,7 +114,7 @@ static result allocate_native(address *pointer, size_t bytes) {
     return result;
 }
 
-/* OUT_OF_MEMORY means the same here and there. Any other failure: the driver may know a way. */
+/* OUT_OF_MEMORY means the same in both. After any other failure the driver may succeed. */
 static result allocate_large(address *pointer, size_t bytes) {
     int device;
     context current = NULL;
@@ -158,7 +158,7 @@ result replaced_cuMemAllocManaged(address *pointer, size_t bytes, unsigned flags
     return result;
 }
 
-/* As cuMemFree does: work that may use the memory is waited for, in the context that it belongs to. */
+/* Like cuMemFree: wait for work that may use the memory, in its context. */
 static result synchronize(context owner) {
     context current = NULL;
     real.cuCtxGetCurrent(&current);
@@ -176,7 +176,7 @@ static void remove_own(const struct range *range) {
     range_take_apart(start, reserved);
 }
 
-/* The driver waits for the GPU in here, and perhaps for a peer's: not with the table locked. */
+/* The driver waits here for the GPU, and perhaps for a peer's: not with the table locked. */
 static result free_native(address pointer) {
     struct range *range = range_of(pointer), before = {0};
     if (range != NULL && range->start == pointer) {
@@ -194,7 +194,7 @@ static result free_native(address pointer) {
 static result free_own(address pointer, struct range *range) {
     if (range->start != pointer || range->freed)
         return INVALID_VALUE;
-    if (captures_open() > 0) { /* to wait now would invalidate the capture */
+    if (captures_open() > 0) { /* waiting now would invalidate the capture */
         range->freed = true;
         any_put_off = true;
         return SUCCESS;
@@ -231,7 +231,7 @@ result replaced_cuMemFree_v2(address pointer) {
     return result;
 }
 
-/* In the order of a stream; here it is waited for. Inside a capture it is put off. */
+/* Stream-ordered; here it waits. Inside a capture it is deferred. */
 static result free_async(result (*function)(address, stream), result (*wait)(stream), address pointer, stream stream) {
     table_lock();
     const struct range *range = range_of(pointer);
@@ -255,7 +255,7 @@ result replaced_cuMemFreeAsync_ptsz(address pointer, stream stream) {
     return free_async(real.cuMemFreeAsync_ptsz, real.cuStreamSynchronize_ptsz, pointer, stream);
 }
 
-/* The driver's own checkpoint does not know of a registration, and a network card would go on writing. */
+/* The driver's own checkpoint does not know about a registration, and a network card would keep writing. */
 result replaced_cuMemGetHandleForAddressRange(void *made, address start, size_t bytes, int type, unsigned long long flags) {
     result result = real.cuMemGetHandleForAddressRange(made, start, bytes, type, flags);
     if (result != SUCCESS)
@@ -286,7 +286,7 @@ void free_what_was_put_off(void) {
     }
 }
 
-/* A primary context that others still use has not gone. */
+/* A primary context that others still use is not destroyed. */
 static bool is_gone(context owner) {
     return captures_open() == 0 && synchronize(owner) != SUCCESS;
 }

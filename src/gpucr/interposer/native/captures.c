@@ -1,6 +1,6 @@
 /*
- * Streams that are being captured. While there is one, nothing may be done to the process: many driver calls would
- * invalidate the capture. So the gate lets everybody pass until the last capture has ended, and keeps new ones out.
+ * Streams that are being captured. During a capture the process must be left alone: many driver calls would invalidate
+ * it. So the gate lets every call pass until the last capture has ended, and blocks new captures.
  */
 #include "gate.h"
 
@@ -24,7 +24,7 @@ unsigned captures_open(void) {
 
 void capture_began(stream stream) {
     pthread_mutex_lock(&mutex);
-    if (count < ROOM) /* nobody captures so many at a time; one too many is not waited for */
+    if (count < ROOM) /* more than anyone captures at a time; excess ones are not waited for */
         captures[count++] = (struct capture){stream, pthread_self()};
     pthread_mutex_unlock(&mutex);
 }
@@ -42,7 +42,7 @@ void capture_forget(stream stream) {
     pthread_mutex_unlock(&mutex);
 }
 
-/* An end that fails may have ended the capture (it was invalidated) or not (the wrong thread asked): the driver knows. */
+/* A failed end may have ended the capture (it was invalidated) or not (wrong thread): ask the driver. */
 void capture_ended(stream stream, result result) {
     int status = 0;
     if (result != SUCCESS && real.cuStreamIsCapturing != NULL && real.cuStreamIsCapturing(stream, &status) == SUCCESS &&

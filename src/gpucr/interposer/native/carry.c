@@ -1,6 +1,6 @@
 #include "carry.h"
 
-static uint32_t away, client = 1; /* the agent's alone: no lock is needed to look */
+static uint32_t away, client = 1; /* only the agent's: no lock needed to read */
 
 bool carry_anything_away(void) {
     return away > 0;
@@ -19,7 +19,7 @@ static uint64_t first_address(const struct block *block) {
     return 0;
 }
 
-/* What is imported comes back by an export of its owner's. */
+/* Imported memory comes back when its owner exports it again. */
 bool carry_may_leave(const struct block *block) {
     return !block->multicast && !block->registered && (block->imported || block->exportable);
 }
@@ -32,7 +32,7 @@ struct record carry_record(const struct block *block) {
                            block->asked.location, flags, block->mappings, first_address(block), shared_number(block), 0};
 }
 
-/* The device whose context is used to work on a block: its own, or one that may reach it. */
+/* The device whose context handles a block: its own, or one that can access it. */
 static int device_of(const struct block *block) {
     if (block->asked.location_type == ON_DEVICE)
         return block->asked.location;
@@ -82,7 +82,7 @@ static void hide_before(const struct block *block, size_t end) {
     }
 }
 
-/* At all of its addresses; at none where one fails. */
+/* At all of its addresses; at none if one fails. */
 static result show_everywhere(const struct block *block, handle made) {
     for (size_t i = 0; i < mappings.count; i++) {
         const struct mapping *mapping = sorted_at(&mappings, i);
@@ -140,7 +140,7 @@ uint32_t carry_drop(enum drops what) {
     return DONE;
 }
 
-/* The block is `made` from now on. */
+/* The block becomes `made`. */
 static uint32_t bring_back(struct block *block, handle made, bool exportable) {
     result result = show_everywhere(block, made);
     if (result != SUCCESS) {
@@ -180,8 +180,8 @@ static result copy(handle to, handle from, size_t bytes, int device) {
 }
 
 /*
- * What was imported cannot be exported again (result 1), so it is copied into memory of the process's own. Where there is no
- * room for that, the imported memory serves: the block cannot leave a second time, and says so.
+ * Imported memory cannot be exported again (result 1), so it is copied into the process's own memory. If there is no
+ * room for that, the imported memory stays in use: the block cannot leave a second time, and is marked so.
  */
 static handle renewed(const struct block *block, handle imported, bool *exportable) {
     handle made;

@@ -1,4 +1,5 @@
-/* carry.c: blocks leave the process and come back. What takes a block wants the table locked, the gate closed and empty. */
+/* carry.c: blocks leave the process and come back. Functions that take a block need the table locked, the gate closed
+   and empty. */
 #ifndef GPUCR_INTERPOSER_CARRY_H
 #define GPUCR_INTERPOSER_CARRY_H
 

@@ -1,8 +1,8 @@
 /*
- * Who is inside the driver: a record for each thread, written by that thread alone and read by the agent.
+ * Which threads are inside the driver: a record per thread, written only by that thread and read by the agent.
  *
- * A thread writes its depth and then looks whether the gate is closed; the agent closes the gate and then reads the
- * depths. Both in sequentially consistent order, so one of them sees the other.
+ * A thread writes its depth and then checks whether the gate is closed; the agent closes the gate and then reads the
+ * depths. Both in sequentially consistent order, so at least one sees the other.
  */
 #include "gate.h"
 #include "interposer.h"
@@ -49,7 +49,7 @@ static void make_key(void) {
     pthread_key_create(&at_thread_end, let_go);
 }
 
-/* A thread that ended inside a call, without unwinding, has left its record behind. */
+/* A thread that ended inside a call without unwinding has left its record. */
 static bool has_ended(pid_t thread) {
     return syscall(SYS_tgkill, getpid(), thread, 0) < 0 && errno == ESRCH;
 }
@@ -95,7 +95,7 @@ static bool on_signal_stack(void) {
     return sigaltstack(NULL, &stack) == 0 && (stack.ss_flags & SS_ONSTACK) != 0;
 }
 
-/* Frames that were left by longjmp lie below the new one, where no live caller's frame can be. */
+/* Frames abandoned by longjmp lie below the new one, where no live caller's frame can be. */
 static unsigned live_depth(const struct record *record, const struct frame *frame) {
     unsigned depth = atomic_load_explicit(&record->depth, memory_order_relaxed);
     if (depth == 0 || depth > DEEPEST || record->frames[depth - 1] > frame || on_signal_stack())
@@ -137,8 +137,8 @@ static void *target_of(struct slot *slot) {
 }
 
 /*
- * A signal may come between any two steps, and its handler may call CUDA in the very place of `frames` that was just written,
- * before the depth says that it is taken. So each call puts back what it covered when it leaves.
+ * A signal may arrive between any two steps, and its handler may call CUDA and use the entry of `frames` just written,
+ * before the depth includes it. So each call restores the entry that it overwrote when it leaves.
  */
 static void note(struct record *record, unsigned depth, struct frame *frame) {
     if (depth < DEEPEST) {
@@ -159,7 +159,7 @@ void *gate_enter(struct slot *slot, struct frame *frame) {
     unsigned depth = live_depth(record, frame);
     if (depth == 0)
         atomic_store_explicit(&record->slot, slot, memory_order_relaxed);
-    bool arrives = depth == 0 || record->arrives; /* a signal handler's call waits as the one that was interrupted at the gate */
+    bool arrives = depth == 0 || record->arrives; /* a signal handler's call waits like the interrupted one */
     if (arrives)
         record->arrives = true;
     note(record, depth, frame);
@@ -189,8 +189,8 @@ void gate_leave(const struct slot *slot, const struct frame *frame, result resul
 }
 
 /*
- * The stubs' personality routine: a C++ exception, pthread_exit or a cancellation that leaves a call takes the thread out
- * of the count, once for each stub's frame. There is nothing to land on: unwinding goes on.
+ * The stubs' personality routine: a C++ exception, pthread_exit or a cancellation that leaves a call takes the thread
+ * out of the count, once for each stub's frame. There is no landing pad: unwinding continues.
  */
 int gate_unwind(int version, int actions, uint64_t class, void *exception, void *unwind_context) {
     const int cleanup_phase = 2, continue_unwind = 8;
@@ -248,14 +248,14 @@ int gate_who(const char **function) {
     return 0;
 }
 
-/* While something is captured calls pass: a call that ends a capture may be counted only after the capture is not. */
+/* Calls pass during a capture: a call that ends a capture may be counted only after the capture has ended. */
 static bool is_empty_now(void) {
     return captures_open() == 0 && counted_now() == 0 && captures_open() == 0 && counted_now() == 0;
 }
 
 /*
- * A call is counted before it sees that the gate is closed, for a moment only; so what is counted later says nothing, and
- * the one moment in which nobody was counted decides.
+ * A call is briefly counted before it sees that the gate is closed; so later counts mean nothing, and one moment with a
+ * count of zero decides.
  */
 bool gate_wait_empty(unsigned timeout_ms) {
     const struct timespec moment = {.tv_nsec = 50000};
@@ -269,7 +269,7 @@ bool gate_wait_empty(unsigned timeout_ms) {
     return true;
 }
 
-/* The only thread of a forked child: the others' records are nobody's, and nobody would open the gate. */
+/* A forked child has one thread: the other records are stale, and nobody would open the gate. */
 void gate_in_child(void) {
     for (struct record *record = atomic_load(&records); record != NULL; record = record->next)
         if (record != mine) {

@@ -1,6 +1,6 @@
 /*
- * The gate that every driver call passes. A call is made through a stub (gate_x86_64.S, gate_aarch64.S) with a frame of its
- * own, between gate_enter and gate_leave. While the gate is closed calls wait in gate_enter.
+ * The gate that every driver call passes. A call goes through a stub (gate_x86_64.S, gate_aarch64.S) with its own
+ * frame, between gate_enter and gate_leave. While the gate is closed, calls wait in gate_enter.
  */
 #ifndef GPUCR_INTERPOSER_GATE_H
 #define GPUCR_INTERPOSER_GATE_H
@@ -9,9 +9,9 @@
 
 #include <stdbool.h>
 
-/* A call, in the stub's frame on the stack, whose address tells which of two calls is the inner one. */
+/* A call, in the stub's frame on the stack; of two nested calls the inner one has the lower address. */
 struct frame {
-    const struct frame *covered; /* gate_enter's, gate_leave's: what the record had in the place of this one */
+    const struct frame *covered; /* gate_enter's, gate_leave's: the record's entry that this one replaced */
     struct slot *slot;
     uint64_t arguments[6]; /* the registers that hold the first ones */
 };
@@ -25,7 +25,7 @@ struct slot { /* one gated function; the stub knows its number */
     int counter, delta; /* role COUNTED */
 };
 
-extern struct slot gate_slots[]; /* first those of the named stubs (names.inc), then those of the free ones */
+extern struct slot gate_slots[]; /* first the named stubs (names.inc), then the free ones */
 void *gate_enter(struct slot *slot, struct frame *frame);
 void gate_leave(const struct slot *slot, const struct frame *frame, result result);
 void gate_close(void);
@@ -33,7 +33,7 @@ void gate_open(void);
 bool gate_is_closed(void);
 bool gate_wait_empty(unsigned timeout_ms); /* nobody inside, no capture under way */
 unsigned gate_inside(void);
-int gate_who(const char **function); /* the thread of one of these, and where it is; 0: there is none any more */
+int gate_who(const char **function); /* a thread that is inside, and where; 0: none is left */
 void gate_pass_always(void); /* this thread: the agent */
 void gate_left_up_to(uintptr_t stack_pointer); /* calls of this thread whose frames lie below it */
 void gate_in_child(void);

@@ -1,4 +1,4 @@
-/* What the program wants to be called for: before it is frozen, and when it goes on (gpucr.h is the program's side). */
+/* The program's callbacks: before it is frozen, and when it continues (gpucr.h is the program's side). */
 #include "interposer.h"
 #include "protocol.h"
 
@@ -19,10 +19,10 @@ static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t ended = PTHREAD_COND_INITIALIZER;
 static struct hook hooks[HOOK_KINDS][MOST_HOOKS];
 static unsigned registered[HOOK_KINDS];
-static bool running; /* a thread calls some; it may be that nobody waits for it any more */
+static bool running; /* a thread is calling some; possibly nobody waits for it any more */
 static enum hooks called;
 static unsigned failed;
-static sigset_t program_mask; /* the agent's thread blocks all signals, and what a hook starts must not */
+static sigset_t program_mask; /* the agent's thread blocks all signals; threads started by a hook must not */
 
 static int add(enum hooks kind, int (*function)(void *), void *data) {
     pthread_mutex_lock(&mutex);
@@ -48,7 +48,7 @@ uint64_t hooks_registered(void) {
     return count;
 }
 
-/* Those that were registered when it began, in their order; the program may register more meanwhile. */
+/* Those registered when it began, in order; the program may register more meanwhile. */
 static void *call(void *unused) {
     (void)unused;
     struct hook chosen[MOST_HOOKS];
@@ -91,7 +91,7 @@ uint32_t hooks_call(uint64_t kind, uint64_t wait_ms, uint64_t *count, uint64_t *
     pthread_mutex_lock(&mutex);
     *count = registered[kind];
     if (running)
-        code = TOO_SLOW; /* those of last time */
+        code = TOO_SLOW; /* from the last time */
     else if (*count > 0 && !begin((enum hooks)kind))
         code = NO_MEMORY;
     while (code == DONE && running)
@@ -106,7 +106,7 @@ void hooks_keep_mask(const sigset_t *mask) {
     program_mask = *mask;
 }
 
-/* What was registered is the parent's. */
+/* Registrations belong to the parent. */
 void hooks_in_child(void) {
     pthread_mutex_init(&mutex, NULL);
     running = false;

@@ -1,4 +1,4 @@
-/* What follows a driver call, fork, and the counters. */
+/* Work after a driver call, fork handlers, and the counters. */
 #include "interposer.h"
 
 #include <pthread.h>
@@ -13,7 +13,7 @@ uint64_t now_ns(void) {
     return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
 }
 
-/* Still counted as inside: the gate is not found empty before this is done. */
+/* Still counted as inside: the gate is not empty before this is done. */
 void after_call(const struct slot *slot, const struct frame *frame, result result) {
     uint64_t first = frame->arguments[0];
     if (slot->role == ENDS_CAPTURE)
@@ -36,7 +36,7 @@ void after_call(const struct slot *slot, const struct frame *frame, result resul
         forget_context(NULL, (int)first);
 }
 
-/* A child of a process with CUDA has none: what its tables say does not matter, only that nobody waits for a lock. */
+/* A child of a CUDA process cannot use CUDA: its tables do not matter, but no lock may stay held. */
 static void in_child(void) {
     table_in_child();
     shared_in_child();

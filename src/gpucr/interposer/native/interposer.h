@@ -1,4 +1,4 @@
-/* What the parts of the interposer need of each other. */
+/* Interfaces between the parts of the interposer. */
 #ifndef GPUCR_INTERPOSER_H
 #define GPUCR_INTERPOSER_H
 
@@ -12,7 +12,7 @@
 #define CHUNK_BYTES ((size_t)1 << 30) /* a large allocation is made of several blocks, so that one can be renewed at a time */
 #define MAX_DEVICES 64
 
-/* What stays with the driver is counted, so that gpucr knows of it. */
+/* Memory that stays with the driver is counted, so that gpucr knows about it. */
 enum counter { ARRAYS, POOLS, POOL_ALLOCATIONS, IPC_MEMORY, IPC_EVENTS, PEER_ACCESS, EXTERNAL, AROUND, COUNTERS };
 extern _Atomic int64_t counters[COUNTERS];
 
@@ -113,10 +113,10 @@ result create_exportable(handle *made, size_t bytes, const struct properties *as
 void range_take_apart(address start, size_t reserved); /* its mappings, and the addresses */
 void range_give_up(address start, context owner);      /* waits for what uses it; with the table not locked */
 void free_what_was_put_off(void); /* with the table locked */
-/* The memory of a context goes with it: of the one that was destroyed, or (NULL) of a device's that are gone. */
+/* A context's memory is freed with it: for the destroyed one, or (NULL) for all gone contexts of a device. */
 void forget_context(context destroyed, int device);
 
-/* peers.c: who may reach the memory of a device: itself, and those with peer access */
+/* peers.c: which devices can access a device's memory: itself, and those with peer access */
 unsigned peers_access(int owner, struct access access[MAX_DEVICES]);
 
 /* ipc.c: legacy IPC. Another interposer asks for the blocks of a range that this program shares, through its agent. */
@@ -129,9 +129,10 @@ uint32_t tracer_open(bool to_all); /* an enum code */
 bool tracer_is_open(void);
 void tracer_in_child(void);
 
-/* hooks.c: functions of the program's own, which a thread of their own calls */
+/* hooks.c: the program's functions, called by a separate thread */
 uint64_t hooks_registered(void);
-/* Of the kind `kind` (an enum hooks); waits so long for their end. An enum code; how many there are, and have failed. */
+/* Calls those of `kind` (an enum hooks) and waits for them. Returns an enum code, how many there are, and how many
+   failed. */
 uint32_t hooks_call(uint64_t kind, uint64_t wait_ms, uint64_t *count, uint64_t *bad);
 void hooks_keep_mask(const sigset_t *mask); /* the program's signal mask: theirs */
 void hooks_in_child(void);

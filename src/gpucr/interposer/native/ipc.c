@@ -1,10 +1,10 @@
 /*
- * Legacy CUDA IPC (cuIpcGet/Open/CloseMemHandle) for memory that the interposer backs, for which the driver has none: a
- * handle names a range of a process, and whoever opens it asks that process's agent for descriptors of its blocks. From
- * then on they are imported blocks like any other.
+ * Legacy CUDA IPC (cuIpcGet/Open/CloseMemHandle) for memory that the interposer backs, for which the driver makes no
+ * handles: a handle names a range of a process, and a process that opens it asks the owner's agent for descriptors of
+ * the blocks. From then on they are ordinary imported blocks.
  *
- * Handles of the driver's own (small allocations, programs without the interposer) are passed on, and what they open is
- * counted: while it is open the process does not survive the driver's checkpoint.
+ * The driver's own handles (small allocations, programs without the interposer) are passed through, and what they open
+ * is counted: while it is open the process does not survive the driver's checkpoint.
  */
 #include "replaced.h"
 #include "socket.h"
@@ -27,7 +27,7 @@ _Static_assert(sizeof(struct named_range) <= sizeof(struct ipc_handle), "CUipcMe
 
 static _Atomic uint64_t token;
 
-/* Tells this process from another one that had its number. */
+/* Distinguishes this process from an earlier one with the same pid. */
 uint64_t ipc_token(void) {
     uint64_t made = 0, none = 0;
     if (atomic_load(&token) == 0) {
@@ -47,7 +47,7 @@ static struct range *own_range(address pointer) {
     return range != NULL && range->kind == OWN && !range->freed ? range : NULL;
 }
 
-/* The token of a handle is the process's plus the range's number, so that a successor at the address is another one. */
+/* A handle's token is the process's plus the range's number, so a later allocation at the same address differs. */
 struct range *ipc_range(address start, uint64_t asked) {
     struct range *range = own_range(start);
     return range != NULL && ipc_token() + range->number == asked ? range : NULL;
@@ -68,7 +68,7 @@ static result give_out(const struct range *range) {
             return result;
         close(descriptor);
         if (shared_number(block) < 0)
-            return OPERATING_SYSTEM; /* no descriptor is free, and the agent would have none to give */
+            return OPERATING_SYSTEM; /* no descriptor is free, so the agent could not send any */
     }
     return SUCCESS;
 }
@@ -98,7 +98,7 @@ struct opening {
     struct packet *packet;
 };
 
-/* The answer's descriptors are there when this returns, but not yet taken: nobody may fork then. */
+/* On return the answer's descriptors are open but not yet registered: nobody may fork then. */
 static bool ask(const struct opening *opening, int *connection) {
     struct packet *packet = opening->packet;
     struct pollfd answered = {.events = POLLIN};
@@ -150,7 +150,7 @@ static result show(struct opening *opening, const struct record *record, int des
     return result == SUCCESS && !mapping_set_access(mapping, access, access_count) ? OUT_OF_MEMORY : result;
 }
 
-/* What one answer brings. With the table locked. */
+/* Handles one answer. With the table locked. */
 static result take(struct opening *opening, int connection) {
     struct packet *packet = opening->packet;
     result result = INVALID_VALUE;
@@ -294,7 +294,7 @@ result replaced_cuIpcCloseMemHandle(address pointer) {
     context owner = ours ? range->context : NULL;
     bool last = ours && --range->opened == 0;
     if (last)
-        range->freed = true; /* nobody opens it again meanwhile */
+        range->freed = true; /* nobody can reopen it meanwhile */
     table_unlock();
     if (!ours)
         return close_native(pointer);

@@ -1,9 +1,9 @@
 /*
- * longjmp out of a driver call (from a callback, a signal handler) leaves no trace in the call's stub. So the C library's
- * jumps pass here, where the calls that they leave are taken out of the count.
+ * longjmp out of a driver call (from a callback, a signal handler) bypasses the call's stub. So the C library's jumps
+ * are wrapped here, and the calls that they leave are taken out of the count.
  *
- * Where the stack pointer lies in a jmp_buf, and how it is hidden there, is the C library's secret; sanitizers have relied
- * on it for years. On other processors than x86-64 a call that was left is noticed at the thread's next one.
+ * The position and mangling of the stack pointer in a jmp_buf are internal to the C library; sanitizers have relied on
+ * them for years. On processors other than x86-64 an abandoned call is noticed at the thread's next one.
  */
 #include "gate.h"
 

@@ -1,4 +1,4 @@
-/* What a process keeps for whoever brings it back: its gate stays closed as long. The agent's alone: no lock is needed. */
+/* What a process keeps for its restore; its gate stays closed meanwhile. Only the agent's: no lock needed. */
 #include "carry.h"
 #include "socket.h"
 

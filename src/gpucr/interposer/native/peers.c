@@ -1,6 +1,6 @@
 /*
- * Peer access: the driver gives it to its own memory, VMM memory needs a right for each device. Replayed with every other
- * right when memory comes back.
+ * Peer access: the driver grants it for its own memory; VMM memory needs an access right per device. All rights are
+ * restored when memory comes back.
  */
 #include "replaced.h"
 
@@ -43,7 +43,7 @@ static result allow(int owner, int accessor, int rights) {
     return SUCCESS;
 }
 
-/* The devices of a pair that the driver has just joined or parted. False: one of them is not known. */
+/* The two devices whose peer access the driver has just enabled or disabled. False: one is unknown. */
 static bool devices_of(context peer, int *owner, int *accessor) {
     return real.cuCtxGetDevice(accessor) == SUCCESS && *accessor >= 0 && *accessor < MAX_DEVICES &&
            device_of_context(peer, owner) == SUCCESS;
@@ -70,7 +70,7 @@ result replaced_cuCtxDisablePeerAccess(context peer) {
     result result = real.cuCtxDisablePeerAccess(peer);
     if (result == SUCCESS && devices_of(peer, &owner, &accessor) && enabled[owner][accessor] > 0 &&
         --enabled[owner][accessor] == 0)
-        allow(owner, accessor, NO_ACCESS); /* more rights than asked for do no harm where it fails */
+        allow(owner, accessor, NO_ACCESS); /* extra rights are harmless if it fails */
     table_unlock();
     return result;
 }

@@ -1,4 +1,4 @@
-/* What the driver tells of a pointer: of memory that the interposer backs the same as of the driver's own. */
+/* Pointer attributes: the interposer's memory looks like the driver's own. */
 #include "replaced.h"
 
 #include <string.h>
@@ -79,7 +79,7 @@ static bool answer(void *data, int attribute, address pointer) {
         answered = true;
     } else if (range != NULL) {
         answered = answer_number(data, range, attribute) || answer_flag(data, range, attribute);
-    } else if (mapping != NULL && attribute == ALLOWED_HANDLE_TYPES) { /* not what was added here */
+    } else if (mapping != NULL && attribute == ALLOWED_HANDLE_TYPES) { /* without what was added here */
         *(uint64_t *)data = (unsigned)block_at(mapping->block)->asked.handle_types;
         answered = true;
     }
@@ -100,8 +100,8 @@ result replaced_cuPointerGetAttributes(unsigned count, int *attributes, void **d
 }
 
 /*
- * The driver refuses SYNC_MEMOPS for VMM memory. Where a program asked for it, each synchronous copy and fill is waited for
- * (after_call): that is what it promises.
+ * The driver refuses SYNC_MEMOPS for VMM memory. If a program asked for it, after_call waits for each synchronous copy
+ * and fill: that is what it promises.
  */
 result replaced_cuPointerSetAttribute(const void *value, int attribute, address pointer) {
     result result = real.cuPointerSetAttribute(value, attribute, pointer);
@@ -113,7 +113,7 @@ result replaced_cuPointerSetAttribute(const void *value, int attribute, address 
         unsigned wanted;
         memcpy(&wanted, value, sizeof wanted);
         if (wanted != 0 && !range->synchronous)
-            atomic_store(&copies_wait, true); /* for good: such programs speak with a network card */
+            atomic_store(&copies_wait, true); /* permanent: such programs use a network card */
         range->synchronous = wanted != 0;
         result = SUCCESS;
     }

@@ -1,6 +1,6 @@
 /*
- * What is spoken on the agent's socket: SOCK_SEQPACKET, one message a packet, little-endian as the machine. A message is a
- * `struct message` and `count` records; descriptors travel beside it, one for each record that says so.
+ * The protocol of the agent's socket: SOCK_SEQPACKET, one message per packet, little-endian like the machine. A message
+ * is a `struct message` and `count` records; descriptors travel beside it, one for each record that says so.
  */
 #ifndef GPUCR_INTERPOSER_PROTOCOL_H
 #define GPUCR_INTERPOSER_PROTOCOL_H
@@ -12,16 +12,16 @@
 #define MOST_RECORDS 128 /* a message; the kernel passes at most 253 descriptors */
 
 enum operation {
-    HELLO = 1,  /* answer: a = process id as it sees itself, b = thread id of the agent */
+    HELLO = 1,  /* answer: a = its own process id, b = thread id of the agent */
     STATUS,     /* answer: the numbers of `struct status` */
-    CLOSE,      /* a = milliseconds to wait. Answer: a = threads inside, b = captures; the gate is closed whatever they are. Where
-                   somebody is inside: a `struct inside` */
+    CLOSE,      /* a = milliseconds to wait. Answer: a = threads inside, b = captures; the gate is closed in any
+                   case. If a thread is inside: a `struct inside` */
     OPEN,
     EXPORT,     /* a = first block, b = 1: only what other processes have. Answer: records with a descriptor each; a = the next
                    block, b = 1: that was all */
     DROP,       /* all that was exported is unmapped and released; a: an enum drops. Addresses stay reserved */
     IMPORT,     /* records with a descriptor each; a = 1: the blocks are renewed, so that they can be exported again */
-    CREATE,     /* records: made anew, empty, at their addresses. Answer: a descriptor for each */
+    CREATE,     /* records: made again, empty, at their addresses. Answer: a descriptor for each */
     LIST,       /* a = first block. Answer: records; a = the next block, b = 1: that was all */
     KEEP,       /* one descriptor, which is kept for whoever asks, with the gate closed; a: an enum kept. None: all that are kept
                    are closed */
@@ -29,7 +29,7 @@ enum operation {
     SHARE,      /* on the peers' socket: a = address in a range, b = the exporter's token. Answer as for EXPORT, a = next address */
     HOOKS = 14, /* a: an enum hooks, b = milliseconds to wait. The program's own functions are called, with the gate open. Answer:
                    a = how many there are, b = how many have failed */
-    TRACE = 13, /* a = 1: processes of this user may trace this one, whatever Yama says; 0: as the program has chosen */
+    TRACE = 13, /* a = 1: processes of this user may trace this one despite Yama; 0: as the program has chosen */
 };
 
 enum hooks { BEFORE_FREEZE, AFTER_RESTORE, HOOK_KINDS };
@@ -90,7 +90,7 @@ struct status {
     uint64_t imported, stuck, stuck_bytes; /* of other processes; that cannot leave */
     uint64_t away;
     uint64_t small, small_bytes, managed, managed_bytes;
-    uint64_t multicast, dma_buf; /* dma_buf: memory of which one was made, and which is still there */
+    uint64_t multicast, dma_buf; /* dma_buf: existing memory that was exported as one */
     uint64_t arrays, pools, pool_allocations, ipc_memory, ipc_events, peer_access, external;
     uint64_t around; /* libraries that were loaded so that their calls may not pass the gate */
     uint64_t traceable; /* processes of this user may trace this one (TRACE) */

@@ -1,12 +1,12 @@
-/* The functions that take the place of the driver's. REPLACED(base name, exported name, by base name too) */
+/* The functions that replace the driver's. REPLACED(base name, exported name, by base name too) */
 #ifndef GPUCR_INTERPOSER_REPLACED_H
 #define GPUCR_INTERPOSER_REPLACED_H
 
 #include "interposer.h"
 
 /*
- * cuGetProcAddress knows a function by its base name. Where the address that it gives is not the exported function's, the
- * base name decides; BY_ADDRESS: only the address does, because newer drivers have another function of that name.
+ * cuGetProcAddress looks up a function by its base name. If the address that it returns is not the exported function's,
+ * the base name decides; BY_ADDRESS: only the address does, because newer drivers have another function of that name.
  */
 #define REPLACEMENTS(X)                                             \
     X(cuMemAlloc, cuMemAlloc_v2)                                    \

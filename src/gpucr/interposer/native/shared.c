@@ -1,7 +1,7 @@
 /*
- * By what a block that several processes have is recognised: the descriptor by which it went out, or came in, is kept as
- * long as the block lives. kcmp(2) tells from outside which descriptors of two processes are one open file, and so whose
- * memory an imported block is. Everything here wants the table locked; nobody forks meanwhile (table.c).
+ * How to recognise a block that several processes share: the descriptor by which it was exported or imported is kept
+ * for the block's lifetime. From outside, kcmp(2) shows which descriptors of two processes are one open file, and so
+ * who owns an imported block. Everything here needs the table locked; nobody forks meanwhile (table.c).
  */
 #include "interposer.h"
 
@@ -12,7 +12,7 @@
 
 #define HIGHEST_START 65536 /* a table of descriptors is as large as its highest number */
 
-/* The upper half of the numbers: what the program opens stays low, and select() goes on working for it. */
+/* The upper half of the numbers: the program's own descriptors stay low, so select() keeps working. */
 static int high_copy(int descriptor) {
     struct rlimit limit;
     int lowest = 3;
@@ -21,7 +21,7 @@ static int high_copy(int descriptor) {
     return fcntl(descriptor, F_DUPFD_CLOEXEC, lowest);
 }
 
-/* The program may have closed every descriptor it found, and opened something else in its place. */
+/* The program may have closed every descriptor it found, and reused its number. */
 static bool is_still_ours(const struct block *block) {
     struct stat status;
     return block->descriptor >= 0 && fstat(block->descriptor, &status) == 0 && status.st_dev == block->device &&
@@ -34,7 +34,7 @@ void shared_forget(struct block *block) {
     block->descriptor = -1;
 }
 
-/* Without a free number the block has no descriptor: it is seen that it is shared, and not with whom. */
+/* Without a free number the block has no descriptor: it is known to be shared, but not with whom. */
 void shared_keep(struct block *block, int descriptor) {
     struct stat status;
     shared_forget(block);
@@ -50,7 +50,7 @@ void shared_keep(struct block *block, int descriptor) {
     block->inode = status.st_ino;
 }
 
-/* One export serves all: so it is one open file wherever it went. */
+/* One export serves all importers, so it is one open file everywhere. */
 result shared_export(struct block *block, int *descriptor) {
     if (is_still_ours(block)) {
         *descriptor = fcntl(block->descriptor, F_DUPFD_CLOEXEC, 3);

@@ -17,7 +17,7 @@
 #define NAME_BYTES sizeof "4194304.4294967295"
 #define SPARES 16
 
-/* Ours alone, and no link that somebody else put there. */
+/* Only ours, and not a link that somebody else put there. */
 static bool open_folder(const char *path, int *folder) {
     struct stat status;
     if (mkdir(path, 0700) < 0 && errno != EEXIST)
@@ -31,7 +31,7 @@ static bool open_folder(const char *path, int *folder) {
     return false;
 }
 
-/* Each pid namespace has the same numbers, and a job and its clone may share the folder. 0: there is no /proc here. */
+/* Pid namespaces reuse the same numbers, and a job and its clone may share the folder. 0: no /proc here. */
 static unsigned pid_namespace(void) {
     struct stat status;
     return stat("/proc/self/ns/pid", &status) == 0 ? (unsigned)status.st_ino : 0;
@@ -97,7 +97,7 @@ void socket_leave(void) {
         unlink(place.address.sun_path);
 }
 
-/* What processes left that were killed. Those of other namespaces cannot be asked for. */
+/* Left by killed processes. Those of other namespaces cannot be checked. */
 static void remove_left(int folder) {
     int readable = openat(folder, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     DIR *names = readable >= 0 ? fdopendir(readable) : NULL;

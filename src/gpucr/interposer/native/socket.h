@@ -20,7 +20,7 @@ int socket_connect(int process); /* to the agent of another process of this user
 int socket_accept(int listening); /* -1: nobody who may */
 enum received { GONE, WELL, BAD, NOTHING } socket_receive(int client, struct packet *packet);
 bool socket_send(int client, const struct packet *packet, const void *payload, unsigned payload_bytes);
-void spares_take(void); /* numbers for the agent's descriptors, where the program opens all that it may */
+void spares_take(void); /* numbers for the agent's descriptors, if the program opens all that it may */
 void spares_give(void); /* they can be used */
 void packet_close(struct packet *packet); /* its descriptors */
 

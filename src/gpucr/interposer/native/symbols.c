@@ -1,6 +1,6 @@
 /*
- * How a program comes to the driver's functions: dlsym, dlvsym, cuGetProcAddress, or by being linked with libcuda. It gets
- * a stub of the gate in each case.
+ * How a program gets the driver's functions: dlsym, dlvsym, cuGetProcAddress, or linking with libcuda. In each case it
+ * gets a stub of the gate.
  */
 #include "replaced.h"
 
@@ -40,7 +40,8 @@ static size_t stubs_taken;
 static void *_Atomic library; /* libcuda; NULL: not loaded, or not looked at yet */
 static bool complete;
 
-/* --- the C library's own dlsym, which cannot be asked for by dlsym ------------------------------------------------ */
+/* --- the C library's own dlsym, which cannot be looked up with dlsym ------------------------------------------------
+   */
 
 struct tables {
     const ElfW(Sym) *symbols;
@@ -148,7 +149,7 @@ static void load(void *loaded) {
         replacements[i].theirs = real_dlsym(loaded, replacements[i].exported);
 }
 
-/* Early, and once: at a freeze the loader's lock may be taken. The reference keeps libcuda from being unloaded. */
+/* Early, and once: at a freeze the loader's lock may be held. The reference keeps libcuda from being unloaded. */
 static void *libcuda(void) {
     void *handle = atomic_load(&library);
     if (handle != NULL)
@@ -234,7 +235,7 @@ void *symbols_resolve(struct slot *slot) {
     return target;
 }
 
-/* The stub for a function that was looked up; the function itself where no stub is left. */
+/* The stub for a function that was looked up; the function itself if no stub is left. */
 static void *gated(const char *name, void *target) {
     void *stub = target;
     pthread_mutex_lock(&mutex);
@@ -255,7 +256,7 @@ static void *gated(const char *name, void *target) {
     return stub;
 }
 
-/* What works on other processes, or hands out functions itself. */
+/* Functions that act on other processes, or return functions themselves. */
 static bool stays_open(const char *name) {
     return begins(name, "cuCheckpointProcess") || begins(name, "cuGetExportTable");
 }
@@ -270,7 +271,7 @@ static void *in_place_of(const char *name, void *theirs, const char *base) {
 
 /* --- look-ups of the program ------------------------------------------------------------------------------------------ */
 
-/* By whatever name it was loaded first: numba's is libcuda.so. A copy in another namespace has the usual one. */
+/* Under any name by which it was loaded first: numba's is libcuda.so. A copy in another namespace has the usual one. */
 static bool of_libcuda(const void *function) {
     struct link_map *object = NULL, *driver = NULL;
     Dl_info info;
@@ -293,7 +294,7 @@ static void *stub_for(const char *name, void *theirs) {
     return theirs != NULL && of_libcuda(theirs) && libcuda() != NULL ? in_place_of(name, theirs, NULL) : NULL;
 }
 
-/* NULL: the C library's own is to answer. */
+/* NULL: let the C library's own answer. */
 void *symbols_dlsym(void *handle, const char *name) {
     return is_candidate(handle, name) ? stub_for(name, real_dlsym(handle, name)) : NULL;
 }
@@ -303,8 +304,8 @@ void *symbols_dlvsym(void *handle, const char *name, const char *version) {
 }
 
 /*
- * What is loaded into another namespace, or prefers its own symbols, finds the C library's dlsym before this one, and so
- * comes to the driver around the gate. Whether it does is not known; NULL: the C library's own is to load it.
+ * A library loaded into another namespace, or one that prefers its own symbols, finds the C library's dlsym before this
+ * one, and so reaches the driver around the gate. Whether it does is unknown; NULL: let the C library's own load it.
  */
 void *symbols_dlopen(const char *name, int flags) {
     symbols_find_libc();

@@ -1,4 +1,4 @@
-/* The tables. Everything here wants the table locked. */
+/* The tables. Everything here needs the table locked. */
 #include "interposer.h"
 
 #include <pthread.h>
@@ -14,7 +14,7 @@ static struct block **blocks;
 static uint32_t count, room;
 static context contexts[MAX_DEVICES];
 
-/* The driver may pass cancellation points; a thread must not end with the table half changed. */
+/* The driver may contain cancellation points; a thread must not end with a half-changed table. */
 void table_lock(void) {
     int state;
     pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &state);
@@ -28,7 +28,7 @@ void table_unlock(void) {
     pthread_setcancelstate(state, NULL);
 }
 
-void table_in_child(void) { /* who forked had it locked */
+void table_in_child(void) { /* the forking thread had it locked */
     pthread_mutex_init(&mutex, NULL);
     pthread_setcancelstate(cancel_state, NULL);
 }

@@ -1,7 +1,7 @@
 /*
- * Who may trace this process where Yama limits that to its ancestors (PR_SET_PTRACER). The agent opens it to the processes
- * of its user while gpucr works on it, and puts back what the program had chosen: libraries for messages between processes
- * choose it to copy from each other, and the kernel does not tell what was chosen.
+ * Who may trace this process if Yama limits that to its ancestors (PR_SET_PTRACER). The agent allows its user's
+ * processes while gpucr works on it, and restores the program's choice afterwards: message-passing libraries set it to
+ * copy from each other, and the kernel cannot report the setting.
  */
 #include "interposer.h"
 #include "protocol.h"
@@ -18,7 +18,7 @@ static long set_tracer(unsigned long tracer) {
     return syscall(SYS_prctl, PR_SET_PTRACER, tracer, 0UL, 0UL, 0UL);
 }
 
-/* In the place of the C library's. */
+/* Replaces the C library's. */
 __attribute__((visibility("default"))) int prctl(int option, ...) {
     unsigned long given[4];
     va_list list;
@@ -39,7 +39,7 @@ uint32_t tracer_open(bool to_all) {
     atomic_store(&opened, to_all);
     if (set_tracer(to_all ? PR_SET_PTRACER_ANY : atomic_load(&chosen)) == 0)
         return DONE;
-    if (!to_all) /* who was chosen has ended */
+    if (!to_all) /* the chosen process has ended */
         return set_tracer(0) == 0 ? DONE : NOT_HERE;
     atomic_store(&opened, false);
     return NOT_HERE; /* this kernel has no Yama */
@@ -49,7 +49,7 @@ bool tracer_is_open(void) {
     return atomic_load(&opened);
 }
 
-/* What was chosen is the parent's alone. */
+/* The choice is only the parent's. */
 void tracer_in_child(void) {
     atomic_store(&chosen, 0);
     atomic_store(&opened, false);

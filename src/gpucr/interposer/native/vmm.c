@@ -1,7 +1,7 @@
-/* The VMM calls of the program. Its handles are virtual: the driver's change when memory has been away. */
+/* The program's VMM calls. Its handles are virtual: the driver's change when memory has been away. */
 #include "replaced.h"
 
-/* With a descriptor type added, so that the memory can leave; as asked where the driver refuses that. */
+/* With a descriptor type added, so that the memory can leave; unchanged if the driver refuses that. */
 result create_exportable(handle *made, size_t bytes, const struct properties *asked, bool *exportable) {
     struct properties properties = *asked;
     properties.handle_types |= POSIX_DESCRIPTOR;
@@ -103,7 +103,7 @@ result replaced_cuMemSetAccess(address start, size_t bytes, const struct access 
     return result;
 }
 
-/* One that does not go by a descriptor (FABRIC) cannot be made anew: such a block stays with the driver. */
+/* Memory without a descriptor (FABRIC) cannot be recreated: such a block stays with the driver. */
 static result export_block(void *shareable, struct block *block, int type, unsigned long long flags) {
     if ((block->asked.handle_types & type) == 0)
         return INVALID_VALUE; /* the descriptor type was added here */
@@ -209,7 +209,7 @@ result replaced_cuMulticastAddDevice(handle multicast, int device) {
     return result;
 }
 
-/* The memory that is bound stays where it is, too. */
+/* The bound memory stays where it is too. */
 result replaced_cuMulticastBindMem(handle multicast, size_t multicast_offset, handle virtual, size_t offset,
                                    size_t bytes, unsigned long long flags) {
     table_lock();
@@ -241,7 +241,7 @@ result replaced_cuMulticastUnbind(handle multicast, int device, size_t offset, s
     return result;
 }
 
-/* --- sparse arrays: the memory of which they are made cannot be taken from under them ---------------------------------- */
+/* --- sparse arrays: their memory cannot be removed while they exist ---------------------------------- */
 
 struct array_part { /* CUarrayMapInfo */
     int resource_type;

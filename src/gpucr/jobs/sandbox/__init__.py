@@ -1,8 +1,8 @@
-"""Jobs in namespaces of their own, and the keeper that every job of gpucr's has (docs/adr/0013-sandboxes.md).
+"""Jobs in their own namespaces, and the keeper that every gpucr job has (docs/adr/0013-sandboxes.md).
 
-A *keeper* is a small process that is the parent of the job's first process, collects everything that ends below it, and
-writes down how the first process ended. A *sandbox* is a set of pid, mount, IPC and (unless the network is the host's)
-network namespaces, whose pid 1 is a keeper. In it pids, the names in /dev/shm and ports belong to the job alone.
+A *keeper* is a small process that is the parent of the job's first process, reaps everything that ends below it, and
+records the first process's exit status. A *sandbox* is a set of pid, mount, IPC and (unless the network is the host's)
+network namespaces, whose pid 1 is a keeper. Inside, pids, names in /dev/shm and ports belong only to the job.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _IN_LOOKUP = ("Sandbox", "copies", "is_keeper", "keeper_root", "of")
 
 
 def __getattr__(name: str) -> object:
-    """Load a name when it is first used (PEP 562): the keeper's own process, which needs none, is quicker to start."""
+    """Load names at first use (PEP 562): the keeper's process needs none, so it starts faster."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib

@@ -1,17 +1,17 @@
-"""The keeper's own process: it is the parent of a job's first process, and how that one ended is what it tells.
+"""The keeper process: the parent of a job's first process, whose exit status it records.
 
-Started by spawn.py, with a specification and a socket to its gpucr. Messages on the socket, in JSON:
+Started by spawn.py, with a specification and a socket to its gpucr. JSON messages on the socket:
 
 - ``{"forked": PID}``: the first process is there and waits; on ``{"go": true}`` it becomes the job's program;
-- ``{"empty": true}`` instead, where a restore will make the job; ``{"adopt": PID, "others": [PID, ...]}`` names the
-  first process then, and the roots of the job's other trees;
+- ``{"empty": true}`` instead, if a restore will make the job; ``{"adopt": PID, "others": [PID, ...]}`` names the first
+  process then, and the roots of the job's other trees;
 - ``{"spawn": true}`` before that, without a sandbox, with three descriptors (a request, CRIU's socket, a file for its
   output): CRIU is started below the keeper, so that what it makes becomes the keeper's when it ends. It gets a session
-  of its own, or stays in that of gpucr, with gpucr's standard input, where the specification says ``own_session``:
-  false. Then the keeper stays there too: the job's process group would be an orphaned one without a parent in the
-  session, and the kernel sends SIGHUP to those when they are stopped (setpgid(2)). The answer is
-  ``{"spawned": PID}`` with a pidfd, or ``{"failed": ERRNO}``. ``{"exit_code_of": PID}`` is answered with
-  ``{"exit_code": N}`` when that process has ended, N negative for a signal;
+  of its own, or stays in that of gpucr, with gpucr's standard input, if the specification says ``own_session``: false.
+  Then the keeper stays there too: the job's process group would be an orphaned one without a parent in the session, and
+  the kernel sends SIGHUP to those when they are stopped (setpgid(2)). The answer is ``{"spawned": PID}`` with a pidfd,
+  or ``{"failed": ERRNO}``. ``{"exit_code_of": PID}`` is answered with ``{"exit_code": N}`` when that process has ended,
+  N negative for a signal;
 - ``{"started": PID}``: the job runs, and from now on it does not depend on its gpucr any more;
 - ``{"error": TEXT, "part": PART}``: there is no job.
 
@@ -26,7 +26,7 @@ outside is at work there (CRIU, `gpucr exec`). That ends the rest of a job in a 
 as an orphan, as it would below any other parent. Signals that ask to end are ignored: as long as there is a first
 process, somebody has to wait for it.
 
-Only the standard library and gpucr.linux are needed here: a keeper takes 12 MiB as long as its job runs.
+Imports only the standard library and gpucr.linux: a keeper takes 12 MiB while its job runs.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def main(specification_fd: str, socket_fd: str, operation_fd: str, by_helper: st
         for number in _IGNORED:
             signal.signal(number, signal.SIG_IGN)
         try:
-            # Opened before the mounts change: what lies in /dev/shm is out of sight afterwards.
+            # Opened before the mounts change: files in /dev/shm are hidden afterwards.
             status_folder, name = os.path.split(specification["status_path"] or "/")
             with _part("log"):
                 status_fd = os.open(status_folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -101,7 +101,7 @@ def main(specification_fd: str, socket_fd: str, operation_fd: str, by_helper: st
 
 
 class Keeper:
-    """What the keeper knows and does."""
+    """The keeper's state and work."""
 
     def __init__(
         self, specification: dict[str, Any], gpucr: socket.socket, operation_fd: int, status_fd: int, status_name: str
@@ -136,7 +136,7 @@ class Keeper:
             namespaces.set_last_pid(self._specification["last_pid"] or FIRST_LAST_PID)
 
     def keep(self) -> None:
-        """Have a first process, wait for its end, and write it down. Returns when the keeper's work is done."""
+        """Get a first process, wait for its end, and record it. Returns when the keeper's work is done."""
         self._show_tag()
         if self._specification["command"]:
             if not self._start():
@@ -154,7 +154,7 @@ class Keeper:
             self._wait_for_visitors()
 
     def _wait_for(self, pids: list[int]) -> bool:
-        """Wait until these have ended. False where one is no child of ours."""
+        """Wait until these have ended. False if one is not our child."""
         while not set(pids) <= self._ended.keys():
             try:
                 self._reap(blocking=True)
@@ -165,7 +165,7 @@ class Keeper:
     # --- a job that is started ---
 
     def _start(self) -> bool:
-        """Fork the first process, and let it go when gpucr says so. False where gpucr has ended before."""
+        """Fork the first process, and start it when gpucr says so. False if gpucr has ended before."""
         go_read, go_write = os.pipe()
         failure_read, failure_write = os.pipe()
         self._root = os.fork()
@@ -177,7 +177,7 @@ class Keeper:
         self._show_tag()
         _send(self._gpucr, forked=self._root)
         if self._receive() is None:
-            os.close(go_write)  # the first process ends: it was told nothing
+            os.close(go_write)  # the first process ends, since it got no answer
             return False
         os.write(go_write, b"g")
         os.close(go_write)
@@ -207,7 +207,7 @@ class Keeper:
                     os.execve(command[0], command, environment)  # noqa: S606 (an argument list, no shell)
         except SetUpError as e:
             os.write(failure_fd, json.dumps({"error": str(e), "part": e.part}).encode())
-        except BaseException as e:  # noqa: BLE001 - whatever it is, this process must not go on as a second keeper
+        except BaseException as e:  # noqa: BLE001 - after any error this process must not continue as a second keeper
             os.write(failure_fd, json.dumps({"error": repr(e), "part": "program"}).encode())
         os._exit(127)
 
@@ -223,7 +223,7 @@ class Keeper:
     # --- a job that is restored ---
 
     def _wait_to_adopt(self) -> bool:
-        """Collect what ends, until gpucr names the first process. False where gpucr has ended before."""
+        """Reap children until gpucr names the first process. False if gpucr has ended before."""
         wake_read, wake_write = os.pipe()
         os.set_blocking(wake_write, False)
         os.set_blocking(wake_read, False)
@@ -257,7 +257,7 @@ class Keeper:
     def _serve_criu(self, message: dict[str, Any]) -> None:
         if "exit_code_of" in message:
             pid = int(message["exit_code_of"])
-            while pid not in self._ended:  # asked when it has ended, maybe a moment before this process is woken
+            while pid not in self._ended:  # requested after it has ended, maybe just before this process wakes
                 self._reap(blocking=True)
             _send(self._gpucr, exit_code=os.waitstatus_to_exitcode(self._ended[pid]))
             return
@@ -299,9 +299,9 @@ class Keeper:
                 os.close(fd)
 
     def _end_what_is_below(self) -> None:
-        """gpucr has ended before the job was whole: CRIU takes the death of a task for a failure, and ends the others.
+        """gpucr has ended before the job was complete: kill a task, which makes CRIU fail and end the others.
 
-        It is given time for that, because only CRIU can take back what it has done to the network.
+        CRIU gets time for that, because only CRIU can undo its changes to the network.
         """
         from gpucr.linux import processes  # only here
 
@@ -318,7 +318,7 @@ class Keeper:
     # --- both ---
 
     def _receive(self) -> dict[str, Any] | None:
-        """The next message; None where gpucr has ended."""
+        """The next message; None if gpucr has ended."""
         with contextlib.suppress(ConnectionError):
             data, self._received_fds, _, _ = socket.recv_fds(self._gpucr, MESSAGE_LIMIT_BYTES, 3)
             if data:
@@ -362,7 +362,7 @@ class Keeper:
         processes.kill_tree(os.getpid(), including_root=False)
 
     def _reap(self, *, blocking: bool) -> bool:
-        """Collect one child that has ended. False where none has. Raises ChildProcessError where there is no child."""
+        """Reap one ended child. False if there is none. Raises ChildProcessError if there is no child."""
         pid, status = os.waitpid(-1, 0 if blocking else os.WNOHANG)
         if pid:
             self._ended[pid] = status
@@ -371,9 +371,9 @@ class Keeper:
         return bool(pid)
 
     def _wait_for_visitors(self) -> None:
-        """Let those finish who are at work here from outside, and would be killed with the rest.
+        """Let processes from outside finish, which would be killed with the rest.
 
-        Above all the CRIU that has just ended the job: it has more processes to end, and an answer to give.
+        Above all the CRIU that has just ended the job: it still has processes to end and an answer to send.
         """
         end = time.monotonic() + _VISITORS_LIMIT_S
         while any(map(_is_visitor, os.listdir("/proc"))) and time.monotonic() < end:
@@ -385,10 +385,10 @@ class Keeper:
         code = os.waitstatus_to_exitcode(status)
         ended = time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime())
         body = {"exit_code": code, "ended": ended} if code >= 0 else {"signal": -code, "ended": ended}
-        if not self._status_name:  # nobody wants to know
+        if not self._status_name:  # not needed
             return
         name, data = self._status_name, json.dumps(body).encode()
-        with contextlib.suppress(OSError):  # the folder is gone, or the disk is full: there is nobody to tell
+        with contextlib.suppress(OSError):  # the folder is gone, or the disk is full: nobody to report it to
             durable.write_below(self._status_fd, name, data, temporary=f"{name}.new")
 
 
@@ -418,7 +418,7 @@ def _is_visitor(name: str) -> bool:
 
 
 def _default_signals() -> None:
-    """What Python and the keeper ignore, the job's program does not."""
+    """Reset signals that Python and the keeper ignore, for the job's program."""
     for number in (*_IGNORED, signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())

@@ -1,8 +1,8 @@
 """Which processes are keepers that this machine's gpucr has started.
 
-What a keeper says of itself (tag.py) makes root enter its namespaces and run CRIU there. Root of a container can start
-a process that says the same, in mounts of its own. So as root a keeper is believed only where the gpucr that started it
-has noted it, in a folder that no container sees and only root can write to. An unprivileged gpucr enters nothing.
+A keeper's label (label.py) makes root enter its namespaces and run CRIU there. Root in a container can start a process
+with the same label, in its own mounts. So root trusts a keeper only if the gpucr that started it has recorded it, in a
+folder that no container sees and only root can write. An unprivileged gpucr enters no namespaces.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ _RECORDS = ProcessRecords("keepers")
 
 
 def note(keeper: ProcessId) -> None:
-    """This process is a keeper of ours. Raises OSError where that cannot be noted: then nobody would find its job."""
+    """Record this process as our keeper. Raises OSError if that fails: then nobody would find its job."""
     if os.geteuid() == 0:
         _RECORDS.remove_ended()
         _RECORDS.require_written(keeper, {})
 
 
 def is_known(process: ProcessId) -> bool:
-    """Whether `note` was called for this very process, as far as it takes privileges to believe it."""
+    """Whether `note` was called for exactly this process; always True without privileges."""
     return os.geteuid() != 0 or _RECORDS.is_written(process)

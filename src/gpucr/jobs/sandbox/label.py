@@ -1,8 +1,8 @@
-"""How a keeper is recognised from outside: a file in memory that it has open, with what must be known of its job.
+"""How to recognise a keeper from outside: it has a memory file open with data about its job.
 
-It is believed only of a keeper that gpucr itself has started (known.py), which belongs to the same user as the reader,
-in the same user namespace (found.py): else somebody could lead a gpucr that runs as root into a mount namespace with a
-CRIU of their own.
+It is trusted only for a keeper that gpucr itself has started (known_keepers.py) and that belongs to the reader's user,
+in the same user namespace (lookup.py): otherwise somebody could lead a gpucr that runs as root into a mount namespace
+with their own CRIU.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from gpucr.json_text import parse
 
 FILE_NAME = "gpucr-keeper"
 LINK = f"/memfd:{FILE_NAME} (deleted)"
-"""What the descriptor's link in /proc says."""
+"""The target of the descriptor's link in /proc."""
 
 SIZE_BYTES = 32 << 10
-"""Always written as a whole and in one piece, so that a reader never sees half of it."""
+"""Always written completely in one call, so that a reader never sees part of it."""
 
 
 class Tag(NamedTuple):
-    """What a keeper says of itself. Pids are those of its own namespace.
+    """A keeper's data. Pids are those of its own namespace.
 
-    ``lineage`` is the same for a job and for everything that was restored from its snapshots. ``root`` is 0 until there
-    is a first process. ``network`` is ``own`` or ``host``. ``log_path`` is empty where it is not known.
+    ``lineage`` is shared by a job and everything restored from its snapshots. ``root`` is 0 until there is a first
+    process. ``network`` is ``own`` or ``host``. ``log_path`` is empty if unknown.
     """
 
     keeper: int
@@ -37,7 +37,7 @@ class Tag(NamedTuple):
 
 
 def write(fd: int, tag: Tag) -> None:
-    """Put the tag into the file. Raises ValueError where it is too long."""
+    """Put the tag into the file. Raises ValueError if it is too long."""
     data = json.dumps(tag._asdict()).encode()
     if len(data) > SIZE_BYTES:
         raise ValueError("the path of the log is too long")
@@ -45,7 +45,7 @@ def write(fd: int, tag: Tag) -> None:
 
 
 def decode(data: bytes) -> Tag | None:
-    """The inverse; None for anything else."""
+    """The inverse; None for invalid data."""
     try:
         raw: Any = parse(data)
         tag = Tag(**raw)

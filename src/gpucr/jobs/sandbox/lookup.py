@@ -1,4 +1,4 @@
-"""Which processes live in a sandbox of gpucr's, and what is known of it from outside."""
+"""Find a process's gpucr sandbox, and its data, from outside."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from gpucr.model import ProcessId, ProcessInfo
 
 
 class Sandbox(Struct, frozen=True):
-    """A sandbox with a job in it, or one that waits for it. Pids are the caller's own.
+    """A sandbox with a job, or waiting for one. Pids are the caller's.
 
-    ``root`` is the job's first process; None while there is none, and when it has ended. ``lineage`` is the same for a
-    job and for everything that was restored from its snapshots. ``log_path`` is where its output goes, if known.
+    ``root`` is the job's first process; None before it exists and after it has ended. ``lineage`` is shared by a job
+    and everything restored from its snapshots. ``log_path``: its output file, if known.
     """
 
     keeper: ProcessId
@@ -36,7 +36,7 @@ class Sandbox(Struct, frozen=True):
         return PidNamespace(self.keeper.pid)
 
     def wait_ended(self, timeout_s: float) -> bool:
-        """Wait until its keeper has ended, and with it everything inside. False: it timed out before."""
+        """Wait until its keeper has ended, and so everything inside. False: timed out."""
         try:
             fd = os.pidfd_open(self.keeper.pid)
         except ProcessLookupError:
@@ -52,12 +52,12 @@ class Sandbox(Struct, frozen=True):
 
     @property
     def shared_memory(self) -> Path:
-        """Its private /dev/shm, as a path that can be used outside."""
+        """Its private /dev/shm, as a path usable outside."""
         return processes.PROC / str(self.keeper.pid) / "root" / "dev" / "shm"
 
 
 def of(pid: int) -> Sandbox | None:
-    """The sandbox that a process lives in; None where it lives in none of this user's. Needs ptrace access to it."""
+    """A process's sandbox; None if it is in none of this user's. Needs ptrace access to it."""
     for each in (pid, *_ancestors(pid)):
         found = _tag_of(each)
         if found is not None:
@@ -66,20 +66,20 @@ def of(pid: int) -> Sandbox | None:
 
 
 def is_keeper(process: ProcessInfo) -> bool:
-    """Whether it is the keeper of a job. Asked by its name first, which costs nothing."""
+    """Whether it is a job's keeper. Checks its name first, which is cheap."""
     return process.name == label.FILE_NAME and _tag_of(process.pid) is not None
 
 
 def keeper_root(pid: int) -> ProcessId | None:
-    """The first process of the job that this process is the keeper of; None where it is no keeper, or has no job."""
+    """The first process of this keeper's job; None if it is not a keeper, or has no job."""
     found = _tag_of(pid)
     return None if found is None else _root(pid, found)
 
 
 def copies(lineage: str, *, also_awaited: bool = False) -> tuple[Sandbox, ...]:
-    """All sandboxes in which the job of this lineage, or a copy of it, runs now.
+    """All sandboxes in which this lineage's job, or a copy of it, runs now.
 
-    ``also_awaited``: and those that wait for it, which have no ``root`` yet.
+    ``also_awaited``: also those waiting for it, which have no ``root`` yet.
     """
     found: list[Sandbox] = []
     for pid in processes.all_pids():
@@ -115,7 +115,7 @@ def _root(keeper_pid: int, its_tag: Tag) -> ProcessId | None:
 
 
 def _tag_of(pid: int) -> Tag | None:
-    """What the process says of itself, where it is a keeper of this user's."""
+    """The process's label, if it is this user's keeper."""
     folder = processes.PROC / str(pid)
     with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
         stat = processes.read_stat(pid)
@@ -125,14 +125,14 @@ def _tag_of(pid: int) -> Tag | None:
             if os.readlink(folder / "fd" / name) == label.LINK:
                 with (folder / "fd" / name).open("rb") as file:
                     found = label.decode(file.read(label.SIZE_BYTES))
-                # A child has the same file open until it becomes the job's program.
+                # A child has the same file open until it executes the job's program.
                 is_its_own = found is not None and pids_of(pid)[-1:] == (found.keeper,)  # none once it has ended
                 return found if is_its_own else None
     return None
 
 
 def _is_trusted(pid: int) -> bool:
-    """Whether this user made the process, in this user namespace: who else could say anything to a gpucr of root's."""
+    """Whether this user made the process, in this user namespace: nobody else's label is trusted."""
     same_user = os.stat(processes.PROC / str(pid)).st_uid == os.geteuid()
     return same_user and namespace_id(pid, "user") == namespace_id("self", "user")
 

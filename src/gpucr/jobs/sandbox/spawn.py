@@ -1,4 +1,4 @@
-"""Start a job with a keeper, or a sandbox that is empty until a restore has filled it."""
+"""Start a job with a keeper, or an empty sandbox for a restore."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Network = Literal["own", "host"]
 
 
 class Started(Struct, frozen=True):
-    """A job that was started: its keeper and its first process, which may have ended by now."""
+    """A started job: its keeper and its first process, which may have ended by now."""
 
     keeper: ProcessId
     root: ProcessId
@@ -98,8 +98,8 @@ def empty(
 ) -> EmptySandbox:
     """Make a sandbox with nothing in it but its keeper, for a restore. Needs CAP_SYS_ADMIN, or the ``helper``.
 
-    ``log_path`` is only what is told of the job. Pids are given above ``last_pid`` in it. Raises Unsupported where the
-    namespaces cannot be made, BrokenInstall.
+    ``log_path`` is only recorded. Pids in it start above ``last_pid``. Raises Unsupported if the namespaces cannot be
+    made, BrokenInstall.
     """
     return EmptySandbox(
         _keeper(
@@ -166,9 +166,9 @@ W = TypeVar("W", bound="_Waiting")
 
 
 class _Waiting:
-    """A keeper that ends with its maker, and what is below it too, until it is told which process is the job's first.
+    """A keeper that ends with its maker, together with everything below it, until it is told the job's first process.
 
-    Use as a context manager: everything below it is ended where it was left without `adopt`.
+    Use as a context manager: without `adopt` everything below it is ended.
     """
 
     def __init__(self, keeper: StartedKeeper) -> None:
@@ -186,11 +186,11 @@ class _Waiting:
         return self._keeper.id
 
     def adopt(self, root_pids: Sequence[int], *, inner_pids: Sequence[int]) -> None:
-        """The first of these is the job's first process: from now on the job does not depend on the caller.
+        """The first of these is the job's first process: from now on the job is independent of the caller.
 
-        It may have ended already: then the keeper has collected it, and tells how. The others are the roots of the
+        It may have ended already: then the keeper has reaped it, and records that. The others are the roots of the
         job's other trees. ``root_pids`` are the caller's pids for them, ``inner_pids`` their own in a sandbox. Raises
-        BrokenInstall where the keeper has ended.
+        BrokenInstall if the keeper has ended.
         """
         first, *others = self._as_the_keeper_knows(root_pids, inner_pids)
         self._keeper.send(adopt=first, others=others)
@@ -202,7 +202,7 @@ class _Waiting:
         return pids
 
     def end(self) -> bool:
-        """End everything below it, unless it has been adopted. False where something hangs in the kernel."""
+        """End everything below it, unless it was adopted. False if something hangs in the kernel."""
         if self._is_adopted:
             return True
         left = self._kill() if self.is_ready else ()
@@ -212,7 +212,7 @@ class _Waiting:
     def _kill(self) -> tuple[ProcessId, ...]:
         if not processes.is_alive(self.id):
             return ()
-        # The keeper itself is never stopped: if the caller is killed now, it ends the rest.
+        # Never stop the keeper itself: if the caller is killed now, it ends the rest.
         left = processes.kill_tree(self.id.pid, including_root=False)
         return (*left, *processes.kill_and_wait([self.id]))
 
@@ -226,7 +226,7 @@ class _Waiting:
 
 
 class EmptySandbox(_Waiting):
-    """A sandbox with nothing in it but its keeper."""
+    """A sandbox with only its keeper."""
 
     def __init__(self, keeper: StartedKeeper, *, lineage: str, network: Network, log_path: str | None) -> None:
         super().__init__(keeper)
@@ -236,7 +236,7 @@ class EmptySandbox(_Waiting):
         return inner_pids
 
     def _kill(self) -> tuple[ProcessId, ...]:
-        return processes.kill_and_wait([self.id])  # the kernel ends the rest, also what is not below it
+        return processes.kill_and_wait([self.id])  # the kernel ends the rest, even what is not below it
 
 
 class BareKeeper(_Waiting):
@@ -255,7 +255,7 @@ class BareKeeper(_Waiting):
     ) -> tuple[int, int]:
         """Start a process below it. Returns its pid and a pidfd. Raises OSError, BrokenInstall.
 
-        It has its end of a socket, the first of ``fds``, as descriptor 3, its output goes to the second one.
+        Its descriptor 3 is a socket, the first of ``fds``; its output goes to the second.
         """
         request = {"command": list(command), "environment": dict(environment), "blocked_signals": list(blocked_signals)}
         request_fd = os.memfd_create("gpucr-spawn", os.MFD_CLOEXEC)
@@ -271,24 +271,24 @@ class BareKeeper(_Waiting):
         return int(answer["spawned"]), self._keeper.received_fds[0]
 
     def exit_code(self, pid: int) -> int:
-        """The exit code of what was started below it and has ended, negative for a signal. Raises BrokenInstall."""
+        """The exit code of an ended process started below it, negative for a signal. Raises BrokenInstall."""
         self._keeper.send(exit_code_of=pid)
         return int(self._keeper.receive("exit_code")["exit_code"])
 
 
 class HelpedKeeper(_Waiting):
-    """The keeper of what the privileged helper has restored (`helper.client.Keeper`)."""
+    """The keeper of a job restored by the privileged helper (`helper.client.Keeper`)."""
 
     def __init__(self, keeper: KeeperByHelper) -> None:
         super().__init__(keeper)
         self._helped = keeper
 
     def given(self) -> contextlib.AbstractContextManager[tuple[int, int, int]]:
-        """The descriptors that it is started with, for a block."""
+        """The descriptors that it starts with, for a block."""
         return self._helped.given()
 
     def begun(self) -> None:
-        """Take note of it: the helper has become it. Raises BrokenInstall."""
+        """Connect to it: the helper has become the keeper. Raises BrokenInstall."""
         self._helped.begin()
 
 

@@ -1,4 +1,4 @@
-/* What the simulated driver and its machine can: GPUCR_SIM_DRIVER, GPUCR_SIM_PEERS, GPUCR_SIM_MIG. */
+/* Capabilities of the simulated driver and its machine: GPUCR_SIM_DRIVER, GPUCR_SIM_PEERS, GPUCR_SIM_MIG. */
 #include "machine.h"
 
 /* Later drivers bring back what driver 580 loses. */
@@ -6,7 +6,7 @@ static const char *const GENERATIONS[] = {"580", "610", "615", "future", NULL};
 
 enum generation driver_generation(void) {
     int chosen = DRIVER_580;
-    environment_word("GPUCR_SIM_DRIVER", GENERATIONS, &chosen); /* a word that is none of them is said on stderr */
+    environment_word("GPUCR_SIM_DRIVER", GENERATIONS, &chosen); /* an unknown word is reported on stderr */
     return (enum generation)chosen;
 }
 

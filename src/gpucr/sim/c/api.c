@@ -1,6 +1,6 @@
 /*
- * The driver API that programs call, as far as the simulator has it. Every call passes the gate, so that it waits
- * while the process is locked or checkpointed.
+ * The part of the driver API that the simulator implements. Every call passes the gate, so it waits while the process
+ * is locked or checkpointed.
  */
 #include "calls.h"
 #include "graph.h"

@@ -1,4 +1,4 @@
-/* What the files with exported driver calls share. */
+/* Shared by the files with exported driver calls. */
 #ifndef GPUCR_SIM_CALLS_H
 #define GPUCR_SIM_CALLS_H
 

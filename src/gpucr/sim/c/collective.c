@@ -1,7 +1,7 @@
 /*
- * Collectives as NCCL's kernels are: what a rank has submitted is pending until all ranks have submitted theirs of the
- * same number. Nothing runs in the background: a result is taken into device memory by whoever looks, a call of the
- * program or a lock, and all that is to be known for that lies in the memory that the ranks share.
+ * Collectives, like NCCL's kernels: a rank's submission is pending until all ranks have submitted theirs with the same
+ * number. Nothing runs in the background: a call of the program, or a lock, copies results into device memory, and
+ * everything needed for that is in the memory that the ranks share.
  */
 #include "collective.h"
 
@@ -10,7 +10,7 @@
 
 #include "sim.h"
 
-#define MAX_QUEUED (LANE_DEPTH / 2 - 1) /* a peer may be so far behind, and not have taken as many of its own */
+#define MAX_QUEUED (LANE_DEPTH / 2 - 1) /* how far a peer may lag without having taken its own results */
 #define LOOK_EVERY_MS 20                /* a peer that died wakes nobody */
 
 struct collective {
@@ -23,7 +23,7 @@ struct collective {
 
 static struct collective *pending; /* in the order of submission */
 
-/* When it is done: UINT64_MAX where a rank has not submitted it yet. */
+/* When it is done: UINT64_MAX if a rank has not submitted it yet. */
 static uint64_t done_ns(const struct collective *collective) {
     const struct communicator *communicator = collective->communicator;
     uint64_t latest = 0;
@@ -41,7 +41,7 @@ static uint64_t done_ns(const struct collective *collective) {
 static void take(const struct collective *collective) {
     uint64_t result[2];
     if (memory_read(result, collective->pointer, sizeof result) != SUCCESS)
-        return; /* freed under a running kernel: on a GPU as well nobody could tell what happens */
+        return; /* freed under a running kernel: undefined on a GPU too */
     for (uint32_t rank = 0; rank < collective->communicator->ranks; rank++)
         result[0] += collective->communicator->lanes[rank].value[collective->number % LANE_DEPTH];
     result[1]++;

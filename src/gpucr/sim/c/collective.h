@@ -12,7 +12,7 @@
 #define MAX_RANKS 256
 #define LANE_DEPTH 64u /* power of two: a number modulo it finds its place */
 
-/* One rank's part: only that rank writes it, so nothing of it is ever half-done, wherever the rank is cut off. */
+/* One rank's part: only that rank writes it, so it is never half-written, wherever the rank is interrupted. */
 struct lane {
     _Atomic uint64_t submitted; /* collectives; written last */
     uint64_t value[LANE_DEPTH];

@@ -15,7 +15,7 @@
 #include <unistd.h>
 
 struct link {
-    int fd;    /* the target's memfd, opened anew: a lock of its own */
+    int fd;    /* the target's memfd, opened again: a lock of its own */
     int pidfd;
     pid_t leader, restore_tid; /* in the caller's pid namespace */
     struct control *control;
@@ -45,7 +45,7 @@ static enum result find_control(pid_t leader, pid_t inner_pid, struct link *link
     snprintf(path, sizeof path, "/proc/%d/fd", leader);
     DIR *descriptors = opendir(path);
     if (descriptors == NULL)
-        return OPERATING_SYSTEM; /* gone, or not ours to look into */
+        return OPERATING_SYSTEM; /* gone, or permission denied */
     link->control = NULL;
     for (struct dirent *entry; link->control == NULL && (entry = readdir(descriptors)) != NULL;) {
         snprintf(path, sizeof path, "/proc/%d/fd/%s", leader, entry->d_name);
@@ -90,8 +90,8 @@ static void link_close(struct link *link) {
 }
 
 /*
- * The pidfd alone does not tell: it stays silent for a killed process as long as a tracer, perhaps our own caller, has
- * not collected the threads that it held.
+ * The pidfd alone is not enough: it does not signal a killed process while a tracer, perhaps our own caller, has not
+ * reaped the threads that it held.
  */
 static bool target_lives(const struct link *link) {
     struct pollfd ended = {.fd = link->pidfd, .events = POLLIN};
@@ -100,9 +100,9 @@ static bool target_lives(const struct link *link) {
 }
 
 /*
- * The driver asks the restore thread for what it wants to know: while that thread is stopped (SIGSTOP, a tracer), no call
- * returns but the one for the thread's id. Measured on driver 580, with all threads stopped and with all but this one; a
- * frozen one cannot answer either. False: the target died.
+ * The driver queries the restore thread: while that thread is stopped (SIGSTOP, a tracer), no call returns except the
+ * one for the thread's id. Measured on driver 580, with all threads stopped and with all but this one; a frozen thread
+ * cannot answer either. False: the target died.
  */
 static bool wait_runnable(const struct link *link) {
     const uint32_t look_every_ms = 20;
@@ -113,7 +113,7 @@ static bool wait_runnable(const struct link *link) {
     return target_lives(link);
 }
 
-/* Waits until the request under way is answered. False: the target died. */
+/* Waits until the current request is answered. False: the target died. */
 static bool wait_answered(const struct link *link) {
     const uint32_t look_every_ms = 20;
     struct control *control = link->control;
@@ -146,7 +146,7 @@ static enum result post(const struct link *link, const struct request *request) 
     while (flock(link->fd, LOCK_EX) < 0)
         if (errno != EINTR)
             return OPERATING_SYSTEM;
-    /* Unanswered though we hold the lock: its caller died. A lock action that still waits is to end. */
+    /* Unanswered although we hold the lock: its caller died. A lock action that still waits must end. */
     atomic_store(&control->give_up, 1);
     if (!wait_answered(link))
         return OPERATING_SYSTEM;
@@ -161,7 +161,7 @@ static enum result post(const struct link *link, const struct request *request) 
     return (enum result)control->result;
 }
 
-/* True: the call ends here with *result. Faults of the caller are read anew at each call. */
+/* True: the call ends here with *result. Faults of the caller are read again at each call. */
 static bool caller_fault(enum action action, pid_t pid, enum result *result) {
     static _Atomic uint32_t calls[ACTIONS];
     struct faults faults;

@@ -1,7 +1,7 @@
 /*
- * counter: keeps a number in GPU memory and answers each UDP packet on 127.0.0.1 with the incremented number.
- * Packets with a meaning of their own: "verify" (are the random bytes intact?), "busy MS" (occupy the GPU), "pid".
- * With --by-file it opens no socket: PORT.ask and PORT.answer in the working folder take the place of the packets.
+ * counter: keeps a number in GPU memory and answers each UDP packet on 127.0.0.1 with the incremented number. Special
+ * packets: "verify" (are the random bytes intact?), "busy MS" (occupy the GPU), "pid". With --by-file it opens no
+ * socket: PORT.ask and PORT.answer in the working folder replace the packets.
  */
 #include "counter.h"
 
@@ -24,7 +24,7 @@
 static pid_t children[MAX_CHILDREN];
 static int child_count;
 
-/* Straight out, from any point: the main thread may stand in a driver call that waits for an unlock. */
+/* Exit at once, from any point: the main thread may be in a driver call that waits for an unlock. */
 static void on_terminate(int signal_number) {
     (void)signal_number;
     for (int i = 0; i < child_count; i++)
@@ -43,7 +43,7 @@ static int bind_to(int fd, int port) {
     return bind(fd, (struct sockaddr *)&address, sizeof address);
 }
 
-/* The lowest port that the kernel gives to a program that asks for any. */
+/* The lowest ephemeral port. */
 static int first_of_the_kernels_ports(void) {
     int first = 0;
     FILE *file = fopen("/proc/sys/net/ipv4/ip_local_port_range", "re");
@@ -55,8 +55,8 @@ static int first_of_the_kernels_ports(void) {
 }
 
 /*
- * A free port from 10000 up to where the kernel's own begin; the first try is by the pid, for counters that start at
- * once. A port of the kernel's own may be somebody else's between a dump and the restore.
+ * A free port from 10000 up to the ephemeral range; starts at a value derived from the pid, for counters that start at
+ * once. An ephemeral port may be taken by somebody else between a dump and the restore.
  */
 static int bind_below_the_kernels_ports(int fd) {
     int count = first_of_the_kernels_ports() - LOWEST_PORT;
@@ -114,7 +114,7 @@ static void answer_one(int socket_fd) {
     sendto(socket_fd, reply, strlen(reply), 0, (struct sockaddr *)&peer, length);
 }
 
-/* Both files come by a rename, so neither is ever seen half written. */
+/* Both files are renamed into place, so neither is ever seen half-written. */
 static void answer_file(int port) {
     char ask[32], unfinished[32], answered[32], question[TEXT_BYTES], reply[TEXT_BYTES];
     snprintf(ask, sizeof ask, "%d.ask", port);
@@ -151,18 +151,18 @@ static void serve(int socket_fd, const struct options *options) {
 }
 
 /*
- * With children: a deleted file that all have mapped, as ranks over NCCL's shared memory have. gpucr goes by it: processes
- * on one GPU without such a file may share device memory, which does not come back.
+ * With children: a deleted file that all have mapped, as ranks with NCCL's shared memory do. gpucr relies on it:
+ * processes on one GPU without such a file may share device memory, which does not come back.
  */
 static void map_as_ranks(void) {
     const size_t size_bytes = 4096;
     char path[64];
     snprintf(path, sizeof path, "/dev/shm/nccl-counter-%d", getpid());
-    unlink(path); /* of one that was killed here and had the same pid */
+    unlink(path); /* left by a killed process with the same pid */
     int fd = open(path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
     if (fd >= 0)
         unlink(path);
-    else /* a container without /dev/shm: the mapping has the name in it, too */
+    else /* a container without /dev/shm: the mapping contains the name too */
         fd = memfd_create(path, MFD_CLOEXEC);
     if (fd < 0 || ftruncate(fd, (off_t)size_bytes) < 0 ||
         mmap(NULL, size_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0) == MAP_FAILED)

@@ -63,7 +63,7 @@ static void check(int result, const char *what) {
     exit(EXIT_FAILURE);
 }
 
-/* splitmix64 of the index: any part can be made again on its own. */
+/* splitmix64 of the index: any part can be recomputed independently. */
 static uint64_t random_word(int device, uint64_t index) {
     uint64_t x = ((uint64_t)device << 48) + index + 0x9e3779b97f4a7c15u;
     x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
@@ -103,7 +103,7 @@ static void *verify_share(void *argument) {
     return NULL;
 }
 
-/* All of one device's random bytes, by threads that end with it. False: a share was not intact. */
+/* All of one device's random bytes, by temporary threads. False: a share was not intact. */
 static bool over_all_random(void *(*work)(void *), int device, const struct part *part) {
     pthread_t threads[WORKERS];
     struct share shares[WORKERS];

@@ -32,7 +32,7 @@ struct cuda {
     int (*error_text)(int result, const char **text);
 };
 
-/* Loads libcuda.so.1 and binds all of the above; ends the program with a message where that fails. */
+/* Loads libcuda.so.1 and binds all of the above; ends the program with a message if that fails. */
 void cuda_bind(struct cuda *cuda);
 
 #endif

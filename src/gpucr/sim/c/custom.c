@@ -1,6 +1,6 @@
 /*
- * Custom storage, the target's side: the memory of each GPU in one piece, in a file of its own that the caller opens. As
- * the driver has it: while the files are there the process is CHECKPOINTING or RESTORING.
+ * Custom storage, the target's side: each GPU's memory in one piece, in its own file that the caller opens. As with the
+ * driver, the process is CHECKPOINTING or RESTORING while the files exist.
  */
 #include "sim.h"
 

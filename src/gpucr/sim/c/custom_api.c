@@ -1,6 +1,6 @@
 /*
- * Custom storage, the caller's side: the interfaces of CUDA 13.4, which cuGetProcAddress alone gives. What is documented and
- * what is an assumption is told apart in docs/reference/simulator.md.
+ * Custom storage, the caller's side: the interfaces of CUDA 13.4, available only through cuGetProcAddress.
+ * docs/reference/simulator.md distinguishes documented behaviour from assumptions.
  */
 #include "device.h"
 #include "graph.h"
@@ -151,7 +151,7 @@ static enum result begin(pid_t pid, struct request *request, struct info **info)
     return result;
 }
 
-/* Which of these a caller is told first is an assumption. */
+/* The order of these checks is an assumption. */
 static enum result refuse(pid_t pid) {
     if (!library_usable())
         return NOT_INITIALIZED;
@@ -217,7 +217,7 @@ int cuCheckpointOperationComplete_custom(struct operation *handle) {
         return result;
     result = control_request(operation->pid, &request);
     if (result != SUCCESS && result != OPERATING_SYSTEM)
-        return result; /* the mapping stays, and it may be tried again; without its process it is over */
+        return result; /* the mapping stays, and a retry is possible; without its process it is over */
     gate_enter();
     forget(operation);
     gate_leave();

@@ -21,7 +21,7 @@ static void add_device(uint32_t machine_index) {
     device->capacity_bytes = gpu->capacity_bytes;
 }
 
-/* An index, or the beginning of a UUID that fits one GPU. -1: neither. */
+/* An index, or a unique UUID prefix. -1: neither. */
 static int named_gpu(const char *name) {
     char *end, text[41];
     int found = -1;
@@ -40,7 +40,7 @@ static int named_gpu(const char *name) {
     return found;
 }
 
-/* As the driver reads it: the list ends at the first name that fits no GPU. */
+/* Like the driver: the list ends at the first name that matches no GPU. */
 static void add_visible(const char *visible) {
     char text[1024];
     snprintf(text, sizeof text, "%s", visible);
@@ -54,8 +54,8 @@ static void add_visible(const char *visible) {
 }
 
 /*
- * A child forked after cuInit has no CUDA. It keeps the parent's open devices, as with the driver (measured, 580), but
- * not the simulator's own files: they are the memory itself, and would keep it alive.
+ * A child forked after cuInit cannot use CUDA. It keeps the parent's open devices, as with the driver (measured, 580),
+ * but not the simulator's own files, which are the memory itself and would keep it alive.
  */
 static void in_child(void) {
     if (owner_pid == 0)
@@ -175,7 +175,7 @@ enum result primary_release(struct device *device) {
     return primary_reset(device);
 }
 
-/* Whoever holds it has a handle of nothing, until it is retained again. */
+/* Existing handles are invalid until it is retained again. */
 enum result primary_reset(struct device *device) {
     if (device->primary == NULL)
         return SUCCESS;

@@ -1,7 +1,7 @@
 /*
- * Events, and those that other processes can open. Measured on driver 580: the first interprocess event makes a file in
- * /dev/shm whose name has the pid of its process, which keeps it open and mapped; who opens the event maps the file, and
- * keeps it mapped when the event is destroyed. Such events come back.
+ * Events, including interprocess events. Measured on driver 580: the first interprocess event makes a file in /dev/shm
+ * whose name has the pid of its process, which keeps it open and mapped; a process that opens the event maps the file,
+ * and keeps it mapped after the event is destroyed. Such events come back.
  */
 #include "calls.h"
 
@@ -21,9 +21,9 @@
 #define SLOTS (FILE_BYTES / sizeof(_Atomic uint64_t))
 
 struct event {
-    _Atomic uint64_t *done_ns; /* when what was recorded is done: `local`, or a slot of a shared file */
+    _Atomic uint64_t *done_ns; /* when the recorded work is done: `local`, or a slot of a shared file */
     _Atomic uint64_t local;
-    struct stream *stream; /* of work that waits for peers; NULL: done_ns tells */
+    struct stream *stream; /* of work that waits for peers; NULL: use done_ns */
     uint32_t slot;
     bool mine; /* its slot, if it has one, is in this process's own file */
     struct event *next;
@@ -68,7 +68,7 @@ static bool own_file(void) {
         return true;
     own_pid = getpid();
     file_path(own_path, getuid(), own_pid);
-    unlink(own_path); /* of a process that was killed and had the same pid */
+    unlink(own_path); /* left by a killed process with the same pid */
     int fd = open(own_path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600); /* stays open, as the driver's */
     if (fd < 0 || ftruncate(fd, FILE_BYTES) < 0)
         return false;
@@ -242,7 +242,7 @@ EXPORT int cuIpcOpenEventHandle(struct event **event, struct event_handle handle
     GATED(event == NULL ? INVALID_VALUE : open_handle(event, &handle));
 }
 
-/* Nothing is pending at a checkpoint, and the clock of another machine is another one. */
+/* Nothing is pending at a checkpoint, and another machine's clock differs. */
 void events_forget_time(void) {
     for (struct event *each = events; each != NULL; each = each->next)
         if (each->mine)

@@ -1,6 +1,6 @@
 /*
- * Modules, kernels and streams. A kernel is known by its entry name in the PTX; the simulator runs the built-in of
- * that name. Work takes effect when it is submitted, but whoever could see that waits until its time is over.
+ * Modules, kernels and streams. A kernel is identified by its entry name in the PTX; the simulator runs the built-in
+ * with that name. Work takes effect at submission, but every call that could observe that waits until its time is over.
  */
 #include "sim.h"
 
@@ -58,7 +58,7 @@ enum result stream_destroy(struct stream *stream) {
     for (struct stream *before = streams; before != NULL; before = before->next) {
         if (before->next != stream || stream == NULL)
             continue;
-        /* the driver lets work that is under way finish: it stays pending on the default stream */
+        /* the driver lets running work finish: it stays pending on the default stream */
         if (stream->busy_until_ns > default_stream.busy_until_ns)
             default_stream.busy_until_ns = stream->busy_until_ns;
         collectives_move(stream, &default_stream);
@@ -159,7 +159,7 @@ static enum result run_allreduce(uint64_t threads, struct stream *stream, void *
     memcpy(&arguments.value, parameters[1], sizeof arguments.value);
     memcpy(&arguments.communicator, parameters[2], sizeof arguments.communicator);
     memcpy(&arguments.rank, parameters[3], sizeof arguments.rank);
-    /* What is queued behind another collective is ready when that is done, which cannot be before it is itself. */
+    /* Work queued behind another collective is ready when that is done. */
     arguments.ready_ns = stream->busy_until_ns > now ? stream->busy_until_ns : now;
     return collective_submit(&arguments, stream);
 }

@@ -20,7 +20,7 @@ void hang(void) {
         pause();
 }
 
-/* What is to happen before the action. */
+/* What to do before the action. */
 void fault_wait(const struct fault *fault) {
     if (fault->kind == FAULT_DELAY)
         sleep_ms(fault->value);

@@ -56,7 +56,7 @@ bool gate_close(uint64_t deadline_ns, const _Atomic uint32_t *give_up) {
     return idle;
 }
 
-/* Without the mutex: a tracer may hold a thread that has it, in front of the gate, until the process is unlocked. */
+/* Without the mutex: a tracer may hold a thread that owns it, in front of the gate, until the process is unlocked. */
 void gate_open(void) {
     atomic_store(&closed, 0);
     futex_wake(&closed);

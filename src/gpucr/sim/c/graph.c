@@ -1,4 +1,4 @@
-/* Graphs made by stream capture: kernels that are launched into a capturing stream are kept instead of run. */
+/* Graphs made by stream capture: kernels launched into a capturing stream are recorded instead of run. */
 #include "graph.h"
 
 #include <stdlib.h>
@@ -15,10 +15,10 @@ struct graph {
     struct node *first, **last;
 };
 
-/* One capture at a time: it is a property of the stream, and the simulator's streams do not know of graphs. */
+/* One capture at a time: it is a property of the stream, and the simulator's streams know nothing about graphs. */
 static struct stream *capturing;
 static struct graph *captured;
-static bool spoilt; /* by a call that may not be made meanwhile; the capture goes on until its end is asked for */
+static bool spoilt; /* invalidated by a forbidden call; the capture lasts until it is ended */
 
 bool graph_captures(const struct stream *stream) {
     return capturing != NULL && stream == capturing;
@@ -103,7 +103,7 @@ EXPORT int cuStreamEndCapture(struct stream *stream, struct graph **graph) {
     GATED(graph == NULL ? INVALID_VALUE : end(stream, graph));
 }
 
-/* An executable graph is a copy: the graph that it was made of may go. */
+/* An executable graph is a copy: its source graph may be destroyed. */
 static enum result instantiate(struct graph **executable, const struct graph *graph) {
     struct graph *copy = new_graph();
     if (copy == NULL)

@@ -1,4 +1,4 @@
-/* graph.c: what the launch of a kernel needs to know of stream capture. */
+/* graph.c: what a kernel launch needs to know about stream capture. */
 #ifndef GPUCR_SIM_GRAPH_H
 #define GPUCR_SIM_GRAPH_H
 

@@ -1,9 +1,9 @@
 /*
- * The ledger: who holds how much memory of which GPU. A folder with one small text file per process, named
+ * The ledger: how much memory each process holds on each GPU. A folder with one small text file per process, named
  * PIDNS-PID.use, changed under a lock on the folder. No descriptor into it stays open: CRIU would have to dump it.
  *
- * Who only reads takes no lock: a program that watches GPUs can be stopped, or dumped, at any instruction, and those
- * whose device memory comes back meanwhile would wait for it for ever. Entries are put there whole, by renaming.
+ * Readers take no lock: a program that watches GPUs can be stopped, or dumped, at any instruction, and processes whose
+ * device memory comes back meanwhile would wait forever. Entries are created atomically, by renaming.
  */
 #include "machine.h"
 
@@ -48,7 +48,7 @@ static void entry_name(char *name, size_t size, uint64_t pid_namespace, pid_t pi
     snprintf(name, size, "%" PRIu64 "-%d.use", pid_namespace, pid);
 }
 
-/* False: the process that wrote the entry is gone, or the file is not one of ours. */
+/* False: the entry's process is gone, or the file is not ours. */
 static bool read_entry(const struct machine *machine, int folder, const char *name, struct holding *holding) {
     uint64_t pid_namespace, start, start_now;
     int pid, end = 0;
@@ -78,16 +78,16 @@ static bool read_entry(const struct machine *machine, int folder, const char *na
     }
     fclose(file);
     if (pid_namespace != own_pid_namespace()) {
-        /* As NVML does, which tells each caller the pids of its own namespace. */
+        /* Like NVML, which reports pids in the caller's namespace. */
         pid = pid_from_inner(pid_namespace, pid);
         holding->pid = pid < 0 ? 0 : pid;
-        if (pid < 0) /* not to be seen from here: it counts until someone can tell that it is gone */
+        if (pid < 0) /* invisible from here: it counts until a reader can see that it is gone */
             return good && own_pid_namespace() != FIRST_PID_NAMESPACE;
     }
     return good && process_start_ms(pid, &start_now) && same_start(start_now, start);
 }
 
-/* Without a lock, what was left by processes that are gone must stay: it could be another one's by now. */
+/* Without a lock, entries of dead processes must stay: they could belong to another process by now. */
 static int read_entries(const struct machine *machine, int folder, bool locked, struct holding *holdings, size_t room,
                         size_t *count) {
     int copy = openat(folder, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);

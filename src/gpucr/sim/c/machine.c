@@ -31,7 +31,7 @@ static void make_uuid(const char *machine_name, uint32_t index, uint8_t uuid[UUI
     uuid[8] = (uint8_t)((uuid[8] & 0x3f) | 0x80);
 }
 
-/* "16GiB", "512MiB" or plain bytes; moves *text behind it. 0: malformed. */
+/* "16GiB", "512MiB" or plain bytes; moves *text past it. 0: malformed. */
 static uint64_t parse_size(const char **text) {
     char *end;
     errno = 0;
@@ -82,7 +82,7 @@ bool machine_from_environment(struct machine *machine) {
     const char *gpus = getenv("GPUCR_SIM_GPUS");
     const char *state_dir = getenv("GPUCR_SIM_STATE");
     char default_dir[64];
-    /* Not in /dev/shm: a job in namespaces of its own has another one there. */
+    /* Not in /dev/shm: a job in its own namespaces has a different one. */
     snprintf(default_dir, sizeof default_dir, "/tmp/gpucr-sim-%u", (unsigned)geteuid());
 
     if (!copy_text(machine->name, sizeof machine->name, name != NULL ? name : "local") ||
@@ -106,7 +106,7 @@ int machine_find(const struct machine *machine, const uint8_t uuid[UUID_BYTES]) 
 }
 
 void gpu_name(uint32_t index, char *text, size_t size) {
-    (void)index; /* all GPUs of a machine are of one kind */
+    (void)index; /* all GPUs of a machine are the same model */
     const char *model = getenv("GPUCR_SIM_MODEL");
     snprintf(text, size, "%s", model != NULL && *model ? model : "Simulated GPU");
 }

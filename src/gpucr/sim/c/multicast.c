@@ -1,6 +1,6 @@
 /*
- * Multicast objects: memory of several GPUs that is written at once (NVLink SHARP). Here they can be made and bound, and
- * that they are there hinders the checkpoint: an assumption, nobody has tried it.
+ * Multicast objects: memory of several GPUs that is written at once (NVLink SHARP). Here they can be made and bound,
+ * and their existence prevents a checkpoint: an assumption, never tried.
  */
 #include "vmm.h"
 

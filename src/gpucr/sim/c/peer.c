@@ -46,7 +46,7 @@ EXPORT int cuCtxDisablePeerAccess(struct context *peer) {
     GATED(change(peer, false));
 }
 
-/* Without peer access the driver copies through host memory, and nothing of it stays. */
+/* Without peer access the driver copies through host memory, which leaves no trace. */
 void peer_note_copy(uint64_t to, uint64_t from) {
     const struct device *source = memory_device(from), *target = memory_device(to);
     if (source == NULL || target == NULL || source == target)

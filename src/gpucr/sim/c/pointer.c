@@ -1,4 +1,4 @@
-/* What the driver tells of a pointer, dma-bufs of device memory, and memory in the order of a stream. */
+/* Pointer attributes, dma-bufs of device memory, and stream-ordered memory. */
 #include "vmm.h"
 
 #include <fcntl.h>
@@ -97,7 +97,7 @@ EXPORT int cuPointerGetAttribute(void *data, int attribute, uint64_t pointer) {
     GATED(data == NULL ? INVALID_VALUE : tell(data, attribute, pointer));
 }
 
-/* Those that there are none of give a null; it is no error. */
+/* Missing attributes return null, without an error. */
 static enum result tell_all(unsigned count, const int *attributes, void **data, uint64_t pointer) {
     for (unsigned i = 0; i < count; i++)
         if (tell(data[i], attributes[i], pointer) != SUCCESS)

@@ -1,16 +1,16 @@
 /*
  * cuGetProcAddress: the driver's own look-up, by a base name and the CUDA version whose interface the caller expects.
- * cuda-bindings and libcudart ask it for everything. A name that is not here, or asked for with an older version than its
- * own, is no error: the answer is NULL and says why.
+ * cuda-bindings and libcudart ask it for everything. An unknown name, or one requested with too old a version, is no
+ * error: the result is NULL with a reason.
  */
 #include "device.h"
 
 #include <string.h>
 
 /*
- * X: a base name, the CUDA version that introduced this interface of it, and the suffix of the exported function. ABSENT:
- * from this version on the driver has another interface, and the simulator has not. Among the lines of a name the last one
- * counts that is not newer than what is asked for.
+ * X: a base name, the CUDA version that introduced this interface of it, and the suffix of the exported function.
+ * ABSENT: from this version on the driver has a new interface that the simulator lacks. Of a name's lines, the last one
+ * not newer than the request counts.
  */
 #define INTERFACES(X, ABSENT)                  \
     X(cuInit, 2000, )                          \
@@ -131,7 +131,7 @@
     X(cuCheckpointOperationComplete, 13040, _custom)
 #endif
 
-/* Only their addresses are taken here, whatever parameters they have. */
+/* Only their addresses are used here, so the parameters do not matter. */
 #define DECLARED(name, since, suffix) extern int name##suffix(void);
 #define NOTHING(name, since)
 INTERFACES(DECLARED, NOTHING)
@@ -185,7 +185,7 @@ EXPORT int cuGetProcAddress_v2(const char *name, void **function, int version, u
     return SUCCESS;
 }
 
-/* That of CUDA 11: no status, and an error where there is nothing. */
+/* That of CUDA 11: no status, and an error if there is nothing. */
 EXPORT int cuGetProcAddress(const char *name, void **function, int version, uint64_t flags) {
     int status = SYMBOL_NOT_FOUND;
     int result = cuGetProcAddress_v2(name, function, version, flags, &status);

@@ -1,4 +1,4 @@
-/* What /proc says about other processes. */
+/* Data about other processes from /proc. */
 #include "machine.h"
 
 #include <dirent.h>
@@ -97,7 +97,7 @@ char thread_state(pid_t leader, pid_t tid) {
     return state == NULL ? 'X' : state[8];
 }
 
-/* What a cgroup of version 2 has frozen looks asleep; it waits where signals are taken (seen with Linux 6.18). */
+/* A process frozen by a version 2 cgroup looks asleep; it waits where signals are taken (seen with Linux 6.18). */
 bool thread_is_frozen(pid_t leader, pid_t tid) {
     char path[96], text[4096];
     snprintf(path, sizeof path, "/proc/%d/task/%d/wchan", leader, tid);

@@ -1,6 +1,6 @@
 /*
- * One rank: works for a while, submits an all-reduce, and so on for ever. It runs ahead of the others by what it may
- * queue. The value of step n is n * (rank + 1), so the sum in device memory tells whether a step was lost or doubled.
+ * One rank: works for a while, submits an all-reduce, and so on forever. It can run ahead of the others by its queue
+ * length. The value of step n is n * (rank + 1), so the sum in device memory shows whether a step was lost or doubled.
  */
 #include "ranks.h"
 
@@ -86,7 +86,7 @@ static void *map_segment(int flags) {
     if (((flags & O_CREAT) && ftruncate(fd, (off_t)size) < 0) || fstat(fd, &status) < 0)
         fail(job->segment);
     void *segment = NULL;
-    if ((size_t)status.st_size == size) { /* else rank 0 has only just made it */
+    if ((size_t)status.st_size == size) { /* otherwise rank 0 has only just made it */
         segment = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
         if (segment == MAP_FAILED)
             fail("mmap");
@@ -95,7 +95,7 @@ static void *map_segment(int flags) {
     return segment;
 }
 
-/* Rank 0 makes the file; when all have it mapped its name goes, and nothing but the mappings is left. */
+/* Rank 0 makes the file; when all have mapped it, it is unlinked, and only the mappings are left. */
 static void join(void) {
     const uint64_t look_every_us = 500;
     if (rank == 0) {

@@ -1,5 +1,5 @@
 /*
- * ranks: a parent and N rank processes that all-reduce for ever, like a training job with NCCL. The parent uses no CUDA.
+ * ranks: a parent and N rank processes that all-reduce forever, like a training job with NCCL. The parent uses no CUDA.
  * When all ranks have done a step it prints a line that begins with "ready".
  */
 #include "ranks.h"
@@ -30,7 +30,7 @@ static void on_terminate(int signal_number) {
     end(EXIT_SUCCESS);
 }
 
-/* One that ends while the others join would be waited for without end; its own message says why. */
+/* The others would wait forever for one that ends while they join; its own message says why. */
 static void on_early_end(int signal_number) {
     (void)signal_number;
     end(EXIT_FAILURE);
@@ -114,7 +114,7 @@ int main(int count, char **arguments) {
     if (mkdir(job.status_dir, 0700) < 0 && errno != EEXIST)
         fail(job.status_dir);
     snprintf(job.segment, sizeof job.segment, "/dev/shm/nccl-sim-%d", getpid());
-    unlink(job.segment); /* an older job's, which died before all had joined */
+    unlink(job.segment); /* left by an older job, which died before all had joined */
     signal(SIGTERM, on_terminate);
     signal(SIGINT, on_terminate);
     signal(SIGCHLD, on_early_end);

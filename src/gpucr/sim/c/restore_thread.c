@@ -1,7 +1,7 @@
 /*
- * The target's side of the checkpoint API: a thread that sleeps on the control page and carries out the four
- * actions. The page is a memfd, which a caller finds under /proc/PID/fd in whatever namespaces it and the target
- * are, and which CRIU dumps and restores together with its mapping.
+ * The target's side of the checkpoint API: a thread that waits on the control page and performs the four actions. The
+ * page is a memfd, which a caller finds under /proc/PID/fd regardless of namespaces, and which CRIU dumps and restores
+ * together with its mapping.
  */
 #include "sim.h"
 
@@ -24,7 +24,7 @@ static sem_t serving;
 enum { STUCK, RECOVERABLE, STATE_FAILED };
 static const char *const WITHOUT_MEMORY[] = {"stuck", "recoverable", "failed", NULL};
 static int without_memory = STUCK;
-/* Measured on driver 580: still CHECKPOINTED, but every later restore gives 304, whatever memory is free by then. */
+/* Measured on driver 580: still CHECKPOINTED, but every later restore gives 304, even if memory is free by then. */
 static bool stuck;
 /* Checkpointed to custom storage: there is no staging. */
 static bool without_staging;
@@ -58,7 +58,7 @@ static enum result leave_gpus(void) {
     return SUCCESS;
 }
 
-/* Whether the caller has the primary contexts of all GPUs, by their index in its machine, on which memory is. */
+/* Whether the caller holds the primary contexts of all GPUs with memory, by index in its machine. */
 static bool is_retained(const uint32_t machine_index[MAX_GPUS]) {
     for (int i = 0; i < sim_device_count; i++)
         if (memory_device_bytes(&sim_devices[i]) > 0 && !(control->retained & 1u << machine_index[i]))
@@ -133,8 +133,8 @@ static void run_out_of_memory(void) {
 }
 
 /*
- * Measured on driver 580: the checkpoint succeeds, and no restore brings it back. Memory that this process has opened of
- * another one counts while it is open, in this process alone: the owner comes back. A peer copy was a stain that stays.
+ * Measured on driver 580: the checkpoint succeeds, and no restore brings it back. Memory opened from another process
+ * counts while it is open, only in the opener: the owner comes back. A peer copy counts for good.
  */
 static enum result refuse_shared(void) {
     enum generation driver = driver_generation();
@@ -160,7 +160,7 @@ static enum result begin_custom_restore(const struct fault *fault) {
     return result;
 }
 
-/* The caller is told the GPUs to which the memory comes, not those from which it went. */
+/* Report the GPUs to which the memory goes, not those that it left. */
 static void tell_new_uuids(void) {
     for (uint32_t part = 0, i = 0; i < (uint32_t)sim_device_count; i++)
         if (memory_device_bytes(&sim_devices[i]) > 0)
@@ -174,7 +174,7 @@ static enum result do_restore(const struct fault *fault) {
         return ILLEGAL_STATE;
     if (stuck)
         return OPERATING_SYSTEM;
-    if (!control->is_custom != !without_staging) /* an assumption: it comes back in the way in which it left */
+    if (!control->is_custom != !without_staging) /* an assumption: it comes back the way it left */
         return ILLEGAL_STATE;
     if (!map_devices(&machine, machine_index))
         return INVALID_VALUE;
@@ -201,7 +201,7 @@ static enum result do_restore(const struct fault *fault) {
     return SUCCESS;
 }
 
-/* cuCheckpointOperationComplete: what a custom checkpoint or restore began is over. */
+/* cuCheckpointOperationComplete: completes a custom checkpoint or restore. */
 static enum result do_complete(const struct fault *fault) {
     if (control->state != CHECKPOINTING && control->state != RESTORING)
         return ILLEGAL_STATE;

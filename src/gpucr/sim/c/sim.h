@@ -1,4 +1,4 @@
-/* The simulated libcuda.so.1 from the inside: what its parts need of each other. */
+/* Internal interfaces of the simulated libcuda.so.1. */
 #ifndef GPUCR_SIM_H
 #define GPUCR_SIM_H
 
@@ -66,8 +66,8 @@ void futex_wait(_Atomic uint32_t *word, uint32_t value, uint32_t timeout_ms);
 void futex_wake(_Atomic uint32_t *word);
 
 /*
- * gate.c: the one mutex of the library, and the gate that every API call passes. The lock action closes the gate:
- * calls wait in front of it. Threads that wait for a stream stand inside and have let go of the mutex.
+ * gate.c: the one mutex of the library, and the gate that every API call passes. The lock action closes the gate: calls
+ * wait in front of it. Threads that wait for a stream are inside and have released the mutex.
  */
 extern pthread_mutex_t sim_mutex;
 uint64_t now_ns(void);
@@ -88,7 +88,7 @@ struct device {
     unsigned primary_users;
 };
 extern struct machine sim_machine;
-/* All of the machine, those that CUDA_VISIBLE_DEVICES names first: only these can be used, but a GPU map names all. */
+/* All GPUs of the machine, those in CUDA_VISIBLE_DEVICES first: only these are usable, but a GPU map names all. */
 extern struct device sim_devices[MAX_GPUS];
 extern int sim_device_count;
 extern int sim_visible_count;
@@ -151,9 +151,9 @@ bool host_memory_holds(uint64_t pointer, uint64_t size_bytes);
 void peer_note_copy(uint64_t to, uint64_t from);
 bool peer_was_used(void);
 bool vmm_is_imported(void);
-enum result vmm_take_back(void); /* exported memory into the process's own: the driver saves it like any other */
+enum result vmm_take_back(void); /* makes exported memory the process's own again */
 void vmm_close_files(void);
-bool graph_forbids(void); /* a call that may not be made while a stream is captured: the capture is spoilt */
+bool graph_forbids(void); /* a call forbidden during stream capture: invalidates the capture */
 void events_forget_time(void);
 
 /* context.c */
@@ -204,7 +204,7 @@ struct gpu_pair {
     uint8_t new_uuid[UUID_BYTES];
 };
 
-/* custom.c: custom storage. What a target hands to its caller: the memory of one GPU, in one piece, in a file. */
+/* custom.c: custom storage. What a target hands to its caller: one GPU's memory, in one piece, in a file. */
 struct custom_part {
     uint8_t uuid[UUID_BYTES];
     uint64_t size_bytes;
@@ -248,7 +248,7 @@ struct request {
     const struct gpu_pair *pairs;
     bool is_custom;
     uint32_t retained;
-    struct custom_parts *parts; /* the answer, where it is custom */
+    struct custom_parts *parts; /* the answer, if it is custom */
 };
 enum result custom_fill(struct custom_parts *parts);  /* device memory to files of ours */
 enum result custom_make(struct custom_parts *parts);  /* empty files */

@@ -1,5 +1,5 @@
 /*
- * What the driver does to device memory in a checkpoint and a restore: anonymous populating mappings as big as all of
+ * Handles device memory in a checkpoint and a restore like the driver: anonymous populating mappings as big as all of
  * it, filled and drained in ascending order by the restore thread; every handle to the hardware is closed.
  */
 #include "sim.h"
@@ -51,8 +51,8 @@ static bool map_hardware(int protection) {
 }
 
 /*
- * A descriptor that CRIU refuses, as /dev/nvidia* is refused without a plugin. Seen with CRIU 4.1.1: "Can't dump
- * file N of that type [...] (anon anon_inode:[userfaultfd])". The descriptor is used for nothing else.
+ * A descriptor that CRIU refuses, as /dev/nvidia* is refused without a plugin. Seen with CRIU 4.1.1: "Can't dump file N
+ * of that type [...] (anon anon_inode:[userfaultfd])". The descriptor has no other use.
  */
 enum result hardware_open(void) {
     if (hardware_fd >= 0)
@@ -120,7 +120,8 @@ static void unmap_staging(void) {
     mapping_count = 0;
 }
 
-/* The next part of a piece, as far as one mapping and the buffer reach; its size, or 0 where it cannot be copied. */
+/* Copies the next part of a piece, limited by one mapping and the buffer; returns its size, or 0 if it cannot be
+   copied. */
 static uint64_t copy_part(const struct piece *piece, uint64_t done, const struct mapping *mapping, uint64_t offset,
                           bool to_staging) {
     uint64_t size_bytes = piece->size_bytes - done;

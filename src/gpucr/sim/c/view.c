@@ -1,10 +1,10 @@
 /*
- * Views: addresses behind which device memory lies that the address itself does not tell, of this process (memory that
- * was mapped with the VMM calls) or of another one (CUDA IPC, imported VMM memory). Those of another process are what
- * driver 580 does not bring back.
+ * Views: addresses of device memory that cannot be found from the address itself, of this process (memory mapped with
+ * the VMM calls) or of another one (CUDA IPC, imported VMM memory). Driver 580 does not bring back those of another
+ * process.
  *
- * The bytes of a GPU are in a memfd whose name has the address of its reservation. That of another process is found
- * below /proc when it is first needed, and again after a checkpoint: the other one has made a new file by then.
+ * The bytes of a GPU are in a memfd whose name has the address of its reservation. Another process's memfd is looked up
+ * below /proc at first use, and again after a checkpoint, since the other process has made a new file by then.
  */
 #include "sim.h"
 
@@ -21,7 +21,7 @@ struct view {
     struct location at;
     enum view_kind kind;
     int fd; /* of another process's memory; -1: not open */
-    const int *shared; /* memory that has a file of its own (VMM); NULL, or -1 behind it: it has not */
+    const int *shared; /* memory with its own file (VMM); NULL, or -1 in it: none */
     struct view *next;
 };
 

@@ -83,7 +83,7 @@ static int new_file(uint64_t size_bytes, const struct properties *properties) {
     return fd;
 }
 
-/* NCCL's memory between processes: of a NUMA node, seen by the GPUs and by the processor. */
+/* NCCL's memory between processes: on a NUMA node, visible to GPUs and CPU. */
 static enum result create_on_host(uint64_t *handle, uint64_t size_bytes, const struct properties *properties) {
     struct allocation allocation = {.size_bytes = size_bytes, .properties = *properties, .references = 1};
     if (!valid_size(size_bytes) || properties->location < 0)
@@ -111,7 +111,7 @@ EXPORT int cuMemCreate(uint64_t *handle, size_t bytes, const struct properties *
     GATED(handle == NULL || properties == NULL || flags != 0 ? INVALID_VALUE : create(handle, bytes, properties));
 }
 
-/* What has neither a handle nor a mapping any more. */
+/* Free memory without handles and mappings. */
 static void forget_unused(void) {
     for (struct allocation **link = &allocations; *link != NULL;) {
         struct allocation *each = *link;
@@ -209,7 +209,7 @@ EXPORT int cuMemSetAccess(uint64_t address, size_t bytes, const void *descriptor
     GATED(count == 0 ? INVALID_VALUE : set_access(address, bytes, descriptors));
 }
 
-/* As much as there is data: device memory is large and mostly empty. */
+/* Only as much as there is data: device memory is large and mostly empty. */
 static bool copy_bytes(int to, uint64_t to_offset, int from, uint64_t from_offset, uint64_t size_bytes) {
     static char buffer[1 << 20];
     const off_t end = (off_t)(from_offset + size_bytes);
@@ -226,7 +226,7 @@ static bool copy_bytes(int to, uint64_t to_offset, int from, uint64_t from_offse
     return true;
 }
 
-/* From now on the bytes are in a file of their own: whoever has it keeps them, whatever becomes of this process. */
+/* Moves the bytes into a separate file, which keeps them even if this process ends. */
 static enum result share(struct allocation *allocation) {
     int fd = new_file(allocation->size_bytes, &allocation->properties);
     if (fd < 0)
@@ -252,10 +252,10 @@ static enum result export_memory(int *descriptor, uint64_t handle) {
 
 enum result vmm_take_back(void) {
     if (driver_generation() >= DRIVER_FUTURE)
-        return SUCCESS; /* the processes go on sharing the file */
+        return SUCCESS; /* the processes keep sharing the file */
     for (struct allocation *each = allocations; each != NULL; each = each->next) {
         if (each->multicast || (is_on_host(each) && !each->imported))
-            return NOT_SUPPORTED; /* an assumption: nobody has tried it */
+            return NOT_SUPPORTED; /* an assumption, never tried */
         if (each->shared < 0 || each->pointer == 0)
             continue;
         if (!copy_bytes(memory_file(each->at.base), each->at.offset, each->shared, 0, each->size_bytes))

@@ -1,4 +1,4 @@
-/* vmm.c: physical memory without an address, and what else has a handle like it. */
+/* vmm.c: physical memory without an address, and other objects with such handles. */
 #ifndef GPUCR_SIM_VMM_H
 #define GPUCR_SIM_VMM_H
 

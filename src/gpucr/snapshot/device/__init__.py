@@ -1,8 +1,8 @@
-"""The bulk data of device memory in a snapshot folder: written and read by many threads, in pieces with digests.
+"""Device memory in a snapshot folder: written and read by many threads, in pieces with digests.
 
-A part of a process's device memory is cut into pieces. Piece i is in the file ``PART.<i % stripes>``, at offset
-``i // stripes * piece_bytes``. A piece of zeros is a hole there: it is not written, and only a check reads it. Every
-other one has a SHA-256 in the manifest.
+A part of a process's device memory is cut into pieces. Piece i is in the file ``PART.<i % stripes>``, at offset ``i //
+stripes * piece_bytes``. A piece of zeros is a hole: it is not written, and only a check reads it. Every other piece has
+a SHA-256 in the manifest.
 """
 
 from __future__ import annotations

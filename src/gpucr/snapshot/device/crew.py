@@ -22,7 +22,7 @@ _MAX_BUFFERS_BYTES = 512 << 20
 
 
 def buffers_bytes(piece_bytes: int) -> int:
-    """The memory that the buffers of one crew take, each as large as a piece."""
+    """Maximum memory for one crew's buffers, each the size of a piece."""
     return min(THREADS * piece_bytes, _MAX_BUFFERS_BYTES)
 
 
@@ -30,13 +30,13 @@ Job = TypeVar("Job")
 
 
 class PieceBuffer:
-    """Private page-aligned memory for one piece, as O_DIRECT wants it. Every thread has its own."""
+    """Private page-aligned memory for one piece, as O_DIRECT needs. Every thread has its own."""
 
     def __init__(self, size_bytes: int) -> None:
         self._memory = mmap.mmap(-1, size_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         # open(2): O_DIRECT into private memory is not safe while the process forks, as it does to start CRIU.
         self._memory.madvise(mmap.MADV_DONTFORK)
-        with contextlib.suppress(OSError):  # a kernel without huge pages: slower, nothing else
+        with contextlib.suppress(OSError):  # a kernel without huge pages: only slower
             self._memory.madvise(mmap.MADV_HUGEPAGE)
         self._view = memoryview(self._memory)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
@@ -47,14 +47,15 @@ class PieceBuffer:
 
     def is_zero(self, length: int) -> bool:
         """Whether the first ``length`` bytes (at least one) are all zero."""
-        # Each byte equals the one before it; memcmp stops at the first that does not, and runs without the GIL.
+        # Compare the buffer with itself shifted by one byte: memcmp stops at the first difference, and runs without the
+        # GIL.
         return self._view[0] == 0 and libc.memcmp(self._address, self._address + 1, length - 1) == 0
 
 
 class Crew(Generic[Job]):
-    """Daemon threads that call ``work`` for what ``take`` gives them, each with a buffer of its own.
+    """Daemon threads that call ``work`` for items from ``take``, each with its own buffer.
 
-    ``take(thread)`` is called with `lock` held, and answers None when there is nothing to do now. An exception in
+    ``take(thread)`` is called with `lock` held, and returns None if there is nothing to do now. An exception in
     ``work`` ends all threads and is raised by `check` and `wait_until`. ``close`` is called once, by the last thread.
     """
 
@@ -83,7 +84,7 @@ class Crew(Generic[Job]):
         self.has_ended = False
 
     def start(self, buffer_bytes: int) -> None:
-        """Start the threads; fewer where their buffers would take more than 512 MiB. Raises RuntimeError."""
+        """Start the threads; fewer if their buffers would take more than 512 MiB. Raises RuntimeError."""
         count = max(1, min(self._count, _MAX_BUFFERS_BYTES // buffer_bytes))
         for number in range(count):
             thread = threading.Thread(
@@ -100,23 +101,23 @@ class Crew(Generic[Job]):
             self._threads.append(thread)
 
     def offer(self) -> None:
-        """There is new work. Call it with `lock` held."""
+        """Signal new work. Call it with `lock` held."""
         self._work_to_do.notify_all()
 
     def announce(self) -> None:
-        """What somebody may wait for has come nearer. Call it with `lock` held."""
+        """Signal progress to waiters. Call it with `lock` held."""
         self._work_done.notify_all()
 
     def end(self) -> None:
-        """Let the threads end after the piece that they have. Call it with `lock` held."""
+        """Let the threads end after their current piece. Call it with `lock` held."""
         self.has_ended = True
         self._work_to_do.notify_all()
         self._work_done.notify_all()
 
     def stop(self) -> None:
-        """Let the threads end after the piece that they have, and wait for that. Idempotent.
+        """Let the threads end after their current piece, and wait for them. Idempotent.
 
-        One of the threads itself does not wait: another one may be doing the same.
+        Called from one of the threads, it does not wait: another one may be doing the same.
         """
         with self.lock:
             self.end()
@@ -133,7 +134,7 @@ class Crew(Generic[Job]):
             raise self._error
 
     def wait_until(self, reached: Callable[[], bool], timeout_s: float | None) -> bool:
-        """Wait for ``reached`` (called with `lock` held). False: out of time, or the crew ended before.
+        """Wait for ``reached`` (called with `lock` held). False: out of time, or the crew ended first.
 
         Raises the first error of a thread.
         """
@@ -146,7 +147,7 @@ class Crew(Generic[Job]):
         self._local.is_one = True
         try:
             self._serve(number, PieceBuffer(buffer_bytes))
-        except BaseException as e:  # noqa: BLE001 - whatever it is, the one who waits must know
+        except BaseException as e:  # noqa: BLE001 - any error must reach the waiter
             with self.lock:
                 self._error = self._error or e
                 self.end()

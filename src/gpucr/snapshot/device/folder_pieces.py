@@ -1,4 +1,4 @@
-"""The device folder of a plain snapshot, as a place that pieces come from: stripes, checked with SHA-256."""
+"""The device folder of a plain snapshot as a source of pieces: stripes, checked with SHA-256."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from gpucr.snapshot.manifest import DeviceData
 
 
 class FolderPieces:
-    """See `StoredPieces`. ``prefix`` is what the names of all files there begin with.
+    """See `StoredPieces`. ``prefix``: of all file names there.
 
-    Raises SnapshotDamaged at once where a file is missing, not a plain file, or of another size; later with process,
-    file and range where one differs from its digest. A hole that is asked for is read, to see that it is zeros still.
+    Raises SnapshotDamaged at once if a file is missing, not a plain file, or has another size; later, with process,
+    file and range, if a piece differs from its digest. A requested hole is read to check that it is still zeros.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class FolderPieces:
             raise
 
     def starts(self, part: DevicePart) -> Sequence[int]:
-        """All pieces but the last one are of the same size."""
+        """All pieces but the last have the same size."""
         data = self._data[part]
         return [*range(0, data.size_bytes, data.piece_bytes), data.size_bytes]
 
@@ -46,7 +46,7 @@ class FolderPieces:
         return self._data[piece.part].sha256[piece.number] is None
 
     def stream(self, wanted: Sequence[Piece], deliver: Deliver) -> None:
-        """Read and check with a crew, each of whose threads has a buffer."""
+        """Read and check with a crew."""
         numbered = enumerate(wanted)
         left = len(wanted)
 
@@ -96,14 +96,14 @@ class FolderPieces:
 
 
 class OnlyChecked(Struct, frozen=True):
-    """A destination that takes nothing: what is stored is read and checked, zeros too."""
+    """A destination that discards everything: stored data is read and checked, including zeros."""
 
     part: DevicePart
     size_bytes: int
     is_zeroed = False
 
     def write_from(self, position: int, data: memoryview) -> None:
-        """Nothing: it has been checked."""
+        """Nothing: it was checked."""
 
 
 def verify(folder: Path, data: Mapping[DevicePart, DeviceData], prefix: str = "") -> None:

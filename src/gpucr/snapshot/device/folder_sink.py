@@ -1,4 +1,4 @@
-"""The device folder of a plain snapshot, as a place for pieces: stripes, with SHA-256 for names."""
+"""The device folder of a plain snapshot as a sink for pieces: stripes, with SHA-256 as names."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class FolderSink:
 
     @property
     def piece_bytes(self) -> int:
-        """The size of all pieces but the last one of a part."""
+        """The size of all pieces of a part but the last."""
         return self._piece_bytes
 
     keeps_files = True
@@ -58,10 +58,10 @@ class FolderSink:
             stripes.grow(replace(stripes.layout, size_bytes=size_bytes))
 
     def put(self, part: DevicePart, piece: int, buffer: PieceBuffer, length: int, before: bytes | None) -> bytes:
-        """Write a piece, unless it is there: what was never written is a hole, which reads as zeros."""
+        """Write a piece unless it is there already: a hole reads as zeros."""
         data = buffer.part(0, length)
         name = ZERO if buffer.is_zero(length) else hashlib.sha256(data).digest()
-        # A piece that has become zero since is written too: nothing of what it was may stay.
+        # A piece that has become zero is written too: its old content must not remain.
         if name != (before or ZERO):
             with self._explained():
                 self._stripes[part].write(piece, data)
@@ -83,7 +83,7 @@ class FolderSink:
     def record(
         self, part: DevicePart, size_bytes: int, names: Sequence[bytes], extents: Sequence[StagedExtent]
     ) -> DeviceData:
-        """What the manifest says: the digest of every piece."""
+        """The manifest's record: the digest of every piece."""
         digests = tuple(None if name == ZERO else name.hex() for name in names)
         return DeviceData(tuple(extents), size_bytes, self._piece_bytes, STRIPES, digests)
 

@@ -1,4 +1,4 @@
-"""Brings device memory back from where a snapshot has it, in ascending order, and checks every piece before that."""
+"""Reads a snapshot's device memory back, in ascending order, after checking each piece."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gpucr.model import DevicePart
 
 
 class Piece(NamedTuple):
-    """A piece of device memory: the part it belongs to, and its number there."""
+    """A piece of device memory: its part, and its number in it."""
 
     part: DevicePart
     number: int
@@ -28,28 +28,28 @@ class StoredPieces(Protocol):
     """
 
     def starts(self, part: DevicePart) -> Sequence[int]:
-        """Where each piece of this part begins, and where the last one ends."""
+        """The start of each piece of this part, and the end of the last."""
 
     def is_zero(self, piece: Piece) -> bool:
         """Whether it is recorded as zeros."""
 
     def stream(self, wanted: Sequence[Piece], deliver: Deliver) -> None:
-        """Hand over every piece, checked, with its place in ``wanted``; None: it is all zero. Earlier ones first.
+        """Deliver every checked piece with its index in ``wanted``; None: all zero. Earlier ones first.
 
-        ``deliver`` is called by several threads at once, and the bytes are its own only until it returns. The first
-        exception, also one of ``deliver``, ends it and is raised when all threads have ended.
+        ``deliver`` is called by several threads at once, and may use the bytes only until it returns. The first
+        exception, also from ``deliver``, ends it and is raised when all threads have ended.
         """
 
     def close(self) -> None:
-        """Nothing is read any more. Idempotent."""
+        """Stop reading. Idempotent."""
 
 
 class DeviceReader:
-    """Fills the destinations of several processes from what a snapshot has of them, with many threads.
+    """Fills the destinations of several processes from a snapshot, with many threads.
 
-    The processes take turns, so that the first pieces of all come first; what the driver waits for (level 0) comes
-    before what backends over it hold. ``pieces`` are closed when all is read, or the reading has ended. The first error
-    ends it, and every later wait raises it. Raises ValueError for a destination that is too small.
+    The processes take turns, so the first pieces of all come first; the driver's level 0 comes before the backends
+    above it. ``pieces`` is closed when all is read or reading has ended. The first error ends it, and every later wait
+    raises it. Raises ValueError for a destination that is too small.
     """
 
     def __init__(self, pieces: StoredPieces, destinations: Sequence[Destination]) -> None:
@@ -94,9 +94,9 @@ class DeviceReader:
         )
 
     def cancel(self) -> None:
-        """End the threads after the piece that they have. Idempotent.
+        """End the threads after their current piece. Idempotent.
 
-        One of the threads itself does not wait: another one may be doing the same.
+        Called from one of the threads, it does not wait: another one may be doing the same.
         """
         self._is_cancelled = True
         if getattr(self._local, "delivers", False):
@@ -118,7 +118,7 @@ class DeviceReader:
             self._pieces.stream(self._order, self._deliver)
         except _Cancelled:
             pass
-        except BaseException as e:  # noqa: BLE001 - whatever it is, the one who waits must know
+        except BaseException as e:  # noqa: BLE001 - any error must reach the waiter
             self._error = e
         self._end()
 
@@ -142,11 +142,11 @@ class DeviceReader:
 
 
 class _Cancelled(Exception):
-    """Nobody wants the rest."""
+    """The rest is not needed."""
 
 
 class _Loading:
-    """How far one part is: which of its pieces are in place, and how many from the first one on."""
+    """One part's progress: which pieces are in place, and the length of the complete prefix."""
 
     def __init__(self, destination: Destination, pieces: StoredPieces) -> None:
         self.destination = destination
@@ -162,7 +162,7 @@ class _Loading:
         return self.starts[self._prefix]
 
     def wanted(self, pieces: StoredPieces) -> list[Piece]:
-        """What has to be read; zeros are there already where the destination says so."""
+        """The pieces to read; zeros are skipped if the destination starts as zeros."""
         all_pieces = [Piece(self.destination.part, number) for number in range(len(self._finished))]
         if not self.destination.is_zeroed:
             return all_pieces
@@ -172,7 +172,7 @@ class _Loading:
         return [piece for piece in all_pieces if not self._finished[piece.number]]
 
     def finish(self, number: int) -> bool:
-        """This piece is in place. Whether the prefix has grown."""
+        """Mark this piece as in place. Returns whether the prefix has grown."""
         self._finished[number] = True
         if number != self._prefix:
             return False

@@ -1,4 +1,4 @@
-"""What a `DeviceWriter` needs of the place where the pieces of device memory go."""
+"""The interface of a place for a `DeviceWriter`'s pieces."""
 
 from __future__ import annotations
 
@@ -10,46 +10,46 @@ from gpucr.snapshot.device.crew import PieceBuffer
 from gpucr.snapshot.manifest import DeviceData
 
 ZERO = bytes(32)
-"""The name of a piece that is all zero."""
+"""The name of an all-zero piece."""
 
 
 class DeviceSink(Protocol):
-    """Takes pieces, and gives each a name of 32 bytes that tells its content; that of zeros is `ZERO`.
+    """Stores pieces, and gives each a 32-byte name that identifies its content; that of zeros is `ZERO`.
 
-    A folder of a plain snapshot is one (`FolderSink`), a store another. Every method raises SnapshotError where the
-    place does not take what it is given. `put` is called by many threads at once, the others by one at a time.
+    A folder of a plain snapshot is one (`FolderSink`), a store another. Every method raises SnapshotError if storing
+    fails. Many threads call `put` at once; the others are called by one at a time.
     """
 
     @property
     def piece_bytes(self) -> int:
-        """The size of all pieces but the last one of a part."""
+        """The size of all pieces of a part but the last."""
 
     @property
     def keeps_files(self) -> bool:
-        """Whether it has the pieces of a part, as they are, in `files`; else that is not to be called."""
+        """Whether a part's raw pieces are in `files`; otherwise do not call that."""
 
     def files(self, part: DevicePart) -> Sequence[int]:
-        """The open files of a part: piece N lies in the N-th of them, modulo their number, each as dense as can be."""
+        """The open files of a part: piece N is in file N modulo their number, without gaps."""
 
     def add(self, part: DevicePart, size_bytes: int) -> None:
-        """There will be pieces of this part, so many bytes of them."""
+        """Announce a part and its size."""
 
     def grow(self, part: DevicePart, size_bytes: int) -> None:
-        """It has become more. No piece of less than full size was put before."""
+        """The part has grown. No partial piece was put before."""
 
     def put(self, part: DevicePart, piece: int, buffer: PieceBuffer, length: int, before: bytes | None) -> bytes:
-        """Take the first ``length`` bytes of the buffer as this piece, and return its name.
+        """Store the first ``length`` bytes of the buffer as this piece, and return its name.
 
-        ``before``: the name of what was put there before, None: nothing was. Nothing need be done where that is equal.
+        ``before``: the name of the piece's earlier content; None: none. If it is equal, nothing need be done.
         """
 
     def sync(self) -> None:
-        """Make all that was put durable. Once, after the last `put`."""
+        """Make all pieces durable. Once, after the last `put`."""
 
     def record(
         self, part: DevicePart, size_bytes: int, names: Sequence[bytes], extents: Sequence[StagedExtent]
     ) -> DeviceData:
-        """What the manifest says of this part, whose pieces have these names."""
+        """The manifest's record of this part, whose pieces have these names."""
 
     def close(self) -> None:
-        """No piece comes any more. Idempotent; may be called by any thread."""
+        """No more pieces. Idempotent; callable from any thread."""

@@ -1,7 +1,7 @@
-"""The files that hold a part of a process's device memory, and where each piece lies in them.
+"""The files that hold a part of a process's device memory, and the position of each piece.
 
-Several files, because the kernel lets writers of one file take turns: ext4 at the inode's lock, tmpfs at
-the page cache's. On a virtual disk with ext4 one file took 1.6 to 2.2 GiB/s of O_DIRECT, four to sixteen 2.2 to 2.9.
+Several files, because the kernel serializes writers of one file: ext4 at the inode's lock, tmpfs at the page cache's.
+On a virtual disk with ext4 one file took 1.6 to 2.2 GiB/s of O_DIRECT, four to sixteen 2.2 to 2.9.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _sync_file_range = libc.function("sync_file_range", ctypes.c_int, ctypes.c_int64
 
 
 class Layout(Struct, frozen=True):
-    """How ``size_bytes`` of a staging file are cut into pieces, and the pieces dealt out to stripes."""
+    """How ``size_bytes`` of a staging file are cut into pieces, and the pieces distributed over stripes."""
 
     size_bytes: int
     piece_bytes: int
@@ -45,16 +45,16 @@ class Layout(Struct, frozen=True):
 
     @classmethod
     def of(cls, data: DeviceData) -> Layout:
-        """As the manifest has it."""
+        """From the manifest."""
         return cls(data.size_bytes, data.piece_bytes, data.stripes)
 
     @property
     def pieces(self) -> int:
-        """How many pieces there are."""
+        """The number of pieces."""
         return -(-self.size_bytes // self.piece_bytes)
 
     def start(self, piece: int) -> int:
-        """Where the piece begins in the staging file."""
+        """The piece's offset in the staging file."""
         return piece * self.piece_bytes
 
     def length(self, piece: int) -> int:
@@ -72,16 +72,16 @@ class Layout(Struct, frozen=True):
 
 
 class Stripes:
-    """The open files of one part. Reads and writes may come from many threads at once.
+    """The open files of one part. Reads and writes are thread-safe.
 
-    ``prefix`` is what their names begin with.
+    ``prefix``: of their names.
     """
 
     def __init__(self, folder: Path, part: DevicePart, layout: Layout, prefix: str = "") -> None:
         self.layout = layout
         self._folder = folder
         self._name = f"{prefix}{part}"
-        # With a prefix they lie in the snapshot's own folder, which may be named by a descriptor: that is a link, too.
+        # With a prefix they are in the snapshot's own folder, whose path may be a descriptor's, which is a link too.
         self._nofollow = 0 if prefix else os.O_NOFOLLOW
         self._fds: list[int] = []
         self._is_direct = True
@@ -90,7 +90,7 @@ class Stripes:
     def create(cls, folder: Path, part: DevicePart, layout: Layout) -> Stripes:
         """Make the files in their full size, as holes, mode 0600. Raises OSError."""
         made = cls(folder, part, layout)
-        # The full size first: a write that makes a file longer holds the inode's lock alone.
+        # The full size first: a write that extends a file holds the inode's lock exclusively.
         made._open(os.O_RDWR | os.O_CREAT | os.O_EXCL, lambda fd, path, size: os.ftruncate(fd, size))
         return made
 
@@ -98,8 +98,8 @@ class Stripes:
     def open(cls, folder: Path, part: DevicePart, layout: Layout, prefix: str = "") -> Stripes:
         """Open the files for reading.
 
-        Raises SnapshotDamaged where one is missing, no plain file, or of another size, and SnapshotError where it
-        cannot be opened for another reason.
+        Raises SnapshotDamaged if one is missing, not a plain file, or has another size, and SnapshotError if it cannot
+        be opened for another reason.
         """
         found = cls(folder, part, layout, prefix)
         try:
@@ -110,7 +110,7 @@ class Stripes:
         return found
 
     def _open(self, flags: int, prepare: _Prepare) -> None:
-        # O_NOFOLLOW looks at the last part of a path only: so the folder first, then the files in it.
+        # O_NOFOLLOW only applies to the last part of a path: so open the folder first, then the files in it.
         folder_fd = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | self._nofollow | os.O_CLOEXEC)
         try:
             for stripe in range(self.layout.stripes):
@@ -138,7 +138,7 @@ class Stripes:
         return tuple(self._fds)
 
     def grow(self, layout: Layout) -> None:
-        """Make the files as large as this layout wants, which differs in size alone. Raises OSError."""
+        """Resize the files to this layout, which differs only in size. Raises OSError."""
         for stripe, fd in enumerate(self._fds):
             os.ftruncate(fd, layout.stripe_bytes(stripe))
         self.layout = layout
@@ -149,11 +149,11 @@ class Stripes:
         if self._transfer(os.pwritev, stripe, data, offset) < len(data):
             raise OSError(errno.EIO, "the file system takes no more bytes", str(self.path(stripe)))
         if not self._is_direct:
-            # Only a request to begin: what goes wrong is told by the fsync at the end.
+            # Only starts writeback: the fsync at the end reports errors.
             _sync_file_range(self._fds[stripe], offset, len(data), _SYNC_FILE_RANGE_WRITE)
 
     def read(self, piece: int, data: memoryview) -> int:
-        """Read a piece; the number of bytes is smaller than asked where the file ends. Raises OSError with its name."""
+        """Read a piece; the number of bytes is smaller than asked if the file ends. Raises OSError with its name."""
         stripe, offset = self.layout.place(piece)
         return self._transfer(os.preadv, stripe, data, offset)
 
@@ -165,7 +165,7 @@ class Stripes:
             except OSError as e:
                 if e.errno != errno.EINVAL or not is_direct:
                     raise OSError(e.errno, e.strerror, str(self.path(stripe))) from e
-                # Some file systems take O_DIRECT at open and refuse it here, or want another alignment.
+                # Some file systems accept O_DIRECT at open but refuse it here, or need another alignment.
                 for each in self._fds:
                     _set_direct(each, on=False)
                 is_direct = self._is_direct = False
@@ -182,7 +182,7 @@ class Stripes:
 
 
 def check_shape(folder: Path, data: Mapping[DevicePart, DeviceData]) -> None:
-    """Raise SnapshotDamaged where a stripe of one of these parts is missing, no plain file, or of another size."""
+    """Raise SnapshotDamaged if a stripe of one of these parts is missing, not a plain file, or has another size."""
     for part, each in data.items():
         Stripes.open(folder, part, Layout.of(each)).close()
 
@@ -210,7 +210,7 @@ def _check_file(fd: int, path: Path, size_bytes: int) -> None:
 
 
 def _set_direct(fd: int, *, on: bool) -> bool:
-    """Whether the file system let O_DIRECT be switched; after open, since a failed open would leave the file behind."""
+    """Whether O_DIRECT could be switched; after open, since a failed open would leave the file behind."""
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT if on else flags & ~os.O_DIRECT)

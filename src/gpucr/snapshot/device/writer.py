@@ -1,10 +1,10 @@
 """Saves device memory while it is still being produced.
 
-Below the frontier that the driver has reached, a piece is most likely finished, but only `DeviceWriter.complete` makes
-it certain. So a piece is saved as soon as it lies below the frontier, and what was saved that early is read and hashed
-once more after the end; where it differs, it is saved again. Every piece is copied into a private buffer first: what is
-hashed is what is stored, whatever happens to the source meanwhile. (O_DIRECT straight from a mapping of the staging
-file was no faster: 2.0 against 2.7 GiB/s, and the same 1.9 with hashing.)
+A piece below the driver's frontier is most likely finished, but only `DeviceWriter.complete` makes it certain. So a
+piece is saved once it is below the frontier; pieces saved early are read and hashed again at the end, and saved again
+if they differ. Every piece is copied into a private buffer first: what is hashed is what is stored, even if the source
+changes. (O_DIRECT straight from a mapping of the staging file was no faster: 2.0 against 2.7 GiB/s, and the same 1.9
+with hashing.)
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class _Job(NamedTuple):
 
 
 class _Saving:
-    """How far one process is. Everything here is guarded by the crew's lock."""
+    """One process's progress. Guarded by the crew's lock."""
 
     def __init__(self, source: Source, piece_bytes: int) -> None:
         self.source = source
@@ -56,7 +56,7 @@ class _Saving:
         return min(self.piece_bytes, self.source.size_bytes - self.start(piece))
 
     def grow(self, source: Source) -> None:
-        # No name changes: the last piece of a size that may still grow is not taken before it is full.
+        # Names stay valid: while the size may still grow, the last piece waits until it is full.
         self.source = source
         self.names += [None] * (self.pieces - len(self.names))
 
@@ -83,20 +83,20 @@ class _Saving:
         self._busy -= 1
         self.names[job.piece] = name
         if not job.is_final:
-            # Read before the end was known: also where the end has come since.
+            # Read before the end was known, even if it is known by now.
             (self._rechecks if self.is_final else self._provisional).append(job.piece)
 
 
 class DeviceWriter:
     """Saves the device memory of several processes, with many threads.
 
-    `start`, then for each part `advance` as often as wanted and `complete` once; `wait`, `sync`, and `device_data`
-    for the manifest. `cancel` ends it at any time; what was saved stays for the caller to remove.
+    `start`, then for each part any number of `advance` and one `complete`; `wait`, `sync`, and `device_data` for the
+    manifest. `cancel` ends it at any time; the caller removes what was saved.
 
     ``seen_bytes`` counts every piece once, ``written_bytes`` those that the sink did not have in their place, again
     where they changed. ``on_bytes`` is told the size of every piece that has been dealt with for the first time;
     several threads call it at once. An error in a thread ends all of them, and every later call raises it:
-    SnapshotError where the sink takes no more.
+    SnapshotError if the sink takes no more.
     """
 
     def __init__(
@@ -124,15 +124,15 @@ class DeviceWriter:
             raise
 
     def add(self, source: Source) -> None:
-        """Take in one more part, also after `start`. Raises SnapshotError where the sink does not take it.
+        """Add a part, also after `start`. Raises SnapshotError if the sink refuses it.
 
-        Raises ValueError for a size that is not whole pages, or a part that is there already.
+        Raises ValueError for a size that is not whole pages, or a part that was added already.
         """
         _check_size(source)
         if source.part in self._savings:
             raise ValueError(f"device memory of process {source.part.pid} is being saved already")
         with self._crew.lock:
-            if not self._crew.has_ended:  # else the last thread closes the sink, perhaps at this moment
+            if not self._crew.has_ended:  # otherwise the last thread closes the sink, perhaps right now
                 self._sink.add(source.part, source.size_bytes)
                 self._savings[source.part] = _Saving(source, self._sink.piece_bytes)
                 self._turns.append(self._savings[source.part])
@@ -140,7 +140,7 @@ class DeviceWriter:
         self._refuse_ended()
 
     def grow(self, source: Source) -> None:
-        """A part that was added has become more. Only before `complete`. Raises as `add`."""
+        """An added part has grown. Only before `complete`. Raises as `add`."""
         _check_size(source)
         with self._crew.lock:
             saving = self._savings[source.part]
@@ -159,7 +159,7 @@ class DeviceWriter:
         self._crew.start(self._sink.piece_bytes)
 
     def advance(self, part: DevicePart, up_to_bytes: int) -> None:
-        """The source is there up to here, as far as is known: full pieces below are saved."""
+        """The source is presumably ready up to here: full pieces below are saved."""
         with self._crew.lock:
             saving = self._savings[part]
             reached = max(0, min(up_to_bytes, saving.source.size_bytes)) // saving.piece_bytes
@@ -168,14 +168,14 @@ class DeviceWriter:
                 self._crew.offer()
 
     def complete(self, part: DevicePart) -> None:
-        """All of the source is there and final. What was saved before is checked again."""
+        """The source is complete and final. Pieces saved earlier are checked again."""
         with self._crew.lock:
             self._savings[part].complete()
             self._crew.offer()
             self._crew.announce()
 
     def limit_threads(self, count: int | None) -> None:
-        """Let only so many threads work from now on (None: all), because something else needs the processors more."""
+        """Limit the number of working threads from now on (None: all), because something else needs the processors."""
         with self._crew.lock:
             self._working = count
             self._crew.offer()
@@ -190,15 +190,15 @@ class DeviceWriter:
 
     @property
     def keeps_files(self) -> bool:
-        """Whether a part that was saved can be read again from `files`."""
+        """Whether a saved part can be read from `files`."""
         return self._sink.keeps_files
 
     def files(self, part: DevicePart) -> tuple[Sequence[int], int]:
-        """Descriptors of the sink's, and the size of the pieces that are dealt out to them. See `DeviceSink`."""
+        """The sink's descriptors, and the size of the pieces distributed over them. See `DeviceSink`."""
         return self._sink.files(part), self._sink.piece_bytes
 
     def sync(self) -> None:
-        """Make everything durable, then end the threads and close the sink. Once, and after `wait` has been true."""
+        """Make everything durable, then end the threads and close the sink. Once, after `wait` returned True."""
         self._require_done()
         if self._crew.has_ended:
             self._refuse_ended()
@@ -208,14 +208,14 @@ class DeviceWriter:
             self.cancel()
 
     def device_data(self, part: DevicePart, extents: Sequence[StagedExtent]) -> DeviceData:
-        """The record of one part for the manifest. Only after `wait` has been true."""
+        """The record of one part for the manifest. Only after `wait` returned True."""
         self._require_done()
         saving = self._savings[part]
         names = [name for name in saving.names if name is not None]
         return self._sink.record(part, saving.source.size_bytes, names, extents)
 
     def cancel(self) -> None:
-        """End the threads after the piece that they have, and close the sink. Idempotent."""
+        """End the threads after their current piece, and close the sink. Idempotent."""
         self._crew.stop()
 
     def _refuse_ended(self) -> NoReturn:

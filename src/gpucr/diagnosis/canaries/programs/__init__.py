@@ -1,4 +1,4 @@
 """The canaries themselves: programs over the driver API, run as ``python -m gpucr.diagnosis.canaries.programs NAME``.
 
-Standard library and ctypes only. They run on a real driver and on whatever else stands in its place.
+Standard library and ctypes only. They run on a real driver and on a replacement.
 """

@@ -1,6 +1,6 @@
 """Run one canary. It says ``ready``, and ``right`` to every line that it reads, until its input ends.
 
-What stands behind a colon is for people: ``impossible: needs 2 GPUs``, ``failed: ...``, ``wrong: ...``.
+Text after a colon is for people: ``impossible: needs 2 GPUs``, ``failed: ...``, ``wrong: ...``.
 """
 
 from __future__ import annotations
@@ -60,4 +60,4 @@ def _run(name: str) -> None:
 if __name__ == "__main__":
     end_with_parent()
     _run(sys.argv[1])
-    os._exit(0)  # nothing in here is worth a teardown that could hang
+    os._exit(0)  # skip a teardown that could hang

@@ -24,7 +24,7 @@ PTX = b"""
 
 
 class Impossible(Exception):
-    """The machine lacks what the canary is about: nothing can be measured here."""
+    """The machine lacks what the canary tests: nothing can be measured here."""
 
 
 class CudaFailed(Exception):

@@ -1,7 +1,7 @@
 """Canaries of two processes that share memory: the first one makes it, the second one opens it.
 
-The two are forked before either of them uses CUDA, with a socket between them. The first one leads: it tells the
-second one when to look, and passes on what it says.
+The two are forked before either of them uses CUDA, with a socket between them. The first one leads: it tells the second
+when to check, and passes on the result.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ SHARED_MEMORY = "/dev/shm"  # noqa: S108 - where NCCL has its shared memory
 
 
 def end_with_parent() -> None:
-    """Have this process killed when the one that started it ends, however that ends."""
+    """Have this process killed when its parent ends in any way."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class _Link:
-    """Messages between the two processes: one a time, each answered."""
+    """Messages between the two processes: one at a time, each answered."""
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end
@@ -50,7 +50,7 @@ class _Link:
         socket.send_fds(self._end, [text.encode() + b"\0" + data], list(fds))
 
     def receive(self) -> tuple[str, bytes, list[int]]:
-        """Text, data and descriptors. Raises Wrong where the other one has ended."""
+        """Text, data and descriptors. Raises Wrong if the other one has ended."""
         message, fds, _, _ = socket.recv_fds(self._end, _MESSAGE_BYTES, 1)
         if not message:
             raise Wrong("the other process has ended")
@@ -58,7 +58,7 @@ class _Link:
         return text.decode(), data, fds
 
     def require(self, text: str) -> bytes:
-        """The data of a message that must be this one. Raises what the other one said instead."""
+        """The data of an expected message. Raises if the other process sent something else."""
         found, data, _ = self.receive()
         if found == "impossible":
             raise Impossible(data.decode())
@@ -90,7 +90,7 @@ class Pair(ABC):
         self.increment = self.cuda.increment()
 
     def _device_of(self, rank: int) -> int:
-        """Both on the first GPU: sharing across two is peer access as well, which is a canary of its own."""
+        """Both on the first GPU: sharing across two is also peer access, which has its own canary."""
         return 0
 
     def _follow(self, link: _Link) -> None:
@@ -108,7 +108,7 @@ class Pair(ABC):
                 link.send("right")
         except Impossible as e:
             self._last_words("impossible", str(e))
-        except Exception as e:  # noqa: BLE001 - whatever it is, the first process must hear of it
+        except Exception as e:  # noqa: BLE001 - any error must reach the first process
             self._last_words("wrong", f"{type(e).__name__}: {e}")
         os._exit(1)
 
@@ -117,14 +117,14 @@ class Pair(ABC):
             self.link.send(text, reason.encode()[: _MESSAGE_BYTES - 100])
 
     def check(self) -> None:
-        """What one process does to the memory, the other one sees."""
+        """Memory that both processes see."""
         self._check_first()
         self.link.send("check")
         self.link.require("right")
         self._check_first_again()
 
     def _before_fork(self) -> None:  # noqa: B027 - most need nothing
-        """What both need, made while they are one process without CUDA."""
+        """Set up what both need, while they are still one process without CUDA."""
 
     @abstractmethod
     def _offer(self) -> None:
@@ -148,7 +148,7 @@ class Pair(ABC):
 
 
 class _SharedDeviceMemory(Pair):
-    """Device memory of the first process that is in the second one's address space: a number, and a pattern behind."""
+    """Device memory of the first process that is in the second one's address space: a number, followed by a pattern."""
 
     pointer: int
     size_bytes = DATA_BYTES
@@ -157,7 +157,7 @@ class _SharedDeviceMemory(Pair):
         self.cuda.write(self.pointer, bytes(NUMBER_BYTES) + pattern(4, self.size_bytes)[NUMBER_BYTES:])
 
     def _look(self) -> None:
-        """The number is what both have counted, the rest as it was written."""
+        """The number is what both have counted, the rest is as written."""
         found = self.cuda.read(self.pointer, self.size_bytes)
         expect_number(found[:NUMBER_BYTES], self.count, "the shared device memory")
         if found[NUMBER_BYTES:] != pattern(4, self.size_bytes)[NUMBER_BYTES:]:
@@ -318,7 +318,7 @@ class SharedMemoryRanks(Pair):
         self.count += 1
 
     def _read_other(self) -> None:
-        """The neighbour's half, by way of this GPU."""
+        """The neighbour's half, through this GPU."""
         device, size = ctypes.c_uint64(self._device), ctypes.c_size_t(DATA_BYTES)
         self.cuda("cuMemcpyHtoDAsync_v2", device, ctypes.c_void_p(self._host_other), size, self._stream)
         self.cuda.synchronize(self._stream)

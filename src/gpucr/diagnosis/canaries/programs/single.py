@@ -33,12 +33,12 @@ class Plain:
         self._count = 0
 
     def check(self) -> None:
-        """The data is there, and a kernel counts on."""
+        """The data is intact, and a kernel keeps counting."""
         expect_pattern(self.cuda.read(self._data, DATA_BYTES), 1, "device memory")
         self.count()
 
     def count(self) -> None:
-        """One launch more."""
+        """One more launch."""
         self.cuda.launch(self._increment, self._number)
         self.cuda.synchronize()
         self._count += 1
@@ -118,7 +118,7 @@ class Pinned:
 
 
 class Managed:
-    """Managed memory (cuMemAllocManaged), a tiny piece of it."""
+    """A small amount of managed memory (cuMemAllocManaged)."""
 
     def __init__(self) -> None:
         self._plain = Plain()
@@ -128,13 +128,13 @@ class Managed:
         self._plain.cuda.write(self._pointer, pattern(3))
 
     def check(self) -> None:
-        """The managed memory and all else is there."""
+        """The managed memory and everything else is intact."""
         expect_pattern(self._plain.cuda.read(self._pointer, DATA_BYTES), 3, "managed memory")
         self._plain.check()
 
 
 class PeerAccess:
-    """Two GPUs of one process, each of which may read the other's memory, and a copy between them."""
+    """Two GPUs of one process that may read each other's memory, and a copy between them."""
 
     def __init__(self) -> None:
         self.cuda = Cuda()

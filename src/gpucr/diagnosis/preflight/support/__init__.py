@@ -1,4 +1,4 @@
-"""What preflight knows that cannot be checkpointed, or will not come back: the texts of all that it says.
+"""All that preflight knows to be unsupported or lost, with the texts of its findings.
 
-The checks say of a job or machine whether it is so. docs/what-comes-back.md is made of the same facts.
+The checks decide which facts apply to a job or machine. docs/what-comes-back.md is generated from the same facts.
 """

@@ -1,4 +1,4 @@
-"""One thing that preflight refuses or warns of, in the words in which it says so."""
+"""One thing that preflight refuses or warns about, with its texts."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from gpucr.diagnosis.preflight.findings import Finding
 
 
 class Fact(Struct, frozen=True, kw_only=True):
-    """What is wrong with a job or machine, what follows, and what to do; a check says when it is so.
+    """A problem of a job or machine, its consequence, and what to do; a check decides whether it applies.
 
-    The texts may have ``{names}``, whose values the check gives. ``unless``: it is not said, or is a warning with
-    ``warning_consequence``, where all of these canaries came back. ``warning_if``: when else it is only a warning.
-    ``case`` tells it from others of the same words; ``kinds`` are what it is about.
+    The texts may have ``{names}``, whose values the check supplies. ``unless``: omitted, or a warning with
+    ``warning_consequence``, if all of these canaries came back. ``warning_if``: other cases in which it is only a
+    warning. ``case`` distinguishes it from others with the same words; ``kinds``: the kinds of thing that it concerns.
     """
 
     what: str

@@ -1,4 +1,4 @@
-"""Device memory that processes or GPUs share, and what every CUDA program has."""
+"""Device memory that processes or GPUs share, and memory that every CUDA program has."""
 
 from __future__ import annotations
 

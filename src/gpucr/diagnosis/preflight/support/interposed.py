@@ -1,4 +1,4 @@
-"""What the interposers of a job's processes count, where all of them answer."""
+"""What the interposers of a job's processes count, if all of them answer."""
 
 from __future__ import annotations
 
