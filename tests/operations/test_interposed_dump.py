@@ -22,6 +22,7 @@ from gpucr.driver.gpus import gpu_processes, list_gpus
 from gpucr.errors import CriuError, InterposerError, SnapshotError, Unsupported
 from gpucr.gpu_state import cuda_work
 from gpucr.gpu_state.interposed.restored import BlocksDestination
+from gpucr.interposer import vault
 from gpucr.interposer.build import LIBRARY
 from gpucr.interposer.client import Agent
 from gpucr.interposer.library import installed, preload_path
@@ -29,7 +30,6 @@ from gpucr.interposer.protocol import Code, Operation, Refused, Status
 from gpucr.interposer.vault import Vault, VaultFailed, Vaults
 from gpucr.linux import memory
 from gpucr.model import CudaState, DevicePart, StagedExtent
-from gpucr.snapshot import machine
 from gpucr.snapshot.device.writer import DeviceWriter
 from gpucr.undo.events import Progress
 from tests import command
@@ -259,7 +259,7 @@ def test_a_restore_counts_what_gpucr_itself_takes_of_the_gpu(
     gpucr.dump(job.pid, tmp_path / "s")
     job.reap()
     with monkeypatch.context() as patch:
-        patch.setattr(machine, "VAULT_BYTES", 1 << 50)
+        patch.setattr(vault, "VAULT_BYTES", 1 << 50)
         with pytest.raises(Unsupported, match=r"free \(the job held 1024\.\d TiB on it\)") as caught:
             gpucr.restore(tmp_path / "s")
     assert caught.value.code == "GPUCR-GPU-FULL"
