@@ -244,8 +244,8 @@ def test_a_snapshot_of_another_user() -> None:
     ("node", "exit_code", "code"),
     sample(
         [
-            ({"GPUCR_SIM_GPUS": "1x1GiB"}, 3, "GPUCR-NO-GPU"),
             ({"GPUCR_SIM_MODEL": "Another GPU"}, 3, "GPUCR-NO-GPU"),
+            ({"GPUCR_SIM_GPUS": "1x1GiB"}, 3, "GPUCR-NO-GPU"),
             ({"LD_LIBRARY_PATH": ""}, 2, "GPUCR-BAD-GPU"),
             ({"GPUCR_CRIU": "/usr/sbin/no-criu"}, 4, "GPUCR-NO-CRIU"),
         ],

@@ -121,6 +121,7 @@ def _holders(folder: Path) -> list[int]:
 
 
 def test_one_that_nobody_waits_for_ends(tmp_path: Path) -> None:
+    before = {each.pid for each in processes.tree(os.getpid())}
     with sandbox.bare_keeper(log_path=None, status_path=str(tmp_path / "status")) as made:
         made.wait_ready()
         assert _holders(tmp_path) == [made.id.pid]
@@ -128,7 +129,7 @@ def test_one_that_nobody_waits_for_ends(tmp_path: Path) -> None:
     with sandbox.bare_keeper(log_path=None, status_path=str(tmp_path / "status")) as made:
         assert not made.is_ready
     wait_until(lambda: _holders(tmp_path) == [], "the end of one that was starting")
-    assert [each.pid for each in processes.tree(os.getpid())] == [os.getpid()], "what starts it was not collected"
+    assert {each.pid for each in processes.tree(os.getpid())} <= before, "what starts it was not collected"
 
 
 def test_it_ends_everything_when_its_gpucr_is_killed(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from gpucr.criu.engine import Check, Criu, OnNotify, OnStart
+from gpucr.criu.image_entries import OpenImage
 from gpucr.criu.images import FilesImage
 from gpucr.criu.install import CriuInstall
 from gpucr.criu.options import DumpOptions, RestoreOptions
@@ -58,9 +59,13 @@ def find_helper() -> CriuInstall | None:
     return CriuInstall((), reply.version, "helper", path, is_unprivileged=True, has_network=True)
 
 
-def is_signed(images_dir: Path) -> bool:
+def is_signed(open_image: OpenImage) -> bool:
     """Whether the helper has written these images."""
-    return (images_dir / SIGNATURE_NAME).exists()
+    try:
+        open_image(SIGNATURE_NAME).close()
+    except OSError:
+        return False
+    return True
 
 
 class Keeper(Protocol):

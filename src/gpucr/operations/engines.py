@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 
 from gpucr.criu.engine import Criu
-from gpucr.criu.image_entries import OpenImage
 from gpucr.criu.install import CriuInstall, find_criu
 from gpucr.diagnosis import preflight
 from gpucr.errors import CriuUnavailable, Unsupported
@@ -32,9 +31,9 @@ def install_for_restore(source: RestoreSource) -> CriuInstall:
     """The helper's for what it has dumped. Raises Unsupported if the caller has no other, and as above."""
     if processes.can_checkpoint_processes():
         return find_criu()
-    from gpucr.helper.client import REFUSED, find_helper
+    from gpucr.helper.client import REFUSED, find_helper, is_signed
 
-    helper = find_helper() if all(map(_is_signed, source.openers)) else None
+    helper = find_helper() if all(map(is_signed, source.openers)) else None
     install = helper or _granted()
     if install is not None:
         return install
@@ -50,13 +49,3 @@ def _granted() -> CriuInstall | None:
         install = find_criu()
         return install if install.is_unprivileged else None
     return None
-
-
-def _is_signed(open_image: OpenImage) -> bool:
-    from gpucr.helper.keys import SIGNATURE_NAME
-
-    try:
-        open_image(SIGNATURE_NAME).close()
-    except OSError:
-        return False
-    return True
