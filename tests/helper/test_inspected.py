@@ -226,7 +226,7 @@ def test_h4_a_file_in_memory_of_another_user(images: Path, peer: Peer) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["netns-1.img", "mountpoints-1.img", "userns-1.img", "tty-info.img", "x", "core-1.img.bak"]
+    "name", ["netns-1.img", "mountpoints-1.img", "userns-1.img", "ipcns-shm-1.img", "x", "core-1.img.bak"]
 )
 def test_h5_an_image_of_another_kind(images: Path, peer: Peer, name: str) -> None:
     (images / name).write_bytes(b"")
@@ -234,7 +234,9 @@ def test_h5_an_image_of_another_kind(images: Path, peer: Peer, name: str) -> Non
         require_inspected(images, peer)
 
 
-@pytest.mark.parametrize("name", ["core-*.img", "files.img", "fs-*.img", "memfd.img", "remap-fpath.img", "pstree.img"])
+@pytest.mark.parametrize(
+    "name", ["core-*.img", "files.img", "fs-*.img", "memfd.img", "remap-fpath.img", "pstree.img", "tty-info.img"]
+)
 def test_h5_an_image_that_is_cut_off_or_missing(images: Path, peer: Peer, name: str) -> None:
     for path in images.glob(name):
         path.write_bytes(path.read_bytes()[:11])
