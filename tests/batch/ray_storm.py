@@ -24,7 +24,7 @@ from gpucr.errors import InvalidRequest
 from gpucr.sim import build as simulator
 from tests import command
 from tests.batch.ray_cluster import GPUS_PER_NODE, RayCluster
-from tests.batch.system import RESULT, STEPS
+from tests.batch.system import RESULT, STEPS, last_start
 
 NODES = 2
 STEP_S = 0.2
@@ -113,7 +113,7 @@ def _found(weather: Storm, seconds: float) -> dict[str, Any]:
     for job in weather.jobs:
         status, said = job.status(), job.logs()
         restores += said.count("gpucr batch: restored from")
-        if "and its snapshot stays" in said:  # it ended while it was asked to leave
+        if "and its snapshot stays" in last_start(said):  # it ended while it was asked to leave
             told.add(job.id)
         results = [line for line in said.splitlines() if line.startswith("result")]
         steps = {line for line in said.splitlines() if line.startswith("step ")}

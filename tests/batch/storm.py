@@ -21,7 +21,7 @@ import click
 
 from tests.batch.slurm import GPUS_PER_NODE, NODES, Slurm, find_slurm
 from tests.batch.slurm_jobs import Jobs
-from tests.batch.system import RESULT, STEPS
+from tests.batch.system import RESULT, STEPS, last_start
 
 STEP_S = 0.2
 _SITS = "#!/bin/sh\nexec sleep 2\n"
@@ -146,8 +146,9 @@ def _check(weather: Storm, ids: list[str], outcome: Outcome) -> None:
         else:
             outcome.wrong.append(f"job {job_id}: {states.get(job_id)}, {said[-1500:]}")
     left = {each["name"] for each in weather.jobs.snapshots()}
-    # One that ended with 0 just after a signal may have obeyed it: gpucr keeps its snapshot, and says so.
-    told = {f"slurm-{job_id}" for job_id in ids if "and its snapshot stays" in weather.jobs.output(job_id)}
+    # One that ended with 0 just after a signal may have obeyed it: gpucr keeps its snapshot, and says so. Slurm may
+    # have started it again nevertheless: its node was lost at that moment, or it was requeued.
+    told = {f"slurm-{job_id}" for job_id in ids if "and its snapshot stays" in last_start(weather.jobs.output(job_id))}
     outcome.kept = len(left)
     if left != told:
         outcome.wrong.append(f"snapshots are left of {sorted(left)}, and said to stay of {sorted(told)}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -114,6 +115,11 @@ class Batch:
             if job.record is not None and job.state.word == "running":
                 with contextlib.suppress(OSError):
                     end_processes(job.record)
+
+
+def last_start(said: str) -> str:
+    """What a job and `gpucr batch` have said since it was started or restored for the last time."""
+    return re.split("gpucr batch: (?:restored from|started as)", said)[-1]
 
 
 def wait_for_line(output: Path, line: str) -> None:

@@ -318,7 +318,7 @@ class _Run:
                 self._say(f"the snapshots of {self._job.allocation.id} stay: {_said(e)}")
                 return code
             with contextlib.suppress(GpucrError, OSError):  # its record and log do no harm
-                forget_job(self._snapshots.job_name)
+                self._aside(lambda: forget_job(self._snapshots.job_name))
         return code
 
 
