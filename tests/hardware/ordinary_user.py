@@ -79,8 +79,7 @@ class Actor:
         """All steps."""
         counter = (sys.executable, "-m", "gpucr", "sim", "counter", "--port", self._port, "--mib", self._mib)
         self.gpucr("run", "run", "--name", "count", self._isolation, "--network", "host", "--", *counter)
-        jobs = json.loads(self.run(sys.executable, "-m", "gpucr", "jobs", "--json"))["jobs"]
-        self.pid = jobs[0]["pid"]
+        self._look()
         self._goes_on()
         for step, arguments in {
             "suspend": ("suspend", "count"),
@@ -90,10 +89,15 @@ class Actor:
         }.items():
             self.gpucr(step, *arguments)
             if step in ("resume", "restore"):
+                self._look()
                 self._goes_on()
         frozen_s, thawed_s = self.run(sys.executable, "-c", FREEZE, str(self.pid)).split()
         self.seconds |= {"freeze": float(frozen_s), "thaw": float(thawed_s)}
         self._goes_on()
+
+    def _look(self) -> None:
+        """In a new sandbox it has a new pid."""
+        self.pid = json.loads(self.run(sys.executable, "-m", "gpucr", "jobs", "--json"))["jobs"][0]["pid"]
 
     def _goes_on(self) -> None:
         self._count += 1
