@@ -121,7 +121,6 @@ def status_of(pid: int) -> dict[str, str]:
             pytest.param(CONNECTED, id="tcp"),
             pytest.param(FILTERED, id="filter"),
             pytest.param(CONNECTED + WITH_FILES, id="files"),
-            pytest.param(IN_TERMINALS, id="terminals"),
         ],
         2,
     ),
@@ -161,6 +160,23 @@ def beat():
     end.sendall(b"x")
     assert end.recv(1) == b"x"
 """
+
+
+def test_terminals_come_back_when_their_numbers_are_free(machine: Machine, user: OrdinaryUser) -> None:
+    pid = start(user, "job", IN_TERMINALS)
+    dump(user, "job", pid)
+    count = counted(user, "job")
+    taken = [os.openpty() for _ in range(3)]
+    try:
+        assert user.refused("restore", "snap")[0] == "GPUCR-TERMINAL"
+    finally:
+        for end in (end for ends in taken for end in ends):
+            os.close(end)
+    assert not runs(pid)
+    # Other programs of this machine have terminals, too.
+    wait_until(lambda: user.gpucr("restore", "snap").returncode == 0, "the numbers to be free")
+    wait_until(lambda: counted(user, "job") > count, "the restored job to count on")
+    assert machine.left_at_work() == []
 
 
 @long  # a minute: the kernel keeps the ports of the connection, which was not dumped as one of one tree
