@@ -57,8 +57,9 @@ def when_writing(images: Path, action: Callable[[], object]) -> threading.Thread
 
 
 def only_criu(but_pid: int) -> psutil.Process:
-    """The CRIU that this process runs."""
-    others = [child for child in psutil.Process().children() if "tests.loaded" not in child.cmdline()]
+    """The CRIU that this process runs. Other tests may have left children."""
+    running = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+    others = [child for child in running if "tests.loaded" not in child.cmdline()]
     return next(child for child in others if child.pid != but_pid)
 
 
