@@ -66,8 +66,8 @@ class FilesImage:
     def close_connections(self, chosen: Collection[TcpSocket]) -> None:
         """Restore these connections as sockets that are not connected, as if the other end had closed them.
 
-        They are shut down: who reads finds the end, who writes EPIPE, and who waits for something to read is woken.
-        (The kernel reports a socket that is only not connected as EPOLLHUP without EPOLLIN: Gloo waited for ever.)
+        They are shut down: a read finds the end, a write gets EPIPE, and a poll for reading wakes up. (A socket that is
+        merely not connected polls as EPOLLHUP without EPOLLIN: Gloo never stopped waiting.)
         Their local port is not bound again, as it need not exist or be free where the job is restored.
         """
         inodes = {each.inode for each in chosen}

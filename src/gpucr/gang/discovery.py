@@ -16,7 +16,7 @@ HALTS = ("stopped", "frozen")
 
 
 class Halt(Struct, frozen=True):
-    """Why a process does not run: ``word`` is one of HALTS, ``hint`` what lets it go on."""
+    """Why a process does not run: ``word`` is one of HALTS, ``hint`` how to let it run."""
 
     word: str
     hint: str
@@ -27,7 +27,7 @@ def discover(driver: Driver, tree: Iterable[ProcessInfo]) -> tuple[GangMember, .
 
     Only processes that have libcuda loaded are asked. Raises Unsupported for one of them that is stopped (SIGSTOP,
     Ctrl-Z, a debugger) or frozen (a container that is paused): measured on driver 580 with a stopped one, the driver's
-    question then hangs until the process goes on.
+    question then hangs until the process runs again.
     """
     members: list[GangMember] = []
     for process in tree:

@@ -203,7 +203,7 @@ def _check_terminals(names: Collection[str], open_image: OpenImage, files: Files
     paths = files.paths()
     for number in files.terminals():
         if _TERMINALS.fullmatch(paths.get(number, "")) is None:
-            raise Refused("the job has a terminal open that is none of a pair (pty)")
+            raise Refused("the job has a terminal open that is not a pseudoterminal (pty)")
     if TERMINALS_IMAGE not in names:
         return
     with open_image(TERMINALS_IMAGE) as stream:
@@ -211,7 +211,7 @@ def _check_terminals(names: Collection[str], open_image: OpenImage, files: Files
             images_pb2.Terminal
         ):
             if entry.type != _PAIR:
-                raise Refused("the job has a terminal that is none of a pair (pty)")
+                raise Refused("the job has a terminal that is not a pseudoterminal (pty)")
 
 
 def _check_roots(names: Collection[str], open_image: OpenImage, files: FilesImage) -> None:

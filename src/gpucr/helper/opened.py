@@ -75,7 +75,7 @@ class OpenedFiles:
                     image = images_dir / f"ghost-file-{ghost:x}.img"
                     self._ghosts[ghost] = _made_again(image, os.path.dirname(path), self._root + tempfile.gettempdir())
                 path = f"/proc/self/fd/{self._ghosts[ghost]}"
-            # O_NONBLOCK: in the place of the file may be a named pipe by now.
+            # O_NONBLOCK: a named pipe may have replaced the file.
             flags = file.flags & _KEPT_FLAGS if output is None else os.O_RDWR | os.O_APPEND
             fd = os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
             try:

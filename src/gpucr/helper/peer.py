@@ -104,7 +104,7 @@ def _limit(text: str) -> int:
 def require_here(pid: int, who: str, instead: Mapping[str, int] | None = None) -> None:
     """Raise Refused unless the process sees this machine as the helper does; OSError where it has ended.
 
-    ``instead``: the numbers of the namespaces in which it is in the place of the helper's own.
+    ``instead``: the namespaces (inode numbers) that it must be in, where not the helper's own.
     """
     for kind in KINDS:
         wanted = (instead or {}).get(kind) or os.stat(f"/proc/self/ns/{kind}").st_ino

@@ -186,7 +186,7 @@ def _become_first(
                 namespaces.set_last_pid(last_pid)
             os.write(tells, b"ok")
             become_keeper(peer, keeper_fds, "in-sandbox")
-    except BaseException as e:  # noqa: BLE001 - whatever it is, this process must not go on as a second helper
+    except BaseException as e:  # noqa: BLE001 - this process must not continue as a second helper
         with contextlib.suppress(OSError):
             os.write(tells, str(e).encode()[:_LIMIT_BYTES])
     os._exit(1)

@@ -1,8 +1,8 @@
-"""Reads and writes device memory of other processes, with a CUDA context of our own and a pinned ring.
+"""Read and write other processes' device memory, with a CUDA context of gpucr's own and a pinned ring.
 
-Each copy takes a slot of the ring and its stream: device to slot, slot to where it belongs. With as many threads as
-slots the bus is always busy, and what is pinned stays small whatever the size of the job. Buffers that their threads
-use again and again are pinned themselves, so their bytes are copied once (`read_into`, `write_from`).
+Each copy takes a slot of the ring and its stream: device to slot, slot to destination. With as many threads as slots
+the bus is always busy, and little is pinned however large the job is. Buffers that threads reuse are pinned themselves,
+so their bytes are copied only once (`read_into`, `write_from`).
 """
 
 from __future__ import annotations
@@ -261,7 +261,7 @@ class Vault:
             self.read(address, len(data), lambda slot, offset, size: copy(data[offset:], at_address(slot, size)))
 
     def write_from(self, address: int, data: memoryview) -> None:
-        """The other way."""
+        """A buffer into device memory; as `read_into`."""
         if not self._copies_straight(
             data, lambda host, stream: ("cuMemcpyHtoDAsync_v2", address, host, len(data), stream)
         ):
@@ -272,7 +272,7 @@ class Vault:
             )
 
     def _copies_straight(self, data: memoryview, call: Callable[[int, ctypes.c_void_p], tuple[object, ...]]) -> bool:
-        """Each thread has a stream of its own for this. False: the buffer is not pinned, and nothing was copied."""
+        """Copy on the thread's own stream. False: the buffer cannot be pinned, and nothing was copied."""
         if not isinstance(data.obj, mmap.mmap) or data.readonly:
             return False
         self._cuda("cuCtxSetCurrent", self._context)
@@ -287,15 +287,15 @@ class Vault:
         return True
 
     def _pins(self, buffer: mmap.mmap) -> bool:
-        """Whether this mapping is pinned, from its first use until `close`."""
+        """Pin this mapping at its first use, until `close`. False if the driver refuses."""
         with self._lock:
             if id(buffer) not in self._buffers:
                 address = address_of(memoryview(buffer))
                 try:
                     self._cuda("cuMemHostRegister_v2", address, len(buffer), _PORTABLE)
                 except VaultFailed:
-                    address = 0  # a limit on locked memory, for one: through the ring
-                self._buffers[id(buffer)] = buffer, address  # the mapping itself, so that no other one gets its id
+                    address = 0  # a limit on locked memory, for example: the ring takes over
+                self._buffers[id(buffer)] = buffer, address  # keeps the mapping alive, and so its id unique
             return self._buffers[id(buffer)][1] != 0
 
     def close(self) -> None:

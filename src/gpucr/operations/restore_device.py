@@ -75,7 +75,7 @@ class GpuRestore:
 
 
 class RestoreDevice:
-    """Staging files filled → mapped into the processes → device memory. All three go on at the same time."""
+    """Fill the staging files → map them into the processes → device memory. All three overlap."""
 
     name = "restore"
 

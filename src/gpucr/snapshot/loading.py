@@ -25,7 +25,7 @@ class Loading(Struct, frozen=True):
 
 
 class LoadDevice:
-    """Begin to read device memory; it goes on until all of it is in its place."""
+    """Start reading device memory; the reading continues until all of it is in place."""
 
     name = "load"
 

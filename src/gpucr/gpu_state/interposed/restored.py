@@ -104,7 +104,7 @@ def _batches(sizes: Sequence[int]) -> Iterator[list[int]]:
 
 
 class MadeMeanwhile:
-    """A `BlocksDestination` that a thread makes: the context takes 0.3 s, and CRIU can begin."""
+    """A `BlocksDestination` made by a thread, so CRIU need not wait for the context, which takes 0.3 s."""
 
     is_zeroed = BlocksDestination.is_zeroed
 
@@ -126,7 +126,7 @@ class MadeMeanwhile:
             self._error = e
 
     def get(self) -> BlocksDestination:
-        """When it is there. Raises what making it raised."""
+        """Wait until it is made. Raises what making it raised."""
         self._thread.join()
         if self._made is None:
             raise self._error or RuntimeError("closed")
@@ -137,7 +137,7 @@ class MadeMeanwhile:
         self.get().write_from(position, data)
 
     def close(self) -> None:
-        """What was given to nobody is gone. Idempotent."""
+        """Free the memory that was given to nobody. Idempotent."""
         self._thread.join()
         if self._made is not None:
             self._made.close()

@@ -22,8 +22,8 @@ Until the job runs, the keeper ends when its gpucr does, and everything below it
 1, any other one kills it. With ``ends_with_gpucr`` in the specification it kills the job in that case later, too: what
 gpucr has restored need not be known to the batch system that has lost its gpucr. The keeper ends when the job's first
 process has ended; in a sandbox when the roots of its other trees have, too, and up to 5 s later if somebody from
-outside is at work there (CRIU, `gpucr exec`). That ends the rest of a job in a sandbox; elsewhere what is left goes on
-as an orphan, as it would below any other parent. Signals that ask to end are ignored: as long as there is a first
+outside is at work there (CRIU, `gpucr exec`). That ends the rest of a job in a sandbox; elsewhere the rest keeps
+running as orphans, as it would below any other parent. Signals that ask to end are ignored: as long as there is a first
 process, somebody has to wait for it.
 
 Imports only the standard library and gpucr.linux: a keeper takes 12 MiB while its job runs.

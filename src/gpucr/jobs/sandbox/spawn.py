@@ -46,7 +46,7 @@ def start(
 ) -> Started:
     """Start a job below a keeper of its own, with ``isolate`` in a sandbox.
 
-    It goes on when the calling process ends; with ``ends_with_caller`` it is killed then.
+    It keeps running when the calling process ends; with ``ends_with_caller`` it is killed then.
 
     ``command`` begins with the path of a program. It gets exactly ``environment``, a session of its own, nothing to
     read, and the file ``log_path`` (appended to; mode 0600 where it is made) for its output; no other descriptor. How

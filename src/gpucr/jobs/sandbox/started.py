@@ -148,7 +148,7 @@ class StartedKeeper:
         said = os.pread(self._output_fd, 1 << 16, 0).decode(errors="replace").strip().rpartition("\n")[2]
         return BrokenInstall(
             "the keeper process of the job ended" + (f": {said}" if said else ""),
-            hint="it may have been killed for want of memory (dmesg)",
+            hint="it may have been killed because memory ran out (dmesg)",
             code="GPUCR-KEEPER",
         )
 
