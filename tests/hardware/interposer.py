@@ -173,7 +173,7 @@ def hold(driver: Driver, agent: Agent, times: Times) -> None:
 
 
 def keep_on_gpu(driver: Driver, agent: Agent, times: Times) -> None:
-    """One cycle with the memory left if it is, in this process's hands."""
+    """One cycle with the memory left where it is, in this process's hands."""
     begin = time.monotonic()
     hold(driver, agent, times)
     with times.step("export"):

@@ -49,7 +49,7 @@ class Actor:
         self._environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
         self._environment |= {"HOME": str(self.home), "PATH": os.environ["PATH"]}
         self._environment["GPUCR_SIM_STATE"] = str(self.home / "simulated")
-        if not uid:  # if root's CRIU is
+        if not uid:  # the folder of root's CRIU
             self._environment["XDG_DATA_HOME"] = os.environ.get("XDG_DATA_HOME") or str(Path.home() / ".local/share")
         self._isolation = "--no-isolate"
         if uid and helper is not None:

@@ -1,4 +1,4 @@
-"""Two ordinary users on a machine where root's helper listens, and one if nothing is granted."""
+"""Two ordinary users on a machine where root's helper listens, and one where nothing is granted."""
 
 from __future__ import annotations
 

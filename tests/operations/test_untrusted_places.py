@@ -1,4 +1,4 @@
-"""What gpucr believes, or gives to other programs, lies if nobody else can change it; and images can disappear."""
+"""What gpucr believes, or gives to other programs, lies where nobody else can change it; and images can disappear."""
 
 from __future__ import annotations
 

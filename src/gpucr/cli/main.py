@@ -89,7 +89,7 @@ class _LazyGroup(SuggestingGroup):
         if cmd_name not in _COMMANDS:
             return None
         found = importlib.import_module(f"gpucr.cli.{cmd_name}").command
-        if not gc.isenabled():  # disabled if gpucr begins
+        if not gc.isenabled():  # disabled in `gpucr.__main__`
             gc.freeze()
             gc.enable()
         if not isinstance(found, click.Command):

@@ -69,7 +69,7 @@ def looked_aside(look: Callable[[], Seen]) -> Seen:
     def work() -> None:
         try:
             found.put(look())
-        except BaseException as e:  # noqa: BLE001 - raised if it is waited for
+        except BaseException as e:  # noqa: BLE001 - raised in the thread that waits
             found.put(e)
 
     threading.Thread(target=work, name="gpucr top: first look", daemon=True).start()

@@ -1,6 +1,6 @@
 """Check CRIU's images of a job against the rules for its processes: root's CRIU obeys the images.
 
-CRIU gets much of it from code that runs in the job's own memory, if the job's user can write at any time.
+CRIU gets much of it from code that runs in the job's own memory, which the job's user can change at any time.
 """
 
 from __future__ import annotations

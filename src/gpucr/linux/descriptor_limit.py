@@ -1,7 +1,7 @@
 """The open-file limit (RLIMIT_NOFILE): raised during an operation, with some descriptors reserved for its undo.
 
-A process that is out of descriptors cannot ask if another one is, let alone bring it back. So an operation raises its
-soft limit, and takes what its undo may need before it changes anything.
+A process that is out of descriptors cannot ask for the state of another one, let alone bring it back. So an operation
+raises its soft limit, and reserves what its undo may need before it changes anything.
 """
 
 from __future__ import annotations

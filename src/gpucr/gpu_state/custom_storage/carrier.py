@@ -152,7 +152,7 @@ class Carrier:
         def run() -> None:
             try:
                 work()
-            except Exception as e:  # noqa: BLE001 - raised if it is waited for
+            except Exception as e:  # noqa: BLE001 - raised in the thread that waits
                 errors.append(e)
 
         thread = threading.Thread(target=run, name="copy", daemon=True)

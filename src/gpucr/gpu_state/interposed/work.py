@@ -17,7 +17,7 @@ class Work:
     def _run(self, work: Callable[[], None]) -> None:
         try:
             work()
-        except Exception as e:  # noqa: BLE001 - raised if it is waited for
+        except Exception as e:  # noqa: BLE001 - raised in the thread that waits
             self._error = e
 
     def wait(self) -> None:
