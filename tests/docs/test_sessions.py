@@ -16,7 +16,6 @@ from tests.docs.pictures import screen
 from tests.docs.pictures import session as cast
 from tests.docs.sessions import Answer, Typed, differences, play, typed_in
 from tests.ordinary_user import OrdinaryUser
-from tests.storm import long
 
 # What the pages show with sizes that a test need not move.
 _SMALL = {"--mib 512": "--mib 16"}
@@ -75,7 +74,6 @@ def home(granted_user: OrdinaryUser) -> Iterator[Path]:
     shutil.rmtree(place)
 
 
-@long
 @pytest.mark.criu
 @pytest.mark.parametrize("what", ["the tutorial", "the picture"])
 def test_they_are_the_same_for_an_ordinary_user(granted_user: OrdinaryUser, home: Path, what: str) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from tests.ordinary_user import OrdinaryUser
-from tests.storm import long
 
 pytestmark = [pytest.mark.criu, pytest.mark.timeout(300)]
 
@@ -16,7 +15,6 @@ TESTS = Path(__file__).parents[1]
 MARK = "@pytest.mark.by_user"
 
 
-@long
 @pytest.mark.parametrize("rooms", ["operations", "supervise borrow"])
 def test_they_pass_for_an_ordinary_user_as_well(granted_user: OrdinaryUser, rooms: str) -> None:
     files = [file for room in rooms.split() for file in sorted((TESTS / room).glob("test_*.py")) if _marked(file)]
