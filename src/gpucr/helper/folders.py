@@ -11,8 +11,6 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from blake3 import blake3
-
 from gpucr.helper.keys import MAX_SIGNATURE_BYTES, SIGNATURE_NAME, SignedFile
 from gpucr.helper.peer import Peer
 from gpucr.helper.rights import Refused
@@ -199,6 +197,8 @@ def copy_verified(users_fd: int, files: tuple[SignedFile, ...], folder: Path, ch
 def _hashed(
     name: str, source_fd: int, target_fd: int | None, check: Check, limit_bytes: int | None = None
 ) -> SignedFile:
+    from blake3 import blake3  # not what the build of the wheel has, which loads every command
+
     digest, size_bytes = blake3(max_threads=blake3.AUTO), 0
     buffer = memoryview(bytearray(_BLOCK_BYTES))
     with contextlib.ExitStack() as opened:
