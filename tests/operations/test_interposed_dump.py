@@ -43,7 +43,7 @@ from tests.unit.memory_cgroup import ENTER, limited
 
 MIB = 1 << 20
 RUNNING = CudaState.RUNNING
-pytestmark = [pytest.mark.criu, pytest.mark.usefixtures("sim_only")]
+pytestmark = [pytest.mark.criu, pytest.mark.usefixtures("sim_only", "state_home")]
 
 
 @pytest.fixture

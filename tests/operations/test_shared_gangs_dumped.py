@@ -25,7 +25,7 @@ from tests.storm import later
 
 PROGRAM = Path(__file__).parents[1] / "hardware/interposed/shared_blocks.py"
 STEPS = 9
-pytestmark = [pytest.mark.criu, pytest.mark.usefixtures("sim_only")]
+pytestmark = [pytest.mark.criu, pytest.mark.usefixtures("sim_only", "state_home")]
 
 
 class Gang:
