@@ -22,6 +22,7 @@ from gpucr.jobs.selector import JobSelector
 from gpucr.linux import cgroups, namespaces, processes
 from gpucr.linux.claims import claimed
 from gpucr.linux.descriptor_limit import Reserve
+from gpucr.linux.terminal import makes_terminals
 from gpucr.model import Job, ProcessInfo
 
 LONGEST_TIMEOUT_S = 1e6
@@ -43,6 +44,15 @@ class FoundJob(Struct, frozen=True):
     sandbox: Sandbox | None = None
     claims: tuple[int, ...] = ()
     has_us: bool = False
+
+    def is_frozen_for(self, leave_running: bool) -> bool:
+        """Whether a dump stops all of it first, and kills it when the snapshot is complete, instead of CRIU.
+
+        So with several trees. And for a job that has made terminals (ptys): if CRIU is to end it and the dump fails at
+        the last hook, CRIU leaves them non-blocking and without what was in them (seen with 4.2.1), which it puts back
+        if it is to leave the job running.
+        """
+        return bool(self.job.other_root_pids) or (not leave_running and any(map(makes_terminals, self.job.pids)))
 
     def require_without_us(self) -> None:
         """Raise InvalidRequest if the job cannot be stopped as a whole because this gpucr is in it."""

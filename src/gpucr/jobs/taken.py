@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from msgspec import Struct
 
@@ -55,9 +55,11 @@ def taken_job(
     *,
     only: bool = False,
     force: bool = False,
-    guarded: bool = False,
+    guarded: Callable[[FoundJob], bool] = lambda found: False,
 ) -> Iterator[TakenJob]:
-    """Take the job for this operation during the block. ``each``: TO_CHANGE or TO_MOVE. ``guarded``: also without CUDA.
+    """Take the job for this operation during the block. ``each``: TO_CHANGE or TO_MOVE.
+
+    ``guarded``: whether it needs a guard even if it is one tree without CUDA.
 
     Raises as `selection.claimed_job`.
     """
@@ -66,7 +68,7 @@ def taken_job(
         roll = opened.enter_context(Roll(found.job))
         running.require_descriptors(len(found.job.processes), len(found.job.gang), each)
         protection = None
-        if found.job.gang or found.job.other_root_pids or guarded:
+        if found.job.gang or found.job.other_root_pids or guarded(found):
             protection = opened.enter_context(Protection(found.claims, found.job.processes))
         if found.job.gang and protection is not None:
             from gpucr.jobs import tracing  # jobs without CUDA start without it

@@ -1,4 +1,4 @@
-"""The controlling terminal of this process."""
+"""The controlling terminal of this process, and pseudoterminals that processes have made."""
 
 from __future__ import annotations
 
@@ -40,3 +40,14 @@ def _give(terminal: int, group: int) -> None:
                 os.tcsetpgrp(terminal, group)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+def makes_terminals(pid: int) -> bool:
+    """Whether the process has the master side of a pseudoterminal open. False if the caller may not look."""
+    folder = f"/proc/{pid}/fd"
+    with contextlib.suppress(OSError):  # it has ended, or is another user's
+        for name in os.listdir(folder):
+            with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+                if os.readlink(f"{folder}/{name}").endswith("/ptmx"):  # /dev/ptmx or /dev/pts/ptmx
+                    return True
+    return False

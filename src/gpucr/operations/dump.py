@@ -124,7 +124,9 @@ def dump(
         place = find_target(to, compress=compress, encrypt=encrypt, trust_store=trust_store, key=key)
         for attempt in range(1, ATTEMPTS + 1):
             running.interrupts.raise_at_once()
-            with taken_job(running, pid, TO_MOVE, force=force) as taken:
+            with taken_job(
+                running, pid, TO_MOVE, force=force, guarded=lambda job: job.is_frozen_for(leave_running)
+            ) as taken:
                 prepared = prepare(
                     taken.found,
                     place,
@@ -215,7 +217,7 @@ def prepare(
     if persist not in get_args(Persist):
         raise InvalidRequest(f"persist is {persist!r}", hint="give one of " + ", ".join(get_args(Persist)))
     preflight.require_privileges(job.root.pid)
-    stands_still = is_frozen or bool(job.other_root_pids)
+    stands_still = is_frozen or (protection is not None and found.is_frozen_for(leave_running))
     is_stopped = stands_still or bool(job.gang)
     uses = gpu_processes() if job.gang and not is_frozen else ()
     held: Mapping[int, Mapping[str, int]] = frozen.device_bytes if frozen is not None else {}

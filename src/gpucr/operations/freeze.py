@@ -73,7 +73,7 @@ def freeze(
     ):
         require_possible(gpu_state)
         deadline = selection.deadline_after(timeout_s)
-        taken = opened.enter_context(taken_job(running, pid, TO_MOVE, force=force, guarded=True))
+        taken = opened.enter_context(taken_job(running, pid, TO_MOVE, force=force, guarded=lambda found: True))
         found, protection = taken.found, taken.guard()
         found.require_without_us()
         uses = gpu_processes() if found.job.gang else ()

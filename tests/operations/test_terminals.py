@@ -1,0 +1,77 @@
+"""Jobs that have made terminals (ptys) for their own children."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import gpucr
+from gpucr.linux.terminal import makes_terminals
+from gpucr.snapshot.folder import UnfinishedSnapshot
+from tests.operations.stepping import StartJob
+
+pytestmark = pytest.mark.criu
+
+# Before each step something lies in the terminal that nobody has read yet; then it is read, and what comes next.
+TALKS = """
+import pty, tty
+pid, master = pty.fork()
+if pid == 0:
+    tty.setraw(0)
+    while data := os.read(0, 100):
+        os.write(1, data.upper())
+    os._exit(0)
+def said(text):
+    data = b""
+    while len(data) < len(text):
+        data += os.read(master, 100)
+    return data.decode()
+while os.write(master, b"x") and os.read(master, 1) != b"X":
+    pass
+done()
+while True:
+    os.write(master, b"hello")
+    time.sleep(0.05)
+    step()
+    os.write(master, b"again")
+    done(said("HELLOAGAIN"))
+"""
+
+
+def test_a_dump_that_fails_leaves_them_as_they_were(
+    start: StartJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CRIU empties them, and makes them non-blocking, when it is to end the job."""
+    job = start(TALKS)
+    assert job.go_on() == "HELLOAGAIN"
+
+    def fail(*_: object) -> None:
+        raise gpucr.SnapshotError("the disk is full", path="there")
+
+    monkeypatch.setattr(UnfinishedSnapshot, "commit", fail)
+    with pytest.raises(gpucr.SnapshotError, match="the disk is full"):
+        gpucr.dump(job.pid, tmp_path / "s")
+    monkeypatch.undo()
+    assert job.go_on() == "HELLOAGAIN"
+    assert job.go_on() == "HELLOAGAIN"
+    job.dump_and_end(tmp_path / "s")
+    gpucr.restore(tmp_path / "s")
+    assert job.go_on() == "HELLOAGAIN"
+
+
+def test_which_processes_have_made_some() -> None:
+    assert not makes_terminals(os.getpid())
+    master, slave = os.openpty()
+    try:
+        assert makes_terminals(os.getpid())
+        os.close(master)
+        assert not makes_terminals(os.getpid())
+    finally:
+        os.close(slave)
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        pass
+    assert not makes_terminals(ended.pid)
