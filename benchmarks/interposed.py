@@ -124,7 +124,7 @@ class Round:
 
     @staticmethod
     def _left_running(pid: int, store: Path) -> Outcome:
-        # force: with --fill repeated the disk may be smaller than the memory, of which next to nothing is written
+        # force: with --fill repeated the disk may be smaller than the job, but the store writes each GiB only once
         report = gpucr.dump(pid, f"{store}#a", leave_running=True, compress="auto", force=True)
         return Outcome(report.phases, downtime_s=report.downtime_s)
 

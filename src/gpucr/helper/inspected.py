@@ -8,12 +8,12 @@ from __future__ import annotations
 import os
 import re
 import socket
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from fnmatch import fnmatch
 from pathlib import Path
 
 from gpucr.criu import images_pb2
-from gpucr.criu.image_entries import ImageError, ImageReader, OpenImage, images_in
+from gpucr.criu.image_entries import ImageError, ImageReader, M, OpenImage, images_in
 from gpucr.criu.imaged_files import MEMFD_MAGIC
 from gpucr.criu.images import FilesImage
 from gpucr.criu.linked_files import GHOST, REMAP_IMAGE, REMAP_MAGIC
@@ -204,14 +204,18 @@ def _check_terminals(names: Collection[str], open_image: OpenImage, files: Files
     for number in files.terminals():
         if _TERMINALS.fullmatch(paths.get(number, "")) is None:
             raise Refused("the job has a terminal open that is not a pseudoterminal (pty)")
-    if TERMINALS_IMAGE not in names:
-        return
-    with open_image(TERMINALS_IMAGE) as stream:
-        for entry in ImageReader(stream, _TERMINALS_MAGIC, "terminals", max_bytes=_MAX_BYTES).entries(
-            images_pb2.Terminal
-        ):
-            if entry.type != _PAIR:
-                raise Refused("the job has a terminal that is not a pseudoterminal (pty)")
+    for entry in _entries(names, open_image, TERMINALS_IMAGE, _TERMINALS_MAGIC, "terminals", images_pb2.Terminal):
+        if entry.type != _PAIR:
+            raise Refused("the job has a terminal that is not a pseudoterminal (pty)")
+
+
+def _entries(
+    names: Collection[str], open_image: OpenImage, name: str, magic: int, kind: str, message: type[M]
+) -> Iterator[M]:
+    """Those of an image; none if there is no such image."""
+    if name in names:
+        with open_image(name) as stream:
+            yield from ImageReader(stream, magic, kind, max_bytes=_MAX_BYTES).entries(message)
 
 
 def _check_roots(names: Collection[str], open_image: OpenImage, files: FilesImage) -> None:
@@ -221,22 +225,13 @@ def _check_roots(names: Collection[str], open_image: OpenImage, files: FilesImag
 
 
 def _check_memory_files(names: Collection[str], open_image: OpenImage, peer: Peer) -> None:
-    if "memfd.img" not in names:
-        return
-    with open_image("memfd.img") as stream:
-        for entry in ImageReader(stream, MEMFD_MAGIC, "files in memory", max_bytes=_MAX_BYTES).entries(
-            images_pb2.MemoryFileInode
-        ):
-            if entry.uid != peer.uid or entry.gid not in peer.groups:
-                raise Refused("the job has a file in memory that is another user's")
+    inodes = _entries(names, open_image, "memfd.img", MEMFD_MAGIC, "files in memory", images_pb2.MemoryFileInode)
+    for entry in inodes:
+        if entry.uid != peer.uid or entry.gid not in peer.groups:
+            raise Refused("the job has a file in memory that is another user's")
 
 
 def _check_remaps(names: Collection[str], open_image: OpenImage) -> None:
-    if REMAP_IMAGE not in names:
-        return
-    with open_image(REMAP_IMAGE) as stream:
-        for entry in ImageReader(stream, REMAP_MAGIC, "names that are gone", max_bytes=_MAX_BYTES).entries(
-            images_pb2.Remap
-        ):
-            if entry.remap_type != GHOST:
-                raise Refused("the job has a file open whose name is gone while another name of it is left")
+    for entry in _entries(names, open_image, REMAP_IMAGE, REMAP_MAGIC, "names that are gone", images_pb2.Remap):
+        if entry.remap_type != GHOST:
+            raise Refused("the job has a file open whose name is gone while another name of it is left")

@@ -255,39 +255,34 @@ class Vault:
 
     def read_into(self, address: int, data: memoryview) -> None:
         """Device memory into a buffer; straight into one that is a mapping of its own. Raises VaultFailed."""
-        if not self._copies_straight(
-            data, lambda host, stream: ("cuMemcpyDtoHAsync_v2", host, address, len(data), stream)
-        ):
+        if self._is_pinned(data):
+            self._copy_straight("cuMemcpyDtoHAsync_v2", address_of(data), address, len(data))
+        else:
             self.read(address, len(data), lambda slot, offset, size: copy(data[offset:], at_address(slot, size)))
 
     def write_from(self, address: int, data: memoryview) -> None:
         """A buffer into device memory; as `read_into`."""
-        if not self._copies_straight(
-            data, lambda host, stream: ("cuMemcpyHtoDAsync_v2", address, host, len(data), stream)
-        ):
+        if self._is_pinned(data):
+            self._copy_straight("cuMemcpyHtoDAsync_v2", address, address_of(data), len(data))
+        else:
             self.write(
-                address,
-                len(data),
-                lambda slot, offset, size: copy(at_address(slot, size), data[offset : offset + size]),
+                address, len(data), lambda slot, offset, size: copy(at_address(slot, size), data[offset:][:size])
             )
 
-    def _copies_straight(self, data: memoryview, call: Callable[[int, ctypes.c_void_p], tuple[object, ...]]) -> bool:
-        """Copy on the thread's own stream. False: the buffer cannot be pinned, and nothing was copied."""
-        if not isinstance(data.obj, mmap.mmap) or data.readonly:
-            return False
-        self._cuda("cuCtxSetCurrent", self._context)
-        if not self._pins(data.obj):
-            return False
+    def _copy_straight(self, call: str, to: int, start: int, size_bytes: int) -> None:
+        """On the thread's own stream."""
         stream = getattr(self._local, "stream", None)
         if stream is None:
             stream = self._local.stream = self._new_stream()
-        name, *arguments = call(address_of(data), stream)
-        self._cuda(str(name), *arguments)
+        self._cuda(call, to, start, size_bytes, stream)
         self._cuda("cuStreamSynchronize", stream)
-        return True
 
-    def _pins(self, buffer: mmap.mmap) -> bool:
-        """Pin this mapping at its first use, until `close`. False if the driver refuses."""
+    def _is_pinned(self, data: memoryview) -> bool:
+        """Whether the buffer is pinned, from its first use until `close`. False if the driver refuses."""
+        buffer = data.obj
+        if not isinstance(buffer, mmap.mmap) or data.readonly:
+            return False
+        self._cuda("cuCtxSetCurrent", self._context)
         with self._lock:
             if id(buffer) not in self._buffers:
                 address = address_of(memoryview(buffer))

@@ -74,7 +74,7 @@ class Interposed:
         self._room: StagingFile | None = None
         self._preparing: threading.Thread | None = None
         self._failure: GpucrError | OSError | None = None
-        self._copying: Work | None = None
+        self._copying: Work[None] | None = None
         self._is_out = False
         self._is_back = False
 

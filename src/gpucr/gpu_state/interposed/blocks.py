@@ -55,6 +55,11 @@ def extents_of(blocks: Sequence[Block], uuids: Sequence[str]) -> tuple[StagedExt
     return tuple(extents)
 
 
+def _copy_to(start: int) -> Callable[[int, int, int], object]:
+    """What takes pieces of `Vault.read` to host memory from this address on."""
+    return lambda slot, offset, size_bytes: ctypes.memmove(start + offset, slot, size_bytes)
+
+
 class BlocksSource:
     """See `Source`: memory that descriptors keep alive, read from its GPUs."""
 
@@ -84,8 +89,7 @@ class BlocksSource:
 
     def _copy(self, position: int, size_bytes: int, to: int) -> None:
         for vault, address, at, size in self._pieces(position, size_bytes):
-            start = to + at
-            vault.read(address, size, lambda slot, offset, n, start=start: ctypes.memmove(start + offset, slot, n))  # type: ignore[misc]
+            vault.read(address, size, _copy_to(to + at))
 
     def _pieces(self, position: int, size_bytes: int) -> Iterator[tuple[Vault, int, int, int]]:
         """What of each block lies in a range: its vault, where it sees it, where in the range, how much."""

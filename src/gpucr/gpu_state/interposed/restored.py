@@ -7,7 +7,6 @@ processes are given what is there when the driver has brought back the rest.
 from __future__ import annotations
 
 import bisect
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from gpucr.driver.api import Driver
@@ -18,6 +17,7 @@ from gpucr.gpu_state.interposed.coming_back import let_go_on
 from gpucr.gpu_state.interposed.host_copy import require_sizes
 from gpucr.gpu_state.interposed.line import Line, spoken, unlocked
 from gpucr.gpu_state.interposed.shared import share_anew
+from gpucr.gpu_state.interposed.work import Work
 from gpucr.interposer.client import GIVEN_AT_ONCE, Agent, Held
 from gpucr.interposer.protocol import Block, Flag
 from gpucr.interposer.sharing import Part, Share
@@ -113,24 +113,11 @@ class MadeMeanwhile:
     ) -> None:
         self.part = part
         self.size_bytes = extents[-1].offset + extents[-1].size_bytes
-        self._make = make
-        self._made: BlocksDestination | None = None
-        self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name="vault", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            self._made = self._make()
-        except Exception as e:  # noqa: BLE001 (raised to all who need it)
-            self._error = e
+        self._work = Work(make)
 
     def get(self) -> BlocksDestination:
         """Wait until it is made. Raises what making it raised."""
-        self._thread.join()
-        if self._made is None:
-            raise self._error or RuntimeError("closed")
-        return self._made
+        return self._work.wait()
 
     def write_from(self, position: int, data: memoryview) -> None:
         """See `Destination`."""
@@ -138,9 +125,8 @@ class MadeMeanwhile:
 
     def close(self) -> None:
         """Free the memory that was given to nobody. Idempotent."""
-        self._thread.join()
-        if self._made is not None:
-            self._made.close()
+        for made in self._work.results():
+            made.close()
 
 
 class BlocksReturn:
