@@ -1,4 +1,4 @@
-"""How many requests are served at a time, whoever listens: systemd before 256 counts no local connections of a user."""
+"""How many requests are served at a time. The helper counts them itself, whoever listens (systemd or gpucr)."""
 
 from __future__ import annotations
 
