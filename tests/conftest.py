@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +106,19 @@ def skip_or_fail(need: str, reason: str) -> None:
     if need in os.environ.get("GPUCR_REQUIRE", "").split(","):
         pytest.fail(f"{reason}, and GPUCR_REQUIRE asks for {need}")
     pytest.skip(reason)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """What a command that failed had printed: its exception names the command alone."""
+    report = yield
+    error = call.excinfo.value if call.excinfo else None
+    if isinstance(error, subprocess.CalledProcessError):
+        for stream in ("stdout", "stderr"):
+            if printed := getattr(error, stream):
+                text = printed if isinstance(printed, str) else printed.decode(errors="replace")
+                report.sections.append((f"{stream} of the command", text))
+    return report
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -92,9 +92,8 @@ class Job:
 
     def criu_pid(self) -> int:
         """Of the CRIU in the sandbox, which is a child of this process."""
-        return next(
-            child.pid for child in psutil.Process().children() if len(processes.describe(child.pid).ns_pids) > 1
-        )
+        living = (child.pid for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE)
+        return next(pid for pid in living if len(processes.describe(pid).ns_pids) > 1)
 
 
 @pytest.fixture

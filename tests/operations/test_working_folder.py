@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from gpucr.errors import SnapshotError
+from gpucr.helper.folders import private_folder
+from gpucr.linux import locks
 from gpucr.snapshot.working_folder import PREFIX, WorkingFolder, remove
 
 
@@ -82,3 +89,36 @@ def test_one_whose_maker_was_killed_before_it_was_locked(place: Path) -> None:
     folder.create()
     assert list(place.iterdir()) == [folder.path]
     folder.remove()
+
+
+@contextlib.contextmanager
+def for_a_store(place: Path) -> Iterator[None]:
+    folder = WorkingFolder(1, 0)
+    folder.create()
+    yield
+    folder.remove()
+
+
+@pytest.mark.parametrize("made", [for_a_store, private_folder])
+def test_another_gpucr_looks_at_it_before_it_is_locked(
+    made: Callable[[Path], AbstractContextManager[object]], place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever looks for what was left behind locks it for a moment."""
+    place.chmod(0o700)
+    open_it = os.open
+    looks: list[threading.Timer] = []
+
+    def opened(path: str | Path, flags: int, *rest: Any, **keywords: Any) -> int:
+        fd = open_it(path, flags, *rest, **keywords)
+        if not looks and (PREFIX in str(path) or "at-work-" in str(path)):
+            looker = open_it(path, os.O_RDONLY)
+            locks.lock(looker)
+            looks.append(threading.Timer(0.05, os.close, [looker]))
+            looks[0].start()
+        return fd
+
+    monkeypatch.setattr(os, "open", opened)
+    with made(place):
+        assert len(looks) == 1
+    looks[0].join()
+    assert list(place.iterdir()) == []

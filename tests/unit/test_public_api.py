@@ -175,7 +175,15 @@ def test_an_import_takes_only_what_it_needs(statement: str, heavy: tuple[str, ..
 def test_a_job_without_cuda_is_dumped_and_restored_without_what_is_for_cuda(tmp_path: Path) -> None:
     """Not only when a command begins: nothing on its way loads it either."""
     with (tmp_path / "output").open("wb") as output:
-        job = subprocess.Popen(["sleep", "1000"], stdin=subprocess.DEVNULL, stdout=output, stderr=output, cwd="/")
+        # CRIU dumps no process whose session began outside its pid namespace, as this test's may have.
+        job = subprocess.Popen(
+            ["sleep", "1000"],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            cwd="/",
+            start_new_session=True,
+        )
     try:
         for statement in (f"gpucr.dump({job.pid}, 's')", "gpucr.restore('s')"):
             code = f"import gpucr, sys; {statement}; print(*sys.modules)"
@@ -187,7 +195,8 @@ def test_a_job_without_cuda_is_dumped_and_restored_without_what_is_for_cuda(tmp_
             assert not {*_FOR_CUDA, "gpucr.helper.client"} & set(done.stdout.split())
     finally:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(job.pid, signal.SIGKILL)
+            os.kill(job.pid, signal.SIGKILL)  # the restored one too, which is not this process's child
+        job.wait(10)
 
 
 _NO_NAMES_OF_OURS = frozenset(

@@ -140,7 +140,7 @@ def private_folder(work: Path) -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix="at-work-", dir=work))
     fd = os.open(folder, _FOLDER)
     try:
-        locks.lock(fd)
+        locks.lock(fd, wait_s=None)  # another helper may be looking at it
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)

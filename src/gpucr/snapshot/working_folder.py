@@ -18,6 +18,8 @@ _IN_MEMORY = Path("/dev/shm")  # noqa: S108 - memory with a path
 _MARGIN_BYTES = 64 << 20
 _LEFT_BEHIND_S = 3600.0
 """A guard removes a killed gpucr's folder at once. Without a guard (no CUDA) the next gpucr does."""
+_LOOKED_AT_S = 10.0
+"""How long a maker waits for another gpucr that has the new folder locked, to see whether its maker lives."""
 
 
 class WorkingFolder:
@@ -50,7 +52,7 @@ class WorkingFolder:
         try:
             trusted_paths.require_ours(self.path.parent, is_sticky_enough=True)
             unlocked.mkdir(mode=0o700)
-            self._lock = _locked(unlocked)
+            self._lock = _locked(unlocked, wait_s=_LOOKED_AT_S)
             unlocked.rename(self.path)
         except OSError as e:
             raise SnapshotError(
@@ -93,13 +95,13 @@ def _remove_left_behind(parent: Path) -> None:
                 os.close(lock)
 
 
-def _locked(path: Path) -> int:
-    """The folder, opened and locked. Raises OSError if it is another user's, or its maker still runs."""
+def _locked(path: Path, *, wait_s: float = 0.0) -> int:
+    """The folder, opened and locked. Raises OSError if it is another user's, or its maker still runs after `wait_s`."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         if os.fstat(fd).st_uid != os.geteuid():
             raise PermissionError(f"{path} is another user's")
-        locks.lock(fd)
+        locks.lock(fd, wait_s=wait_s)
     except BaseException:
         os.close(fd)
         raise
