@@ -505,6 +505,7 @@ def test_a_pid_that_a_zombie_has() -> None:
         finding = only(preflight.check_free_pids(uses_of_pids([child.pid])))
     assert finding.what == f"pid {child.pid} is taken by the zombie of sleep"
     assert f"let process {os.getpid()} collect" in finding.remedy
+    assert "docker run --init" in finding.remedy
 
 
 def test_a_pid_that_a_thread_has() -> None:

@@ -138,7 +138,10 @@ PID_OF_SESSION = Fact(
     code="GPUCR-PID-IN-USE",
     case="a session, for a job that had no terminal",
 )
-_COLLECT = "let process {parent} collect (wait for) its child, or end that parent"
+_COLLECT = (
+    "let process {parent} collect (wait for) its child, or end that parent; if that is process 1 of a container, start "
+    "the container with an init (docker run --init), or restore with --isolate: a sandbox has pids of its own"
+)
 PID_OF_ZOMBIE = Fact(
     what="pid {pid} is taken by the zombie of {name}",
     consequence=_VERY_PID,
