@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -99,7 +100,8 @@ def test_an_attendant_that_is_killed_leaves_it_as_it_was(container: StartContain
 
 def sockets_of_ended_crius() -> set[Path]:
     """The others are of tests that run at the same time."""
-    ends = {path: ProcessId(*map(int, path.stem.split("-"))) for path in meeting.MEETINGS.folder().glob("*.sock")}
+    names = meeting.MEETINGS.folder().glob("*.sock")
+    ends = {path: ProcessId(*map(int, path.stem.rsplit("-", 2)[1:])) for path in names}
     return {path for path, criu in ends.items() if not processes.is_alive(criu)}
 
 
@@ -428,3 +430,19 @@ def test_a_cgroup_whose_freezer_would_hang_criu_is_refused(container: StartConta
     assert done.returncode != 0
     assert "gpucr: error: the container is in a cgroup of version 1's freezer" in done.stderr
     assert_runs_on(made, 101)
+
+
+def test_dumps_in_another_pid_namespace_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may share /run with this one, and its processes have other pids here, or none."""
+    ended, me = ProcessId(1 << 22, 1), processes.describe(os.getpid()).id
+    with tempfile.TemporaryDirectory() as short_path:
+        folder = Path(short_path)
+        monkeypatch.setattr(meeting.MEETINGS, "folder", lambda: folder)
+        ours = meeting.socket_path(ended)
+        with monkeypatch.context() as there:
+            there.setattr("gpucr.linux.process_records._here", lambda: "boot-1")
+            theirs = meeting.socket_path(ended)
+        ours.touch()
+        theirs.touch()
+        with meeting.listen(me):
+            assert set(folder.iterdir()) == {theirs, meeting.socket_path(me)}

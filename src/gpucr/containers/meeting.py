@@ -13,7 +13,7 @@ from pathlib import Path
 
 from gpucr import records
 from gpucr.errors import BrokenInstall, GpucrError
-from gpucr.linux import processes, trusted_paths
+from gpucr.linux import trusted_paths
 from gpucr.linux.process_records import ProcessRecords
 from gpucr.model import ProcessId
 from gpucr.records import Record
@@ -34,7 +34,7 @@ def listen(criu: ProcessId) -> socket.socket:
     """The attendant's listening socket, under a name that only root can reach. Raises OSError."""
     path = socket_path(criu)
     trusted_paths.make_private(path.parent)
-    _remove_ended(path.parent)
+    MEETINGS.remove_ended()  # leftovers of killed attendants
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         listening.bind(str(path))
@@ -85,18 +85,8 @@ def encode_answer(lines: Sequence[str], error: BaseException | None) -> bytes:
 
 
 def socket_path(criu: ProcessId) -> Path:
-    """The path of this CRIU's attendant."""
-    return MEETINGS.folder() / f"{criu.pid}-{criu.start_time_ticks}.sock"
-
-
-def _remove_ended(folder: Path) -> None:
-    """Remove leftovers of killed attendants."""
-    for path in folder.glob("*.sock"):
-        pid, _, start_time_ticks = path.stem.partition("-")
-        if pid.isdecimal() and start_time_ticks.isdecimal():
-            criu = ProcessId(int(pid), int(start_time_ticks))
-            if not processes.is_alive(criu):
-                forget(criu)
+    """The path of this CRIU's attendant, beside the records: gpucr in another pid namespace may share the folder."""
+    return MEETINGS.path(criu).with_suffix(".sock")
 
 
 def _attendant_is_gone(hook: str) -> GpucrError:

@@ -63,7 +63,7 @@ class ProcessRecords:
             self.path(process).unlink()
 
     def remove_ended(self) -> None:
-        """Remove the records of all processes that have ended."""
+        """Remove the records of all processes of this pid namespace that have ended, and what is named after them."""
         with contextlib.suppress(OSError):
             for path, process in list(self._all()):
                 if not processes.is_alive(process):

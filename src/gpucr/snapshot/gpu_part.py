@@ -129,10 +129,14 @@ class GpuPart:
             self._begin(_WITHOUT_GPU_STATE)
 
     def finish_without(self) -> None:
-        """CRIU has written the images of a container without GPU state."""
+        """CRIU has written the images of a container without GPU state.
+
+        Raises SnapshotUnfinished if they were begun as a container's with GPU state.
+        """
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             if self._mark.read_bytes() == _WITHOUT_GPU_STATE:
                 self.finish()
+            self.require_finished()
 
     def _begin(self, content: bytes) -> None:
         with self._explained("replaced"):
