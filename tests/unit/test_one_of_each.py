@@ -27,7 +27,7 @@ ONLY_IN = {
 
 
 @pytest.mark.parametrize("pattern", ONLY_IN)
-def test_nothing_else_does_it(pattern: str) -> None:
+def test_only_the_listed_module_does_it(pattern: str) -> None:
     found = {
         str(file.relative_to(SOURCES))
         for file in SOURCES.rglob("*.py")

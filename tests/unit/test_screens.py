@@ -235,7 +235,7 @@ def _painted(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", SCREENS)
-def test_what_is_printed(name: str) -> None:
+def test_printed_tables(name: str) -> None:
     assert _painted(name) == (_PICTURES / f"{name}.txt").read_text()
 
 
@@ -249,7 +249,7 @@ def test_no_line_is_longer_than_the_terminal(name: str, width: int) -> None:
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
-def test_states_names_and_reasons_are_all_there(width: int) -> None:
+def test_states_names_and_reasons_are_complete(width: int) -> None:
     with _terminal(width) as printed:
         _print_jobs()
         _print_processes(checked=True)()
