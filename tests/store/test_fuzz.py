@@ -63,7 +63,7 @@ def test_the_sample_is_valid(name: str) -> None:
 
 
 @pytest.mark.parametrize("path", sorted(CORPUS.glob("*/*")), ids=lambda path: f"{path.parent.name}-{path.name}")
-def test_what_was_found_before_is_refused(path: Path) -> None:
+def test_earlier_findings_are_refused(path: Path) -> None:
     form = FORMATS[path.parent.name]
     with pytest.raises(form.errors):
         form.read(path.read_bytes())
