@@ -55,7 +55,7 @@ def test_it_listens_again_after_a_restore(folder: Path, tmp_path: Path, isolate:
         assert has_its_agent(gpucr.restore(tmp_path / "t").pid)
 
 
-def test_a_clone_beside_the_original_has_its_own(folder: Path, tmp_path: Path) -> None:
+def test_a_clone_beside_the_original_has_its_own_agent(folder: Path, tmp_path: Path) -> None:
     with start_counter(folder, "--mib", "16", interpose=True) as original:
         assert original.ask() == 101
         gpucr.dump("counter", tmp_path / "s", leave_running=True)

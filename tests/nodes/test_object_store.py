@@ -90,7 +90,7 @@ def test_a_job_is_dumped_ended_and_restored(nodes: TwoNodes) -> None:
 
 
 @pytest.mark.parametrize("count", [1, later(3)])
-def test_the_answer_to_the_decision_is_lost(nodes: TwoNodes, network: Network, count: int) -> None:
+def test_a_lost_answer_to_the_decision(nodes: TwoNodes, network: Network, count: int) -> None:
     """The store has the object that decides, and node 0 does not know whose it is: it asks again, and finds its own."""
     network.lose_answers = count
     nodes.dump()
@@ -102,7 +102,7 @@ def test_the_answer_to_the_decision_is_lost(nodes: TwoNodes, network: Network, c
 
 
 @long
-def test_a_node_that_does_not_reach_the_store_to_save(nodes: TwoNodes, network: Network) -> None:
+def test_a_node_cannot_reach_the_store_to_save(nodes: TwoNodes, network: Network) -> None:
     """It gives up, and all parts run; what the other one has saved is gone."""
     started = [nodes.start_dump(0), nodes.drive(1, "save", "pause", first=IMPATIENT)]
     nodes.wait_there(1)
@@ -119,7 +119,7 @@ def test_a_node_that_does_not_reach_the_store_to_save(nodes: TwoNodes, network: 
 
 @long
 @pytest.mark.parametrize("is_decided", [True, False])
-def test_a_store_that_nobody_reaches_at_the_decision(nodes: TwoNodes, network: Network, is_decided: bool) -> None:
+def test_no_node_reaches_the_store_at_the_decision(nodes: TwoNodes, network: Network, is_decided: bool) -> None:
     """Nobody can know what was decided, so all parts run; the store tells later whether the set is complete."""
     moment = "after:complete" if is_decided else "before:complete"
     started = [nodes.drive(0, moment, "pause", first=IMPATIENT), nodes.drive(1, "never", "pause", first=IMPATIENT)]

@@ -181,7 +181,7 @@ def jobs(torch_python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         made.close()
 
 
-def test_a_program_that_makes_its_process_group_again(jobs: Jobs, torch_python: str) -> None:
+def test_a_program_that_recreates_its_process_group(jobs: Jobs, torch_python: str) -> None:
     """It keeps its memory: no step is lost, and none is counted twice."""
     jobs.start([[torch_python, "-c", RECONNECTS, rank] for rank in range(2)])
     jobs.cycle()
