@@ -145,7 +145,7 @@ def test_dump_that_fails_before_the_checkpoint(plugin: Plugin, counter: CounterF
     assert program.ask() == 101
 
 
-def test_a_frozen_process_without_cuda_is_passed_over(plugin: Plugin, process_without_cuda: int) -> None:
+def test_a_frozen_process_without_cuda_is_skipped(plugin: Plugin, process_without_cuda: int) -> None:
     frozen = Frozen(process_without_cuda)
     try:
         assert restore_thread(plugin, process_without_cuda) == -1
@@ -163,11 +163,11 @@ def test_restore_thread_of_a_stopped_process(plugin: Plugin, counter: CounterFac
     assert state_word(plugin, program.pid) == "running"
 
 
-def test_process_without_cuda_is_passed_over(plugin: Plugin, process_without_cuda: int) -> None:
+def test_a_process_without_cuda_is_skipped(plugin: Plugin, process_without_cuda: int) -> None:
     assert restore_thread(plugin, process_without_cuda) == -1
 
 
-def test_lock_that_runs_out_of_time_can_be_unlocked_or_not(plugin: Plugin, counter: CounterFactory) -> None:
+def test_a_lock_timeout_with_and_without_unlock(plugin: Plugin, counter: CounterFactory) -> None:
     program = counter("--mib", "4")
     program.send("busy 600000")
     code, answer = plugin("--action", "lock", "--pid", str(program.pid), "--timeout", "50")

@@ -133,7 +133,7 @@ def test_images_folder_holds_images_only(workspace: Workspace, start: StartProgr
     }
 
 
-def test_hooks_come_in_order_and_tell_what_is_frozen(workspace: Workspace, start: StartProgram) -> None:
+def test_hooks_run_in_order_and_report_what_is_frozen(workspace: Workspace, start: StartProgram) -> None:
     program = start()
     pids = program.tree()
     seen: list[tuple[str, int, str]] = []

@@ -39,7 +39,7 @@ while True:
 
 
 @pytest.mark.parametrize("leave_running", [False, True])
-def test_a_job_that_is_refused_io_uring(leave_running: bool, start: StartProgram, workspace: Workspace) -> None:
+def test_a_job_with_io_uring_denied(leave_running: bool, start: StartProgram, workspace: Workspace) -> None:
     program = start(FILTERED, LOOP)
     pids = program.tree()
     workspace.dump(program, leave_running=leave_running)

@@ -24,7 +24,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")])
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_every_relative_link_leads_somewhere(path: Path) -> None:
+def test_every_relative_link_has_a_target(path: Path) -> None:
     broken = []
     for link in _LINK.findall(without_fences(path.read_text())):
         file, _, anchor = link.partition("#")

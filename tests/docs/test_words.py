@@ -135,11 +135,11 @@ def test_words_to_avoid_are_found(text: str) -> None:
     "text",
     ["the job keeps running", "marshalled", "it went only once", "the standard", "based on", "leave it as it is"],
 )
-def test_other_words_are_none(text: str) -> None:
+def test_other_words_are_accepted(text: str) -> None:
     assert avoided(text) == []
 
 
-def test_messages_docstrings_and_comments_are_read() -> None:
+def test_messages_docstrings_and_comments_are_extracted() -> None:
     source = '"""The job goes on."""\nraise Error(f"it {what} on stderr")  # all the\n\n# as far\n# as\n'
     assert sorted(texts(source)) == [(1, "The job goes on."), (2, "all the"), (2, "it {} on stderr"), (4, "as far as")]
     assert list(c_comments("/* as\n * far */\nint x; // mended\n")) == [(1, "/* as  far */"), (3, "// mended")]
