@@ -156,7 +156,7 @@ def test_a_zombie_of_the_job_is_waited_for(start: Start, tmp_path: Path) -> None
     assert state_and_parent(zombie) == ("Z", job)
 
 
-def test_a_zombie_of_the_job_that_nobody_collects(
+def test_a_zombie_of_the_job_that_is_never_reaped(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machine, "REAPING_TIMEOUT_S", 0.05)

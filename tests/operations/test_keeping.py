@@ -49,7 +49,7 @@ def pieces(report: gpucr.DumpReport, job: Job) -> object:
 @pytest.mark.parametrize(("gpu_mib", "host_mib", "way"), [
     (400, 0, GPU), later(200, 4096, HOST), later(200, 0, NOWHERE),
 ])  # fmt: skip
-def test_what_is_saved_while_the_job_runs_on(
+def test_saved_while_the_job_runs(
     start: StartJob,
     library: Path,
     driver: CudaDriver,

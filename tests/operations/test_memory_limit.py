@@ -71,7 +71,7 @@ def _used_bytes(folder: Path) -> int:
 
 
 @pytest.mark.parametrize("operation", ["dump", later("keep"), later("suspend"), later("restore")])
-def test_the_least_room_that_is_not_refused_is_enough(
+def test_the_smallest_accepted_limit_is_enough(
     sim_only: None, counter: CounterFactory, cgroup: tuple[Path, Path], tmp_path: Path, operation: str
 ) -> None:
     (folder, limit), mib = cgroup, 64

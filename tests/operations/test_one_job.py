@@ -145,7 +145,7 @@ def test_two_logins_are_two_users(folder: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_jobs_that_gpucr_keeps(name: str, folder: Path, tmp_path: Path, state_home: Path) -> None:
+def test_jobs_with_keepers(name: str, folder: Path, tmp_path: Path, state_home: Path) -> None:
     """Their keepers are the children of a process that asks for orphans, as of every init."""
     subreaper = "import ctypes; ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)"
     arguments = command.command("run", "--name", "kept", "--no-isolate", "--", sys.executable, "-c", WAIT)
@@ -165,7 +165,7 @@ def kept_job() -> JobRecord:
     return job.record
 
 
-def test_what_somebody_runs_as_another_user_is_theirs(folder: Path, tmp_path: Path) -> None:
+def test_programs_run_as_another_user_belong_to_their_caller(folder: Path, tmp_path: Path) -> None:
     """As by sudo: the way from root to the second user leads through the first."""
     code = f"""
 read, write = os.pipe()
@@ -285,7 +285,7 @@ def _is_removed(top: Path) -> bool:
     return not top.exists()
 
 
-def test_force_takes_what_was_found_and_leaves_gpucr_out(tmp_path: Path, sim_only: None) -> None:
+def test_force_takes_all_processes_but_gpucr(tmp_path: Path, sim_only: None) -> None:
     """A shell with gpucr itself below it. A dump would stop itself, and is refused even so."""
     gpucr_itself = shlex.join(command.command())
     program = shlex.quote(str(simulator.build() / "counter"))
@@ -325,7 +325,7 @@ def test_an_init_above_several_users(name: str, container: StartContainer, tmp_p
     assert "is not one job" in done.stderr
 
 
-def test_a_job_that_is_pid_1_of_its_container(container: StartContainer, sim_only: None) -> None:
+def test_a_job_as_pid_1_of_its_container(container: StartContainer, sim_only: None) -> None:
     made = container([str(simulator.build() / "counter"), "--port", "0", "--mib", "2"])
     wait_ready(made.output)
     for name, state in (("suspend", "checkpointed"), ("resume", "running")):

@@ -99,7 +99,7 @@ def test_left_running_and_saved_while_frozen(folder: Path, undisturbed: list[str
 
 
 @pytest.mark.parametrize("call", [later("drop_imported"), "export", later("give_back")])
-def test_a_restore_that_cannot_share_anew_ends_what_it_began(
+def test_a_restore_that_cannot_share_again_ends_what_it_started(
     call: str, folder: Path, undisturbed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gang = Gang(folder, isolate=False)
