@@ -43,7 +43,7 @@ def put_away(batch: Batch) -> Callable[[], Path]:
     return lambda: away.rename(batch.store)
 
 
-def test_a_store_that_the_next_node_does_not_reach(batch: Batch) -> None:
+def test_a_store_the_next_node_cannot_reach(batch: Batch) -> None:
     dumped_once(batch)
     batch.starts[-1].send_signal(signal.SIGTERM)
     assert batch.end() == 99, batch.errors()
@@ -98,7 +98,7 @@ def test_a_job_that_ends_during_the_grace_time(batch: Batch, code: int) -> None:
     assert batch.snapshots() == ["slurm-77"]
 
 
-def test_a_signal_that_ends_gpucr_and_the_job_alike(batch: Batch) -> None:
+def test_a_signal_that_ends_both_gpucr_and_the_job(batch: Batch) -> None:
     """Like `scontrol requeue` does."""
     dumped_once(batch)
     (job,) = registry().jobs()
@@ -128,7 +128,7 @@ def test_a_signal_before_the_first_step(batch: Batch) -> None:
     assert batch.steps() == ALL
 
 
-def test_a_signal_while_slurm_is_asked_for_the_time_limit(batch: Batch) -> None:
+def test_a_signal_while_slurm_is_queried_for_the_time_limit(batch: Batch) -> None:
     """A controller that is busy answers late."""
     squeue = batch.folder / "bin" / "squeue"
     squeue.parent.mkdir()
@@ -142,7 +142,7 @@ def test_a_signal_while_slurm_is_asked_for_the_time_limit(batch: Batch) -> None:
     assert registry().jobs() == ()
 
 
-def test_a_signal_before_it_is_restored(batch: Batch) -> None:
+def test_a_signal_before_the_job_is_restored(batch: Batch) -> None:
     """The start takes back what it has restored so far, or dumps the job again: either way it goes on from there."""
     dumped_once(batch)
     batch.starts[-1].send_signal(signal.SIGTERM)
@@ -167,7 +167,7 @@ def _caught_by(pid: int) -> int:
     return next((int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:")), 0)
 
 
-def test_a_place_that_is_lost_while_the_dump_is_written(batch: Batch) -> None:
+def test_an_allocation_lost_while_the_dump_is_written(batch: Batch) -> None:
     """All of the job is killed at once, as Slurm does when its patience is over."""
     dumped_once(batch)
     batch.starts[-1].send_signal(signal.SIGUSR1)
@@ -185,7 +185,7 @@ def test_a_place_that_is_lost_while_the_dump_is_written(batch: Batch) -> None:
 
 @pytest.mark.parametrize("moment", ["restored", later("first start"), later("while it is dumped")])
 @pytest.mark.parametrize("isolate", ["--isolate", "--no-isolate"])
-def test_gpucr_that_is_killed_takes_the_job_with_it(batch: Batch, isolate: str, moment: str) -> None:
+def test_a_killed_gpucr_takes_the_job_with_it(batch: Batch, isolate: str, moment: str) -> None:
     """Only gpucr is: a batch system that follows processes by their parents does not find what it has restored."""
     batch.start("--every", "200ms", isolate, stop_at=30)
     wait_until(lambda: batch.errors().count("dumped to") >= 2, batch.errors)
@@ -252,7 +252,7 @@ def test_a_snapshot_of_another_user() -> None:
         3,
     ),
 )
-def test_a_node_that_cannot_bring_it_back(batch: Batch, node: dict[str, str], exit_code: int, code: str) -> None:
+def test_a_node_that_cannot_restore_the_job(batch: Batch, node: dict[str, str], exit_code: int, code: str) -> None:
     """It says why, and the snapshot stays for one that can."""
     output = batch.start("--isolate", program=SUMS, GPUCR_SIM_GPUS="2x1GiB", CUDA_VISIBLE_DEVICES="0")
     wait_for_line(output, "step 9")

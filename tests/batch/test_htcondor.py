@@ -88,7 +88,7 @@ def test_vacated_and_held(jobs: Jobs) -> None:
 
 
 @long
-def test_checkpoints_that_htcondor_takes_away(jobs: Jobs) -> None:
+def test_checkpoints_htcondor_transfers(jobs: Jobs) -> None:
     """It continues in the same place after each, and in the other one after it was vacated, without a common store."""
     job_id = jobs.submit("transfer", "--every 1s --checkpoint-exit 85")
     jobs.wait_for_line(job_id, "restored from", 2)
@@ -105,7 +105,7 @@ def test_checkpoints_that_htcondor_takes_away(jobs: Jobs) -> None:
 
 
 @long
-def test_it_ends_with_a_code_of_its_own(jobs: Jobs) -> None:
+def test_a_job_exits_with_its_own_code(jobs: Jobs) -> None:
     """HTCondor holds it. It continues from its last snapshot when it is released, if the store is in reach."""
     (jobs.folder / "ends.py").write_text(ENDS_WITH_7)
     job_id = jobs.submit("shared", "--every 1s", program="ends.py")
@@ -144,7 +144,7 @@ def test_a_grace_time_that_is_too_short(jobs: Jobs) -> None:
 
 
 @long
-def test_a_patience_that_is_too_short(jobs: Jobs) -> None:
+def test_a_kill_timeout_that_is_too_short(jobs: Jobs) -> None:
     """HTCondor kills all of the job while it is dumped."""
     job_id = jobs.submit("shared", "--every 1s", "job_max_vacate_time = 2")
     jobs.wait_for_line(job_id, "step 9\n")
@@ -208,7 +208,7 @@ def test_snapshots_that_cannot_be_restored(jobs: Jobs) -> None:
 
 
 @long
-def test_a_node_that_fails(jobs: Jobs) -> None:
+def test_a_failing_node(jobs: Jobs) -> None:
     """HTCondor gives it up when the job's lease is over; the job continues from its last periodic snapshot."""
     job_id = jobs.submit("shared", "--every 1s", "job_lease_duration = 20")  # it takes no less
     jobs.wait_for_line(job_id, "step 9\n")
@@ -224,7 +224,7 @@ def test_a_node_that_fails(jobs: Jobs) -> None:
         jobs.pool.wait_ready()
 
 
-def test_what_the_page_shows_is_in_its_files() -> None:
+def test_the_pages_examples_are_its_files() -> None:
     page = (TEMPLATES.parent / "htcondor.md").read_text()
     shown = re.findall(r"^```\w+\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     files = ("shared.sub", "shared.sh", "transfer.sub", "transfer.sh")

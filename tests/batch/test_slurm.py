@@ -76,7 +76,7 @@ def test_preempted(jobs: Jobs) -> None:
 
 
 @pytest.mark.parametrize("every", ["--every 1s", later("")])
-def test_a_node_that_fails(jobs: Jobs, every: str) -> None:
+def test_a_failing_node(jobs: Jobs, every: str) -> None:
     """The job continues from its last periodic snapshot, on the other node; without one it begins again."""
     job_id = jobs.submit("--nodelist=n1", options=every)
     jobs.wait_for(job_id, "step 9\n")
@@ -95,7 +95,7 @@ def test_a_node_that_fails(jobs: Jobs, every: str) -> None:
     assert jobs.snapshots() == []
 
 
-def test_a_gpucr_that_is_killed(jobs: Jobs) -> None:
+def test_a_killed_gpucr(jobs: Jobs) -> None:
     """The job ends with it, though Slurm has lost it: it is below nobody any more."""
     job_id = jobs.submit()
     jobs.wait_for(job_id, "step 9\n")
@@ -105,7 +105,7 @@ def test_a_gpucr_that_is_killed(jobs: Jobs) -> None:
 
 
 @long
-def test_a_gpucr_that_is_killed_with_all_that_it_has_started(jobs: Jobs) -> None:
+def test_a_gpucr_killed_with_all_its_children(jobs: Jobs) -> None:
     """Nobody is left to end the job but the epilog."""
     job_id = jobs.submit(options="--no-isolate")
     jobs.wait_for(job_id, "step 9\n")
@@ -149,7 +149,7 @@ def slurm_with_cgroups(programs: Programs, tmp_path_factory: pytest.TempPathFact
 
 @long
 @pytest.mark.parametrize("isolate", ["--isolate", "--no-isolate"])
-def test_what_is_restored_belongs_to_the_new_step(slurm_with_cgroups: Slurm, tmp_path: Path, isolate: str) -> None:
+def test_a_restored_job_belongs_to_the_new_step(slurm_with_cgroups: Slurm, tmp_path: Path, isolate: str) -> None:
     """By its cgroups, with proctrack/cgroup and task/cgroup: it has the step's devices, and dies with the step."""
     with contextlib.closing(Jobs(slurm_with_cgroups, tmp_path)) as jobs:
         job_id = jobs.submit("--nodelist=n1", options=isolate)
