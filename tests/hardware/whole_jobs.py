@@ -138,7 +138,7 @@ class Job:
         self.lines_path = folder / "lines"
         self.log_path = folder / "log"
         self._may_step = pace.file_beside(self.lines_path)
-        pace.let_go_on(self._may_step, pace.AHEAD)
+        pace.let_continue(self._may_step, pace.AHEAD)
         self.said: list[dict[str, Any]] = []
 
     @classmethod
@@ -161,7 +161,7 @@ class Job:
 
     def wait_lines(self, count: int) -> None:
         """Let it continue, and wait until it has written that many lines."""
-        pace.let_go_on(self._may_step, count + pace.AHEAD)
+        pace.let_continue(self._may_step, count + pace.AHEAD)
         self._wait(lambda: len(self.lines()) >= count, f"line {count}")
 
     def wait_ready(self) -> None:
@@ -170,7 +170,7 @@ class Job:
 
     def wait_end(self) -> None:
         """Let it continue, and wait until it has ended by itself, and well."""
-        pace.let_go_on(self._may_step, pace.NO_LIMIT)
+        pace.let_continue(self._may_step, pace.NO_LIMIT)
         self._wait(lambda: self.record()["state"] == "ended", "the end of the job", while_running=False)
         code = self.record()["exit_code"]
         if code not in (0, None):  # None: in the machine's own namespaces nobody waits for a restored job

@@ -134,7 +134,7 @@ class Held:
         with traced(restore_thread) as stopped:
             reserve(stopped, self.extents[0])
 
-    def wait_begun(self) -> None:
+    def wait_started(self) -> None:
         self._vault.log.append(("away", self.part.pid))
 
     def complete(self, meter: Meter) -> None:

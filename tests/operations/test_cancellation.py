@@ -101,7 +101,7 @@ def test_criu_is_interrupted(
 ) -> None:
     """CRIU stands still until it is told to end: only the cancellation can be why it is."""
     job, cancel, criu = counter("--mib", "1"), gpucr.Cancellation(), list[int]()
-    expect, tell = dump_steps.expect_criu, engine._Run._tell_to_end
+    expect, tell = dump_steps.expect_criu, engine._Run._ask_to_end
 
     def stopped(context: dump_steps.JobDump, process: ProcessId) -> None:
         expect(context, process)
@@ -114,7 +114,7 @@ def test_criu_is_interrupted(
         os.kill(criu[0], signal.SIGCONT)
 
     monkeypatch.setattr(dump_steps, "expect_criu", stopped)
-    monkeypatch.setattr(engine._Run, "_tell_to_end", told)
+    monkeypatch.setattr(engine._Run, "_ask_to_end", told)
     with pytest.raises(gpucr.Interrupted, match=REASON):
         gpucr.dump(job.pid, tmp_path / "s", cancel=cancel)
     assert driver.state(job.pid) is RUNNING

@@ -54,7 +54,7 @@ def test_a_thread_that_cannot_be_stopped_is_waited_for_until_the_deadline(
         threads.hold({job.pid: driver.restore_thread_id(job.pid)}, time.monotonic() + 0.1)
     capture = Capture(job.pid, driver.restore_thread_id(job.pid), None, deadline=time.monotonic() + 0.1)
     capture._tracer.start()
-    capture.wait_begun()
+    capture.wait_started()
     capture.finish()
     assert capture.reason is not None
     assert "did not stop" in capture.reason

@@ -463,7 +463,7 @@ gang.lock()
 threads.hold(free)
 for capture in captures:
     capture.begin()
-    capture.wait_begun()
+    capture.wait_started()
 gang.checkpoint()
 for capture in captures:
     capture.finish()

@@ -112,7 +112,7 @@ def test_a_killed_criu(
 
 def _goes_on(pid: int) -> bool:
     with contextlib.suppress(gpucr.GpucrError):
-        return processes.goes_on(processes.describe(pid).id)
+        return processes.keeps_running(processes.describe(pid).id)
     return False
 
 

@@ -375,7 +375,7 @@ def test_on_a_full_disk_nothing_is_removed_if_a_kept_snapshot_lacks_a_piece() ->
     backend = _SmallDisk()
     store = new_store(backend)
     old, kept = dump(store, {"a": content(1)}), dump(store, {"a": content(2)})
-    place = retired.whole_index(store).find(kept.areas[0].listed[0].id)
+    place = retired.complete_index(store).find(kept.areas[0].listed[0].id)
     assert place is not None
     backend.delete(pack_name(place.pack_id))
     backend.is_full_now()

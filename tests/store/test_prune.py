@@ -265,7 +265,7 @@ def test_a_damaged_store_is_not_pruned(secret: Secret | None) -> None:
     backend = MemoryBackend()
     store = new_store(backend, secret, pack_bytes=PIECE_BYTES)
     old, kept = dump(store, {"a": content(1)}, "old"), dump(store, {"a": content(2)}, "kept")
-    place = retired.whole_index(store).find(kept.areas[0].listed[0].id)
+    place = retired.complete_index(store).find(kept.areas[0].listed[0].id)
     assert place is not None
     backend.delete(next(name for name in backend.names("packs/") if place.pack_id.hex() in name))
     packs = backend.names("packs/")

@@ -385,18 +385,18 @@ def test_a_killed_process_is_about_to_end() -> None:
         process = child.id
         with tracer_of(child.pid, PTRACE_O_TRACEEXIT):
             assert not processes.is_about_to_end(process)
-            assert processes.goes_on(process)
+            assert processes.keeps_running(process)
             os.kill(child.pid, signal.SIGKILL)
             wait_until(lambda: processes.is_about_to_end(process), "it to be seen")
-            assert not processes.goes_on(process)
+            assert not processes.keeps_running(process)
             assert processes.is_alive(process)
-            processes.wait_for_the_killed([process], timeout_s=0)
-        processes.wait_for_the_killed([process, other.id], timeout_s=60)
+            processes.wait_for_killed([process], timeout_s=0)
+        processes.wait_for_killed([process, other.id], timeout_s=60)
         assert not processes.is_alive(process)
         assert not processes.is_about_to_end(process)
         assert not processes.is_about_to_end(other.id)
-        assert processes.goes_on(other.id)
-        assert not processes.goes_on(ProcessId(other.pid, other.id.start_time_ticks + 2))
+        assert processes.keeps_running(other.id)
+        assert not processes.keeps_running(ProcessId(other.pid, other.id.start_time_ticks + 2))
 
 
 def test_a_killed_process_never_counts_as_running_again() -> None:
@@ -405,8 +405,8 @@ def test_a_killed_process_never_counts_as_running_again() -> None:
             process = child.id
             os.kill(child.pid, signal.SIGKILL)
             while processes.is_alive(process):
-                assert not processes.goes_on(process)
-            assert not processes.goes_on(process)
+                assert not processes.keeps_running(process)
+            assert not processes.keeps_running(process)
 
 
 def test_kill_and_wait_closes_its_descriptors() -> None:

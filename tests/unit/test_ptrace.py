@@ -250,7 +250,7 @@ def test_arguments_can_be_changed_at_the_entry(target: Counting, thread: TracedT
     assert (back.orig_rax, back.rdx) == (_POLL, 1 << 31)
     assert back.is_in_interrupted_call
     back.rdx = 1
-    thread.set_registers(back.with_whole_timeout())
+    thread.set_registers(back.with_full_timeout())
 
 
 def test_a_signal_stop_can_be_delivered_or_suppressed(target: Counting, thread: TracedThread) -> None:

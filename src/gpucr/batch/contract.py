@@ -215,7 +215,7 @@ class _Run:
             if (code := _exit_code(record.name, dumped=self._job.requeue_exit)) is not None:
                 return self._ended(code)
             if self._is_lost():
-                self._say(f"the place is lost, and the job is ended: {self._snapshots.what_is_left()}")
+                self._say(f"the place is lost, and the job is ended: {self._snapshots.next_start()}")
                 end_processes(record)
                 return self._job.requeue_exit
             if (reason := self._reason()) is not None and (code := self._leave(record, reason)) is not None:
@@ -264,7 +264,7 @@ class _Run:
             if self._is_lost():
                 break
             time.sleep(min(_PAUSE_S, max(0.0, end_s - time.monotonic())))
-        self._say(f"the job could not be dumped in time, and is ended: {self._snapshots.what_is_left()}")
+        self._say(f"the job could not be dumped in time, and is ended: {self._snapshots.next_start()}")
         end_processes(record)
         return self._job.requeue_exit
 
@@ -303,13 +303,13 @@ class _Run:
             _environment_file_path(self._job.allocation).unlink(missing_ok=True)
         told = self._notice.reason
         if told is not None and code == 128 + signal.Signals[told]:
-            self._say(f"{told} has ended the job, too, before it could be dumped: {self._snapshots.what_is_left()}")
+            self._say(f"{told} has ended the job, too, before it could be dumped: {self._snapshots.next_start()}")
             return self._job.requeue_exit
         if code != 0 and self._snapshots.known:
-            self._say(f"the job ended with {code}; {self._snapshots.what_is_left()}")
+            self._say(f"the job ended with {code}; {self._snapshots.next_start()}")
         elif told is not None and self._snapshots.known:
             # It may have obeyed the signal instead of finishing: only the batch system knows what comes next.
-            self._say(f"the job ended with 0 after {told}, and its snapshot stays: {self._snapshots.what_is_left()}")
+            self._say(f"the job ended with 0 after {told}, and its snapshot stays: {self._snapshots.next_start()}")
         elif code == 0:
             try:
                 self._aside(self._snapshots.remove_all)

@@ -92,7 +92,7 @@ class JobSnapshots:
             self._look()
             self._remove(self.known)
 
-    def what_is_left(self) -> str:
+    def next_start(self) -> str:
         """The snapshot for the next start."""
         if not self.known:
             return "there is no snapshot, and the next start is from scratch"

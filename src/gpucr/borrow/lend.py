@@ -97,7 +97,7 @@ def _that_stay(uses: Sequence[GpuUse]) -> tuple[GpuUse, ...]:
         return ()
     stats = {use.pid: processes.read_stat(use.pid) for use in uses}
     ids = [ProcessId(pid, stat.start_time_ticks) for pid, stat in stats.items() if stat is not None]
-    processes.wait_for_the_killed(ids, _ENDING_S)
+    processes.wait_for_killed(ids, _ENDING_S)
     still = {(use.pid, use.gpu_uuid) for use in gpu_processes()}
     return tuple(use for use in uses if (use.pid, use.gpu_uuid) in still)
 

@@ -33,7 +33,7 @@ _MARK = "# Made by `gpucr helper install`."
 def units(*, keys: Path = KEYS_FOLDER, group: str | None = None) -> Mapping[str, str]:
     """The units by name, for this Python interpreter."""
     words = (sys.executable, "-I", "-m", "gpucr.helper.entry", str(keys), str(WORK_FOLDER))
-    who = f"SocketMode=0660\nSocketGroup={group}" if group is not None else "SocketMode=0666"
+    access = f"SocketMode=0660\nSocketGroup={group}" if group is not None else "SocketMode=0666"
     listens = f"""{_MARK}
 [Unit]
 Description=Root's CRIU for jobs of ordinary users (gpucr)
@@ -41,7 +41,7 @@ Description=Root's CRIU for jobs of ordinary users (gpucr)
 [Socket]
 ListenSequentialPacket={SOCKET}
 DirectoryMode=0755
-{who}
+{access}
 Accept=yes
 MaxConnections={MAX_REQUESTS}
 MaxConnectionsPerSource={MAX_REQUESTS_PER_USER}

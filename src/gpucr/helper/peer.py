@@ -101,7 +101,7 @@ def _limit(text: str) -> int:
     return resource.RLIM_INFINITY if text == "unlimited" else int(text)
 
 
-def require_here(pid: int, who: str, instead: Mapping[str, int] | None = None) -> None:
+def require_here(pid: int, name: str, instead: Mapping[str, int] | None = None) -> None:
     """Raise Refused unless the process shares the helper's view of the machine; OSError if it has ended.
 
     ``instead``: namespaces (inode numbers) that it must be in instead of the helper's own.
@@ -109,9 +109,9 @@ def require_here(pid: int, who: str, instead: Mapping[str, int] | None = None) -
     for kind in KINDS:
         wanted = (instead or {}).get(kind) or os.stat(f"/proc/self/ns/{kind}").st_ino
         if os.stat(f"/proc/{pid}/ns/{kind}").st_ino != wanted:
-            raise Refused(f"{who} is in a namespace of its own ({kind})")
+            raise Refused(f"{name} is in a namespace of its own ({kind})")
     if not os.path.samestat(os.stat(f"/proc/{pid}/root"), os.stat("/")) or os.readlink(f"/proc/{pid}/root") != "/":
-        raise Refused(f"{who} has a root folder of its own")
+        raise Refused(f"{name} has a root folder of its own")
 
 
 def _require_ordinary(rights: Rights, peer: Peer) -> None:

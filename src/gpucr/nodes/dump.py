@@ -95,7 +95,7 @@ def dump_part(
                     leave_running=leave_running,
                     gpu_state=gpu_state,
                     force=force,
-                    tell=on_progress,
+                    on_progress=on_progress,
                 )
             except Interrupted:
                 if meeting.error is not None:  # the reason why it was cancelled
@@ -122,7 +122,7 @@ class _Dump:
         leave_running: bool,
         gpu_state: GpuState,
         force: bool,
-        tell: OnProgress | None,
+        on_progress: OnProgress | None,
     ) -> DumpReport:
         meeting = self._meeting
         found = selection.find_job(pid, force=force)
@@ -133,7 +133,7 @@ class _Dump:
             gpu_state=gpu_state,
             timeout_s=min(left_s(deadline), _FREEZE_S),
             force=force,
-            on_progress=tell,
+            on_progress=on_progress,
             cancel=meeting.cancellation,
         )
         try:
@@ -145,7 +145,7 @@ class _Dump:
                     self._place,
                     timeout_s=left_s(deadline),
                     force=force,
-                    on_progress=tell,
+                    on_progress=on_progress,
                     cancel=meeting.cancellation,
                 )
                 assert isinstance(report.snapshot, SnapshotInStore)  # noqa: S101 - it was saved to a store
@@ -153,7 +153,7 @@ class _Dump:
                 not_over_yet()
                 self._settle(self._saved.stored.id, deadline)
                 if leave_running:
-                    frozen.thaw(on_progress=tell)
+                    frozen.thaw(on_progress=on_progress)
                 else:
                     frozen.end()
         except BaseException:

@@ -130,7 +130,7 @@ _HELD: dict[FrozenJob, int] = {}
 
 
 @atexit.register
-def _thaw_what_is_left() -> None:
+def _thaw_remaining() -> None:
     for job in [job for job, pid in _HELD.items() if pid == os.getpid()]:  # not a fork, which ends before its parent
         job.thaw()
 
