@@ -54,7 +54,7 @@ def test_a_container_is_left_running_ended_and_restored(container: StartContaine
         made.end()
 
 
-def test_a_socket_that_it_cannot_dump_leaves_the_container_as_it_was(
+def test_a_socket_it_cannot_dump_leaves_the_container_unchanged(
     container: StartContainer, criu_4_1_1: CriuInstall
 ) -> None:
     if least_version() <= criu_4_1_1.version:
