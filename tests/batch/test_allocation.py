@@ -1,4 +1,4 @@
-"""What batch systems say in the environment."""
+"""The data that batch systems put into the environment."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ ALL = [f"step {step}" for step in range(60)]
 
 
 def dumped_once(batch: Batch) -> None:
-    """A job that stands at step 30, of which there is a snapshot."""
+    """A job waiting at step 30, with a snapshot."""
     output = batch.start("--every", "200ms", stop_at=30)
     wait_for_line(output, "step 30")
     before = batch.errors().count("dumped to")
@@ -38,7 +38,7 @@ def dumped_once(batch: Batch) -> None:
 
 
 def put_away(batch: Batch) -> Callable[[], Path]:
-    """Nobody reaches the store, until that is called which this returns."""
+    """Make the store unreachable until the returned function is called."""
     away = batch.store.rename(batch.folder / "away")
     return lambda: away.rename(batch.store)
 
@@ -82,7 +82,7 @@ def test_a_grace_time_that_is_too_short(batch: Batch) -> None:
 
 @pytest.mark.parametrize("code", [later(0), 7])
 def test_a_job_that_ends_during_the_grace_time(batch: Batch, code: int) -> None:
-    """Its own code is what counts. One that ends with 0 may have obeyed the signal instead of having finished."""
+    """Its own exit code counts. A job that ends with 0 may have obeyed the signal instead of finishing."""
     output = batch.start("--every", "200ms", stop_at=30, code=code)
     wait_for_line(output, "step 30")
     wait_until(lambda: "dumped to" in batch.errors(), batch.errors)
@@ -114,7 +114,7 @@ def test_a_signal_that_ends_both_gpucr_and_the_job(batch: Batch) -> None:
 
 
 def test_a_signal_before_the_first_step(batch: Batch) -> None:
-    """As soon as gpucr listens; the job may have begun or not."""
+    """As soon as gpucr handles signals; the job may have started or not."""
     batch.start(stop_at=30)
     number = signal.SIGUSR1 - 1
     wait_until(lambda: bool(_caught_by(batch.starts[-1].pid) >> number & 1), "gpucr to listen")
@@ -143,7 +143,7 @@ def test_a_signal_while_slurm_is_queried_for_the_time_limit(batch: Batch) -> Non
 
 
 def test_a_signal_before_the_job_is_restored(batch: Batch) -> None:
-    """The start takes back what it has restored so far, or dumps the job again: either way it goes on from there."""
+    """The start undoes the restore so far, or dumps the job again: either way the job continues from there."""
     dumped_once(batch)
     batch.starts[-1].send_signal(signal.SIGTERM)
     assert batch.end() == 99, batch.errors()
@@ -168,7 +168,7 @@ def _caught_by(pid: int) -> int:
 
 
 def test_an_allocation_lost_while_the_dump_is_written(batch: Batch) -> None:
-    """All of the job is killed at once, as Slurm does when its patience is over."""
+    """The whole job is killed at once, as Slurm does after its kill timeout."""
     dumped_once(batch)
     batch.starts[-1].send_signal(signal.SIGUSR1)
     wait_until(lambda: "SIGUSR1: the job is dumped" in batch.errors(), batch.errors)
@@ -186,7 +186,7 @@ def test_an_allocation_lost_while_the_dump_is_written(batch: Batch) -> None:
 @pytest.mark.parametrize("moment", ["restored", later("first start"), later("while it is dumped")])
 @pytest.mark.parametrize("isolate", ["--isolate", "--no-isolate"])
 def test_a_killed_gpucr_takes_the_job_with_it(batch: Batch, isolate: str, moment: str) -> None:
-    """Only gpucr is: a batch system that follows processes by their parents does not find what it has restored."""
+    """Only gpucr is killed: a batch system that follows parents does not find the processes that it restored."""
     batch.start("--every", "200ms", isolate, stop_at=30)
     wait_until(lambda: batch.errors().count("dumped to") >= 2, batch.errors)
     if moment == "restored":
@@ -272,7 +272,7 @@ def test_a_node_that_cannot_restore_the_job(batch: Batch, node: dict[str, str], 
 
 @pytest.mark.usefixtures("sim_only")
 def test_a_node_with_another_driver(batch: Batch) -> None:
-    """The job has the driver's library mapped, whose name has the version in it: that file is not there."""
+    """The job has the driver's library mapped, whose name has the version in it: that file is missing."""
     here = Path(simulator.environment()["LD_LIBRARY_PATH"].partition(":")[0])
     driver = Path(shutil.copytree(here, batch.folder / "driver", symlinks=True))
     output = batch.start("--isolate", program=SUMS, LD_LIBRARY_PATH=str(driver))

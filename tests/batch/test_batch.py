@@ -1,4 +1,4 @@
-"""`gpucr batch` with real processes and CRIU: started, told to leave its place, started again."""
+"""`gpucr batch` with real processes and CRIU: started, told to leave its allocation, started again."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_signal_that_ends_the_job_is_reported(batch: Batch) -> None:
 
 
 def test_without_a_writable_store_the_next_start_is_from_scratch(batch: Batch) -> None:
-    """The grace time is used up; the job is ended, and what it continues from is told."""
+    """The grace time is used up; the job is ended, and the message says what it continues from."""
     output = batch.start("--grace", "1s", stop_at=5)
     wait_for_line(output, "step 5")
     for path in (*batch.store.iterdir(), batch.store):
@@ -109,7 +109,7 @@ def test_a_store_htcondor_transfers_away(batch: Batch) -> None:
 
 
 def test_a_store_htcondor_did_not_bring(batch: Batch) -> None:
-    """There was no snapshot when the job left its last place: it begins again."""
+    """There was no snapshot when the job left its last allocation, so it starts over."""
     scratch: dict[str, Any] = {"_CONDOR_SCRATCH_DIR": str(batch.folder)}
     for code in (1, 0):
         batch.start(code=code, **scratch)

@@ -1,4 +1,4 @@
-"""A job outside the tree of what started it, which ends with a process that is watched."""
+"""A job outside the tree of its starter, which ends with a watched process."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def test_jobs_of_a_dead_node_continue_elsewhere(cluster: RayCluster) -> None:
     assert job.status().node not in (None, node)
     cluster.go_on_to_the_end()
     require_right(job)
-    assert job.logs().count("step 5\n") == 1, "it was not begun anew"
+    assert job.logs().count("step 5\n") == 1, "it was not begun again"
     assert job.status().starts == 2
     assert command.run_json("ls", cluster.store)["snapshots"] == [], "a job that has ended well needs none"
     cluster.add_node()
@@ -103,7 +103,7 @@ def test_jobs_of_a_dead_node_continue_elsewhere(cluster: RayCluster) -> None:
 
 @long
 def test_the_runner_of_a_job_is_killed(cluster: RayCluster) -> None:
-    """The job ends with it, and goes on from its last snapshot when it is resumed."""
+    """The job ends with it, and continues from its last snapshot when it is resumed."""
     from tests.batch.ray_cluster import require_right, wait_for, wait_for_state
 
     job = cluster.submit(every_s=0.5)

@@ -37,7 +37,7 @@ def machine_with_peers(sim_only: None, state_home: Path, monkeypatch: pytest.Mon
 
 
 def printed(*arguments: object) -> dict[str, Any]:
-    """What `gpucr doctor --json` prints, whatever stands in the way on this machine."""
+    """What `gpucr doctor --json` prints, even if something blocks it on this machine."""
     done = run("doctor", *arguments, "--json")
     assert done.returncode in (0, 3), done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
@@ -198,7 +198,7 @@ def test_a_finding_has_its_evidence_consequence_and_remedy(
 
 
 def shown(monkeypatch: pytest.MonkeyPatch, *checkups: Finding) -> None:
-    """Run the command as if this had been found."""
+    """Run the command with these findings."""
     monkeypatch.setattr(cli, "doctor", lambda *_, **__: DoctorReport(checkups))
     cli.command.main([], standalone_mode=False)
 
@@ -208,7 +208,7 @@ def shown(monkeypatch: pytest.MonkeyPatch, *checkups: Finding) -> None:
 
 @pytest.fixture
 def policies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
-    """A machine with all huge pages forbidden, in files of the test's own."""
+    """A machine with all huge pages forbidden, in the test's own files."""
     shared, private = tmp_path / "shmem_enabled", tmp_path / "enabled"
     shared.write_text("always within_size advise never [deny] force\n")
     private.write_text("always madvise [never]\n")

@@ -1,4 +1,4 @@
-"""The driver, the GPUs and what was measured of them: what is said of each condition."""
+"""Findings about the driver, the GPUs and the measurements, for each condition."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_driver_with_custom_storage() -> None:
     [(False, None, "warning"), (True, None, "blocking"), (False, "565.57", "blocking")],
 )
 def test_no_usable_driver(has_device: bool, version: str | None, severity: str) -> None:
-    """Only a machine that is meant to have one is stopped by it."""
+    """This blocks only a machine that should have one."""
     facts = DriverFacts(version, None, has_device, "the NVIDIA driver has no checkpoint functions", "install 570")
     one = only(cuda_driver.check(facts))
     assert (one.severity, one.what, one.remedy) == (

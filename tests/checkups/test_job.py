@@ -1,4 +1,4 @@
-"""`gpucr.doctor` of a job: what preflight knows, with the condition made real, and nothing changed."""
+"""`gpucr.doctor` on a job: preflight's findings, with each condition made real, and nothing changed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GIB = 1 << 30
 
 
 def about(target: int, *subjects: str, to: Path | None = None) -> list[Finding]:
-    """What the doctor says of these parts of a job."""
+    """The doctor's findings about these parts of a job."""
     found = gpucr.doctor(target, to=to).checkups
     severities(found)
     assert {each.about for each in found} >= set(subjects)
@@ -94,7 +94,7 @@ def test_a_descriptor_criu_cannot_dump() -> None:
 
 
 def test_an_oversized_deleted_file(tmp_path: Path) -> None:
-    """A sparse one: it takes no room."""
+    """A sparse one, which takes no space."""
     code = (
         f"import os, signal; path = {str(tmp_path / 'big')!r}\n"
         "fd = os.open(path, os.O_RDWR | os.O_CREAT); os.ftruncate(fd, 5 << 30); os.unlink(path)\n"
@@ -107,7 +107,7 @@ def test_an_oversized_deleted_file(tmp_path: Path) -> None:
 
 
 def test_a_stopped_job(counter: CounterFactory) -> None:
-    """The driver could not be asked about it."""
+    """The driver cannot be queried about it."""
     program = counter("--mib", "1")
     os.kill(program.pid, signal.SIGSTOP)
     processes.wait_for_stop([program.pid], DEADLINE_S)

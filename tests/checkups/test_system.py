@@ -63,7 +63,7 @@ def test_a_criu_that_does_not_work_here() -> None:
 
 
 def test_a_criu_too_old_for_the_kernel() -> None:
-    """Only one that GPUCR_CRIU names gets as far as this."""
+    """Only a CRIU named by GPUCR_CRIU gets this far."""
     one = only(engine.check(replace(CRIU, install=replace(INSTALL, version=(4, 1, 1)))))
     assert (one.severity, one.what) == ("warning", "CRIU 4.1.1 is too old for this kernel")
 
@@ -168,7 +168,7 @@ def test_a_user_namespace() -> None:
 
 
 def _seen(first: str, *wrapper: str) -> str:
-    """What `privileges.look` sees in a process of its own that does ``first``."""
+    """What `privileges.look` sees in a separate process that runs ``first``."""
     program = f"import ctypes, os\nfrom gpucr.checkups import privileges\n{first}\nprint(privileges.look())"
     arguments = [*wrapper, sys.executable, "-c", program]
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=60, check=False)

@@ -49,7 +49,7 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plugin:
 
 
 def restore_thread(plugin: Plugin, pid: int) -> int:
-    """-1 where the plugin would take the process for one without CUDA."""
+    """-1 if the plugin would take the process for one without CUDA."""
     code, answer = plugin("--get-restore-tid", "--pid", str(pid))
     return int(answer) if code == 0 else -1
 
@@ -62,7 +62,7 @@ def state_word(plugin: Plugin, pid: int) -> str:
 
 
 class Frozen:
-    """A process as CRIU has it: every thread seized and stopped; the restore thread alone can be let run."""
+    """A process as CRIU holds it: every thread seized and stopped; only the restore thread can be resumed."""
 
     def __init__(self, pid: int) -> None:
         self.threads = {tid: TracedThread.seize(tid) for tid in processes.threads(pid)}
@@ -85,7 +85,7 @@ class Frozen:
 
 
 def paused(plugin: Plugin, pid: int) -> None:
-    """What the plugin does with a process that CRIU is about to freeze. The state is asked of the restore thread."""
+    """What the plugin does with a process that CRIU is about to freeze. The restore thread gives the state."""
     tid = restore_thread(plugin, pid)
     assert state_word(plugin, tid) == "running"
     assert plugin("--action", "lock", "--pid", str(pid), "--timeout", "10000") == (0, "")

@@ -1,4 +1,4 @@
-"""The drop-in cuda-checkpoint: exact stdout, stderr and exit code of everything that it can be asked."""
+"""The drop-in cuda-checkpoint: exact stdout, stderr and exit code of every request."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ pytestmark = [pytest.mark.root, pytest.mark.usefixtures("sim_only")]
 def found(
     request: pytest.FixtureRequest, counter: CounterFactory, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Counter, str]:
-    """A process in one of the states; the tool that has led it there has ended."""
+    """A process in one of the states; the tool that put it there has ended."""
     monkeypatch.setenv("GPUCR_SIM_DRIVER", "615")
     program = counter("--mib", "4")
     done = command.python(BEGIN, program.pid, request.param)

@@ -1,4 +1,4 @@
-"""What each canary meets. Known for driver 580, from NCCL jobs and peer copies on two H200; the simulator follows that.
+"""The outcome of each canary. Known for driver 580, from NCCL jobs and peer copies on two H200, like the simulator.
 
 On hardware these also tell whether a machine is as that one: where it is not, the simulator and the rules are wrong.
 """
@@ -17,12 +17,12 @@ TIMEOUT_S = 600.0
 
 @pytest.fixture
 def on_driver_580(platform: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """GPUs that reach each other and driver 580, of which alone it is known."""
+    """GPUs that reach each other and driver 580, the only one for which it is known."""
     if platform == "sim":
         monkeypatch.setenv("GPUCR_SIM_PEERS", "1")
     version = gpus.driver_version() or ""
     if not version.startswith("580."):
-        pytest.skip(f"known of driver 580 only, not of {version}")
+        pytest.skip(f"known for driver 580 only, not for {version}")
 
 
 def measured(driver: CudaDriver, name: str) -> CanaryResult:

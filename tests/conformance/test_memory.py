@@ -137,7 +137,7 @@ def test_two_gpus_cannot_map_to_one(driver: CudaDriver, counter: CounterFactory,
 def test_a_process_that_sees_one_gpu_moves_to_another(
     driver: CudaDriver, counter: CounterFactory, two_gpus: tuple[Gpu, Gpu]
 ) -> None:
-    """The driver wants a place for the GPU that is hidden as well. And back: it calls them by their new UUIDs then."""
+    """The driver needs a target for the hidden GPU too. On the way back it uses the new UUIDs."""
     first, second = two_gpus
     program = counter("--mib", "4", env={"CUDA_VISIBLE_DEVICES": first.uuid})
     swapped = complete_map({first.uuid: second.uuid, second.uuid: first.uuid})
@@ -159,7 +159,7 @@ def test_unknown_gpu_in_the_map(driver: CudaDriver, counter: CounterFactory) -> 
 
 
 def complete_map(changes: dict[str, str]) -> GpuMap:
-    """A map that names every GPU, each onto itself but for the changes."""
+    """A map of every GPU onto itself, except for the changes."""
     return GpuMap(tuple((gpu.uuid, changes.get(gpu.uuid, gpu.uuid)) for gpu in gpus.list_gpus()))
 
 

@@ -1,4 +1,4 @@
-"""What two processes share over CUDA IPC: what of it comes back, and what shows of it. Known for driver 580."""
+"""Sharing between two processes over CUDA IPC: what comes back, and what is visible. Known for driver 580."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ MAPS_THE_FILE = {  # of the first process's events
 def on_driver_580(platform: str) -> None:
     version = gpus.driver_version() or ""
     if not version.startswith("580."):
-        pytest.skip(f"known of driver 580 only, not of {version}")
+        pytest.skip(f"known for driver 580 only, not for {version}")
 
 
 def test_every_case_is_covered() -> None:
@@ -56,7 +56,7 @@ def test_every_case_is_covered() -> None:
 
 
 @pytest.mark.parametrize("case", OUTCOMES)
-def test_what_is_restored(driver: CudaDriver, case: str) -> None:
+def test_memory_that_is_restored(driver: CudaDriver, case: str) -> None:
     row = cuda_ipc.measure(driver, case)
     assert row["before"] == "A right, B right"
     assert row["outcome"].endswith(OUTCOMES[case])

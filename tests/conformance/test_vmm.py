@@ -1,4 +1,4 @@
-"""VMM memory, as the interposer relies on it: what can be exported, what a pointer tells, what a checkpoint allows."""
+"""VMM memory, as the interposer relies on it: exports, pointer attributes, and what a checkpoint allows."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.criu
 
 
 def used_criu(container: Container, action: str) -> str:
-    """What CRIU says of itself in its log."""
+    """What CRIU says about itself in its log."""
     log = Path(container.work / f"{action}.log").read_text(errors="replace")
     return next(line.partition("Version: ")[2].split()[0] for line in log.splitlines() if "Version: " in line)
 

@@ -1,4 +1,4 @@
-"""`gpucr dump --container` of a container of podman's, which podman knows of afterwards too."""
+"""`gpucr dump --container` of a container of podman's, which podman knows about afterwards too."""
 
 from __future__ import annotations
 

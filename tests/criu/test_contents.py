@@ -1,4 +1,4 @@
-"""gpucr.criu.contents: what is read of CRIU's images is what the kernel said of the processes before the dump."""
+"""gpucr.criu.contents: data read from CRIU's images matches the kernel's data before the dump."""
 
 from __future__ import annotations
 

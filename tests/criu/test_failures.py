@@ -22,7 +22,7 @@ pytestmark = pytest.mark.criu
 
 
 def failing_dump(workspace: Workspace, program: Program, **keywords: Any) -> CriuError:
-    """The error of a dump that must fail; the program must not have noticed."""
+    """The error of a dump that must fail without the program noticing."""
     with pytest.raises(CriuError) as caught:
         workspace.dump(program, **keywords)
     program.assert_undisturbed()

@@ -1,4 +1,4 @@
-"""The parts of which a granted CRIU is made. tests/operations/test_ordinary_user.py uses one."""
+"""The parts that make up a granted CRIU. tests/operations/test_ordinary_user.py uses one."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_relocated_program_runs_with_its_own_loader_and_libraries(tmp_path: Pa
     )  # its exit code is the program's own
     assert f"{tmp_path}/lib" in looked.stderr
     own_loader.unlink()
-    with pytest.raises(FileNotFoundError):  # what the kernel says of a loader that is not there
+    with pytest.raises(FileNotFoundError):  # what the kernel says about a loader that is missing
         subprocess.run([copy], check=False)
 
 
@@ -137,7 +137,7 @@ def test_bounding_sets_are_filled_and_the_rest_is_unchanged(tmp_path: Path) -> N
 
 
 def test_python_can_be_relocated(tmp_path: Path) -> None:
-    """A large one, and one that is built otherwise than the system's."""
+    """A large program, built differently from the system's."""
     python = Path(sys.executable).resolve()
     copy = tmp_path / "python"
     copy.write_bytes(relocated(python.read_bytes(), loader_of(python), str(tmp_path)))

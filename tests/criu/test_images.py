@@ -1,4 +1,4 @@
-"""gpucr.criu.images: what CRIU wrote is read, changed if it is meant to be, and else comes back as it was."""
+"""gpucr.criu.images: CRIU's images are read, changed where intended, and otherwise kept unchanged."""
 
 from __future__ import annotations
 
@@ -74,9 +74,9 @@ def test_file_positions_beyond_another_size() -> None:
         ((_, pos, size), _) = files_of(parsed)
         return pos, size
 
-    assert adapted(os.O_WRONLY, 100, 150) == (150, 150), "a writer at the end goes on at the end"
+    assert adapted(os.O_WRONLY, 100, 150) == (150, 150), "a writer at the end continues at the end"
     assert adapted(os.O_RDWR, 120, 150) == (150, 150), "as one that was behind it"
-    assert adapted(os.O_WRONLY, 40, 150) == (40, 150), "another goes on where it was"
+    assert adapted(os.O_WRONLY, 40, 150) == (40, 150), "another continues where it was"
     assert adapted(os.O_RDONLY, 100, 150) == (100, 150), "a reader reads what is new"
     assert adapted(os.O_WRONLY, 100, 30) == (30, 30), "no hole"
     assert adapted(os.O_WRONLY, 40, 30) == (30, 30)

@@ -1,4 +1,4 @@
-"""CRIU inside a sandbox: the same care for the job as outside, and pids that are translated."""
+"""CRIU inside a sandbox: the same guarantees for the job as outside, and translated pids."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Job:
 
     def wait_beats(self) -> None:
         seen = self.beats()
-        wait_for(lambda: self.beats() > seen + 5, "the program to go on")
+        wait_for(lambda: self.beats() > seen + 5, "the program to continue")
 
     def images_bytes(self) -> int:
         return sum(path.stat().st_size for path in self.images.iterdir())
@@ -229,7 +229,7 @@ def test_a_process_outside_the_sandbox(make_job: type[Job], tmp_path: Path) -> N
 
 
 def test_a_criu_not_visible_inside(make_job: type[Job], tmp_path: Path) -> None:
-    """As where it lies on a file system that the sandbox does not see."""
+    """As when it is on a file system that the sandbox does not see."""
     job = make_job(tmp_path, CODE)
     job.install = type(job.install)(("/dev/shm/criu",), (4, 2, 0), "path", Path("/dev/shm/criu"))
     with pytest.raises(CriuError, match="could not be started") as caught:

@@ -23,7 +23,7 @@ def nothing_to_find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def fake(path: Path, script: str) -> Path:
-    """A program in CRIU's place: these tests are about choosing, not about CRIU."""
+    """A stand-in for CRIU: these tests are about the choice, not about CRIU."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(0o755)
@@ -174,7 +174,7 @@ def test_a_criu_on_path_another_user_can_replace_is_skipped(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("inner", ["", "4.2-some/usr", "4.2-some/usr/lib/x86_64-linux-gnu/libsome.so"])
 def test_provided_criu_another_user_can_change(inner: str) -> None:
-    """HOME of another user, as with sudo; or a part of it is theirs."""
+    """HOME belongs to another user, as with sudo, or a part of it does."""
     root = fake_unpacked("4.2")
     (root / "usr/lib/x86_64-linux-gnu/libsome.so").touch()
     given_to_another_user(provided_folder() / inner)

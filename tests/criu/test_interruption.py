@@ -37,7 +37,7 @@ for page in range(0, len(memory), 4096):
 
 
 class HookError(Exception):
-    """What a caller's callback may raise."""
+    """An exception from a caller's callback."""
 
 
 def images_size_bytes(images: Path) -> int:
@@ -84,7 +84,7 @@ def test_failing_dump_hook(workspace: Workspace, start: StartProgram, hook: str,
 
 
 def test_the_deadline_passes_at_every_point_up_to_the_memory(workspace: Workspace, start: StartProgram) -> None:
-    """The deadline is moved on, dump by dump, until it falls into the writing of memory."""
+    """The deadline moves later with each dump, until it passes while memory is written."""
     program = start(TREE + LARGE)
     pids = program.tree()
     for delay_ms in range(0, 10_000, 15):

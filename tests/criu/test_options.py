@@ -1,4 +1,4 @@
-"""What is looked at before a dump, on real processes."""
+"""The checks before a dump, on real processes."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_deleted_file_that_is_only_mapped(tmp_path: Path) -> None:
 
 
 def test_connections() -> None:
-    """In a process of its own: that of the tests may still have connections of others (to object stores)."""
+    """In a separate process: the tests' own may still have other connections (to object stores)."""
     code = (
         "import os, socket\n"
         "from gpucr.criu.options import has_connections\n"

@@ -1,4 +1,4 @@
-"""gpucr.criu.page_images: pieces follow addresses, and what is not understood is left out."""
+"""gpucr.criu.page_images: pieces follow addresses, and unknown images are skipped."""
 
 from __future__ import annotations
 

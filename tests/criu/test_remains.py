@@ -1,4 +1,4 @@
-"""What a killed CRIU has left of a tree is ended to the last task."""
+"""The remains of a tree after a killed CRIU are ended, to the last task."""
 
 from __future__ import annotations
 

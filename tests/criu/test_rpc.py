@@ -1,4 +1,4 @@
-"""The messages: field numbers are CRIU's, and the generated code is what rpc.proto says."""
+"""The messages: field numbers are CRIU's, and the generated code matches rpc.proto."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def test_a_job_with_io_uring_denied(leave_running: bool, start: StartProgram, wo
     program.wait_gone(pids)
     seen = program.beats()
     assert workspace.restore() == program.pid
-    wait_for(lambda: program.beats() > seen + 5, "the program to go on")
+    wait_for(lambda: program.beats() > seen + 5, "the program to continue")
     for pid in pids:
         assert len(os.listdir(f"/proc/{pid}/task")) == (2 if pid == program.pid else 1)
         assert status_of(pid, "Seccomp") == "2"

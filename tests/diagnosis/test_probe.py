@@ -1,4 +1,4 @@
-"""Canaries are taken through a checkpoint, and what became of them is what the driver did to them."""
+"""Canaries are taken through a checkpoint, and their outcome shows what the driver does."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def no_canary_is_left() -> bool:
 
 
 def canaries() -> list[int]:
-    """Those of this test: another one may run some at the same time."""
+    """This test's canaries: other tests may run some at the same time."""
     return [pid for pid in processes_of_this_test() if is_canary(pid)]
 
 
@@ -108,7 +108,7 @@ def test_a_cancelled_probe_keeps_nothing(driver: CudaDriver, sim: pytest.MonkeyP
 
 
 def test_cancelling_ends_a_stopped_canary(driver: CudaDriver, sim: pytest.MonkeyPatch) -> None:
-    """It stands still, and would until its time is over."""
+    """It is stopped, and would be until it times out."""
     cancel, real = gpucr.Cancellation(), canary.Canary.wait_ready
 
     def stop_and_cancel(self: canary.Canary) -> None:
@@ -236,7 +236,7 @@ def test_one_process_of_a_pair_hangs(driver: CudaDriver, sim: pytest.MonkeyPatch
 def test_the_time_limit_passes_between_two_actions(
     driver: CudaDriver, sim: pytest.MonkeyPatch, owner: object, name: str, faults: str
 ) -> None:
-    """Then the canary is killed: what is seen of it after that is nothing that the driver has done."""
+    """Then the canary is killed, and its later state says nothing about the driver."""
     sim.setenv("GPUCR_SIM_FAULTS", faults)
     real, is_late = getattr(owner, name), False
 

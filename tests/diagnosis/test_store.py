@@ -1,4 +1,4 @@
-"""Results are believed only when they are exactly as they were written."""
+"""Results are used only if they are exactly as written."""
 
 from __future__ import annotations
 

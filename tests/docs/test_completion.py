@@ -1,4 +1,4 @@
-"""What a shell is told when it completes a command line of gpucr."""
+"""What a shell is offered when it completes a command line of gpucr."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_files(words: str) -> None:
 
 
 def test_every_path_is_completed() -> None:
-    """No option or argument that is a path, by what it is called, is left to guess."""
+    """Every option or argument whose name suggests a path is completed as one."""
     names = {"DIR", "FILE", "STORE", "STORE#NAME", "DIR|STORE[#NAME]", "STORE[#NAME]|DIR", "STORE[#NAME]"}
     for name, each in COMMANDS.items():
         for parameter in each.params:

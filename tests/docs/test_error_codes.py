@@ -44,7 +44,7 @@ def test_every_class_has_a_code_of_its_own() -> None:
 
 
 def test_every_blocking_finding_has_a_code_of_its_own() -> None:
-    """But for those that the doctor alone has: nothing is refused because of them."""
+    """Except those of the doctor alone, which refuse nothing."""
     findings = [
         (file, call)
         for file, call in _calls()

@@ -1,4 +1,4 @@
-"""What the page for those who come from `cuda.core` says in Python works, on a process that must not notice."""
+"""The Python code on the page for users of `cuda.core` works, and its target process notices nothing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_there_is_a_program_for_a_process_and_one_for_a_job() -> None:
 
 
 @pytest.mark.parametrize("program", _PROGRAMS, ids=("process", "job"))
-def test_the_program_leaves_the_process_as_it_was(program: str, counter: CounterFactory) -> None:
+def test_the_program_leaves_the_process_unchanged(program: str, counter: CounterFactory) -> None:
     target = counter("--mib", "4")
     assert target.ask() == 101
     exec(program, {"pid": target.pid})  # noqa: S102 - it is the page's own program that is tested

@@ -1,4 +1,4 @@
-"""Links lead somewhere, and pages name only what is there."""
+"""Links have targets, and pages name only existing commands and options."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_every_page_is_in_the_index() -> None:
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_the_commands_and_options_of_a_page_exist(path: Path) -> None:
-    """What people are told to type, in the text and in the examples."""
+    """In the text and in the examples."""
     text = path.read_text()
     typed = re.findall(r"`gpucr ([a-z]+)([^`\n]*)`", without_fences(text))
     typed += re.findall(r"^(?:[#$] )?gpucr ([a-z]+)(.*)$", fences(text), re.MULTILINE)

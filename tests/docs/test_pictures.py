@@ -1,4 +1,4 @@
-"""Pictures are there, can be read on every page, and show what was measured."""
+"""Pictures exist, are readable on every page, and show what was measured."""
 
 from __future__ import annotations
 

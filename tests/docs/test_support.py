@@ -21,7 +21,7 @@ _ROOMS = ("jobs", "snapshot", "containers", "operations", "diagnosis/preflight")
 
 def test_the_page_is_generated_from_the_facts() -> None:
     text = support.PAGE.read_text()
-    assert text == support.with_tables(text), "write it anew: python -m tests.docs.support"
+    assert text == support.with_tables(text), "write it again: python -m tests.docs.support"
 
 
 def test_a_changed_fact_changes_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,7 +44,7 @@ def test_the_program_uses_every_fact() -> None:
 
 
 def test_findings_are_made_only_from_the_facts() -> None:
-    """But for what was an error before: `gpucr ps --check` shows it among the findings."""
+    """Except former errors, which `gpucr ps --check` shows among the findings."""
     found = {
         str(file.relative_to(SOURCES))
         for room in _ROOMS

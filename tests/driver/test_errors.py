@@ -1,4 +1,4 @@
-"""Result codes become errors that say which process, which action, what state it is in, and what to do."""
+"""Result codes become errors with the process, the action, its state, and what to do."""
 
 from __future__ import annotations
 

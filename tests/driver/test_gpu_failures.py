@@ -1,4 +1,4 @@
-"""Failures of GPUs as NVML tells of them. The simulator has no events, so NVML's side is played here."""
+"""Failures of GPUs as NVML reports them. The simulator has no events, so NVML's side is played here."""
 
 from __future__ import annotations
 

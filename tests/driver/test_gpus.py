@@ -126,13 +126,13 @@ A, B, C = "GPU-aaaa1111-0000-4000-8000-000000000000", "GPU-aaaa2222-0000-4000-80
         pytest.param("GPU-cc,GPU-aaaa2", [C, B]),
         pytest.param("", [], id="empty"),
         pytest.param("-1", []),
-        pytest.param("0,9,1", [A], id="the list ends at the first that is none"),
+        pytest.param("0,9,1", [A], id="the list ends at the first that is invalid"),
         pytest.param("0,GPU-aaaa,1", [A], id="a beginning that two have"),
         pytest.param("1,GPU-aaaa2,0", [B, A], id="one twice"),
         pytest.param("MIG-aaaa1111", []),
     ],
 )
-def test_what_cuda_visible_devices_shows(value: str | None, expected: list[str]) -> None:
+def test_gpus_that_cuda_visible_devices_shows(value: str | None, expected: list[str]) -> None:
     machine = [Gpu(index, uuid, "NVIDIA H200", 2, 1) for index, uuid in enumerate((A, B, C))]
     environment = {"PATH": "/bin"} if value is None else {"CUDA_VISIBLE_DEVICES": value}
     assert [gpu.uuid for gpu in gpus.visible_gpus(machine, environment)] == expected
@@ -145,7 +145,7 @@ def test_indices_count_the_containers_gpus() -> None:
 
 @pytest.fixture
 def device_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What the driver tells of a machine whose GPUs B and A are nvidia0 and nvidia1, and C one of somewhere else."""
+    """The driver's data about a machine: GPU B is nvidia0, A is nvidia1, and C is elsewhere."""
     monkeypatch.setattr(gpus, "_DEVICES", tmp_path / "dev")
     monkeypatch.setattr(gpus, "_DRIVER_FACTS", tmp_path / "facts")
     (tmp_path / "dev").mkdir()

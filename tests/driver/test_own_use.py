@@ -1,4 +1,4 @@
-"""What gpucr itself uses of a GPU is told from programs that use one."""
+"""gpucr's own use of a GPU is distinguished from that of other programs."""
 
 from __future__ import annotations
 

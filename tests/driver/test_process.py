@@ -1,4 +1,4 @@
-"""gpucr.Process: the argument rules of cuda.core.checkpoint.Process, and what goes beyond them."""
+"""gpucr.Process: the argument rules of cuda.core.checkpoint.Process, and its extensions."""
 
 from __future__ import annotations
 

@@ -205,7 +205,7 @@ class Job:
         wait_for(lambda: not self.is_running(), 10.0, "the end of the dumped processes")
 
     def kill(self) -> None:
-        """End whatever is left of it."""
+        """End what is left of it."""
         for pid in self.members():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -281,7 +281,7 @@ class Trial:
             yield job
 
     def _gpucr(self, phase: str, *arguments: str) -> dict[str, Any]:
-        """Call one command as a user does, note its time and what it says of itself."""
+        """Call one command as a user does, note its time and what it says about itself."""
         begin = time.monotonic()
         try:
             done = subprocess.run(

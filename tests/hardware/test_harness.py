@@ -153,7 +153,7 @@ def test_parts_that_need_more_gpus_are_skipped() -> None:
 
 @pytest.fixture
 def parts(sim_only: None, tmp_path: Path, state_home: Path, monkeypatch: pytest.MonkeyPatch) -> whole_jobs.Parts:
-    """The parts on a simulated machine, with one process in the place of torchrun."""
+    """The parts on a simulated machine, with one process instead of torchrun."""
 
     def program(settings: whole_jobs.Settings, ranks: int, lines: Path) -> list[str]:
         options = ["--steps", str(settings.steps), "--pace", str(settings.pace_s), "--out", str(lines)]
@@ -223,7 +223,7 @@ def test_store_failures_are_reported(store_parts: stores.Parts, monkeypatch: pyt
     monkeypatch.setattr(stores, "LIMIT", 0.0)
     store_parts.run("replicas")
     first, second = store_parts.rows
-    assert "restored from first it goes on with" in first.detail
+    assert "restored from first it continues with" in first.detail
     assert "too much was added" in second.detail
     assert not first.ok
     assert not second.ok

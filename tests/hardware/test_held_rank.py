@@ -1,4 +1,4 @@
-"""The script that locks a job in vain: on the simulated driver it runs as a whole."""
+"""The script whose attempts to lock a job fail: on the simulated driver it runs as a whole."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ With ``--cpu`` the trainings run without GPUs, on Gloo, and only ``isolated`` an
 ranks, sockets and DataLoader workers are the same.
 
 The commands are called as a user calls them. Prints a table, writes ``whole_jobs.json`` into --out, and exits with 1
-when anything is not as it should be. Whatever a part started is ended with it.
+when anything is not as it should be. Everything that a part started is ended with it.
 """
 
 from __future__ import annotations
@@ -355,7 +355,7 @@ class Parts:
             wait_for(lambda: len(complete_lines(lines)) > before, self.settings.deadline_s, "a step after the refusal")
             reason = done.stderr.strip()
         known = "NCCL" in reason and not (folder / "snapshot").exists()
-        return Row("refused", "a default NCCL job is refused and goes on", ok=known, seconds=0.0, detail=reason)
+        return Row("refused", "a default NCCL job is refused and continues", ok=known, seconds=0.0, detail=reason)
 
     def clones(self) -> Row:
         """One server becomes two, each on a GPU of its own."""

@@ -1,4 +1,4 @@
-"""What a local user may try with the helper's socket, by the numbers of docs/threat-model.md."""
+"""Attacks of a local user on the helper's socket, numbered as in docs/threat-model.md."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ time.sleep(100)
 
 
 def as_client(user: OrdinaryUser, script: str, *arguments: object, as_himself: tuple[str, ...] = ()) -> tuple[str, str]:
-    """What the helper answers to a program of the user's: why it failed (or what it was), and the message."""
+    """The helper's answer to a program of the user: the kind of failure (or of the answer), and the message."""
     path = f"PYTHONPATH={REPOSITORY / 'src'}:{REPOSITORY}"
     words = [sys.executable, "-c", CLIENT + textwrap.dedent(script), *map(str, arguments)]
     done = user.run("env", path, *words, as_himself=as_himself)
@@ -200,7 +200,7 @@ def test_h3_root_needs_no_helper(machine: Machine) -> None:
 
 @pytest.fixture
 def snapshot(user: OrdinaryUser) -> Iterator[Path]:
-    """Of a job with a connection, which has ended."""
+    """The snapshot of a job with a connection, which has ended."""
     pid = start(user, "job", CONNECTED)
     dump(user, "job", pid)
     yield user.home / "snap"
@@ -210,7 +210,7 @@ def snapshot(user: OrdinaryUser) -> Iterator[Path]:
 def restored_by_force(
     machine: Machine, user: OrdinaryUser, images: Path, leave_at: str = "", keeper: int = 0
 ) -> tuple[str, str]:
-    """The answer to a client that does not look at the snapshot before it asks, and stops, or leaves, at a hook."""
+    """The answer to a client that sends the snapshot unchecked, and stops or disconnects at a hook."""
     script = """
     from gpucr.helper.client import _opened
     from gpucr.helper.opened import OpenedFiles
@@ -389,7 +389,7 @@ def test_h9_the_helper_dumps_only_what_it_restores(
     assert code == "GPUCR-HELPER-REFUSED" or not said, message  # CRIU itself may not get as far, as the user
     assert said in message
     count = counted(user, "job")
-    wait_until(lambda: counted(user, "job") > count, "the job to go on")
+    wait_until(lambda: counted(user, "job") > count, "the job to continue")
     assert runs(pid)
     assert not (user.home / "snap").exists()
     assert machine.left_at_work() == []
@@ -432,7 +432,7 @@ def test_h13_a_disconnected_clients_dump_is_undone(machine: Machine, user: Ordin
     assert as_client(user, script, pid)[0] == "left"
     wait_until(lambda: machine.left_at_work() == [], "the helper to end")
     count = counted(user, "job")
-    wait_until(lambda: counted(user, "job") > count, "the job to go on")
+    wait_until(lambda: counted(user, "job") > count, "the job to continue")
     assert not list((user.home / "images").glob(".gpucr-helper*"))
 
 
@@ -480,7 +480,7 @@ def test_h13_a_helper_killed_by_its_user_leaves_no_root_process(machine: Machine
     images = user.home / "images"
     wait_until(lambda: not list(images.glob(".gpucr-helper*")), "what it has left to be removed")
     count = counted(user, "job")
-    wait_until(lambda: counted(user, "job") > count, "the job to go on")
+    wait_until(lambda: counted(user, "job") > count, "the job to continue")
     assert runs(pid)
 
 

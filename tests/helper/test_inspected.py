@@ -1,4 +1,4 @@
-"""Images of a real job, changed as by somebody who writes into its memory: none of that is signed or restored."""
+"""Images of a real job, changed as if by writing into its memory: they are neither signed nor restored."""
 
 from __future__ import annotations
 

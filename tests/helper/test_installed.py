@@ -1,4 +1,4 @@
-"""Root turns the helper on and off."""
+"""Installing and uninstalling the helper as root."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_systemd_verifies_the_units(tmp_path: Path) -> None:
 
 
 def test_systemd_starts_the_helper_for_each_request(machine: Machine, user: OrdinaryUser) -> None:
-    """As the units have it, but for the folders: the socket, a process for each connection, which is its input."""
+    """As in the units, except for the folders: a socket, and a process per connection with it as standard input."""
     program = shutil.which("systemd-socket-activate")
     if program is None:
         pytest.skip("there is no systemd-socket-activate here (Debian: systemd)")

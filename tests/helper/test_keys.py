@@ -1,4 +1,4 @@
-"""Signatures: of these images, of this user, by a key of root's."""
+"""Signatures bind images to a user, by one of root's keys."""
 
 from __future__ import annotations
 

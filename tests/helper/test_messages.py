@@ -1,4 +1,4 @@
-"""What comes over the socket is a message of the protocol, within its limits, or nothing at all is done."""
+"""Only messages of the protocol, within its limits, have any effect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs of an ordinary user in sandboxes that the helper makes: dumped, restored, cloned; and what may not be."""
+"""An ordinary user's jobs in sandboxes that the helper makes: dumped, restored, cloned; and what is refused."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_system_v_objects_are_not_lost_silently(user: OrdinaryUser) -> None:
     assert code == "GPUCR-HELPER-REFUSED"
     assert "System V" in said
     count = counted(user, "job")
-    wait_until(lambda: counted(user, "job") > count, "the job to go on")
+    wait_until(lambda: counted(user, "job") > count, "the job to continue")
     assert runs(pid)
 
 
@@ -236,7 +236,7 @@ def test_h18_a_sandbox_does_not_reveal_masked_proc_files() -> None:
 
 
 def test_h18_namespaces_count_against_the_users_limit() -> None:
-    """In a user namespace where everybody may have one, and root has his: the user gets his, but no second one."""
+    """In a user namespace with a limit of one per user, and root at its limit: the user gets one, but not two."""
     outer = """
     import ctypes, os, sys
     from pathlib import Path

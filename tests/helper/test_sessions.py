@@ -1,4 +1,4 @@
-"""Jobs of an ordinary user that take root's CRIU: dumped and restored by the helper."""
+"""An ordinary user's jobs that need root's CRIU: dumped and restored by the helper."""
 
 from __future__ import annotations
 
@@ -254,7 +254,7 @@ def test_a_job_that_keeps_running_and_whose_file_has_grown(user: OrdinaryUser) -
     pid = start(user, "job", WITH_FILES)
     user.succeeds("dump", "job", "--leave-running", "--to", "snap")
     count = counted(user, "job")
-    wait_until(lambda: counted(user, "job") > count, "the job to go on")
+    wait_until(lambda: counted(user, "job") > count, "the job to continue")
     user.succeeds("kill", "job")
     wait_until(lambda: not runs(pid), "the job to end")
     user.succeeds("restore", "snap")
@@ -273,7 +273,7 @@ def test_a_gpucr_killed_during_a_dump_leaves_the_job_running(machine: Machine, u
     wait_until(lambda: machine.left_at_work() == [], "the helper to end")
     assert not list((user.home / "snap").rglob(".gpucr-helper*"))
     count = counted(user, "job")
-    wait_until(lambda: counted(user, "job") > count, "the job to go on")
+    wait_until(lambda: counted(user, "job") > count, "the job to continue")
     assert runs(pid)
 
 
@@ -304,7 +304,7 @@ def test_a_job_in_another_session_is_refused_before_it_is_stopped(user: Ordinary
 
 @long
 def test_a_job_restored_by_gpucr_batch_ends_with_it(user: OrdinaryUser) -> None:
-    """Its keeper, which the helper has become, ends it when gpucr batch is killed."""
+    """The helper's process has become its keeper, and ends it when gpucr batch is killed."""
     alive = user.home / "alive"
     alive.unlink(missing_ok=True)
     program = "import os, time\ncount = 0\nbeat = lambda: None\n" + BEAT

@@ -1,4 +1,4 @@
-"""The gate on the other processor, under qemu-user. The longjmp cases are x86-64's alone: see native/jumps.c."""
+"""The gate on aarch64, under qemu-user. The longjmp cases are only for x86-64: see native/jumps.c."""
 
 from __future__ import annotations
 

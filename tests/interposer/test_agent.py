@@ -1,4 +1,4 @@
-"""The agent's socket: who is served, what is refused, and what becomes of a job whose client goes."""
+"""The agent's socket: who is served, what is refused, and what happens to a job whose client disconnects."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def job(start: Start, sim_only: None, monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 def taken(agent: Agent) -> list[Held]:
-    """Everything, out of the process."""
+    """Take all memory out of the process."""
     assert agent.close_gate(5).is_empty
     held = [each for batch in agent.export() for each in batch]
     agent.drop()

@@ -1,4 +1,4 @@
-"""What a program sees of its memory under the interposer, on the simulated driver."""
+"""A program's view of its memory under the interposer, on the simulated driver."""
 
 from __future__ import annotations
 

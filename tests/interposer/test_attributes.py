@@ -1,4 +1,4 @@
-"""What libraries look at, and what stays with the driver, under the interposer."""
+"""Attributes that libraries inspect, and memory that stays with the driver, under the interposer."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def begin(start: Start, source: str) -> Run:
 
 
 def cycle(run: Run) -> None:
-    """Out of the process, through the driver's checkpoint, and back."""
+    """Take memory out of the process, through the driver's checkpoint, and back."""
     driver = Libcuda()
     with Agent(run.pid) as agent:
         assert agent.close_gate(5).is_empty

@@ -116,7 +116,7 @@ def test_a_signal_handler_may_call_cuda_while_its_thread_waits(start: Start, gat
 
 
 def test_repeated_attempts_at_the_closed_gate_do_not_count_as_inside(start: Start, gate_program: Path) -> None:
-    """A call is counted for a moment before it waits, in which the agent may look."""
+    """A call is counted briefly before it waits, and the agent may look just then."""
     process = begin(start, gate_program, "interrupted-threads")
     assert [line(process), line(process)] == ["ready", "busy"]
     with Agent(process.pid) as agent:

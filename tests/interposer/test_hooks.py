@@ -1,4 +1,4 @@
-"""Functions of a program's own that are called before it is frozen, and when it continues."""
+"""A program's own functions that are called before it is frozen, and when it continues."""
 
 from __future__ import annotations
 

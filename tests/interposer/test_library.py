@@ -1,4 +1,4 @@
-"""Where the library lies, and which programs start with it."""
+"""The library's location, and the programs that start with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may trace a process with an interposer, if Yama limits that. A filter in the program answers for Yama."""
+"""Tracing of processes with an interposer under Yama's limits. A filter in the program stands in for Yama."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def test_tracing_is_tried_instead_of_inferred(monkeypatch: pytest.MonkeyPatch, t
     child = Child([sys.executable, "-c", "import signal; print('ready', flush=True); signal.pause()"])
     try:
         assert tracing.is_allowed(child.pid)
-        assert unprivileged.check_ptrace([child.pid]) == []  # whatever Yama's number is: it can be done
+        assert unprivileged.check_ptrace([child.pid]) == []  # regardless of Yama's setting
         monkeypatch.setattr(tracing, "is_allowed", lambda pid: False)
         (finding,) = unprivileged.check_ptrace([child.pid])
         assert (finding.pid, finding.code) == (child.pid, "GPUCR-ONLY-ROOT")

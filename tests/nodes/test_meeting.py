@@ -1,4 +1,4 @@
-"""Nodes meet, wait for each other, and notice who fails; nobody else has a say."""
+"""Nodes meet, wait for each other, and notice failures; outsiders have no influence."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def test_after_the_decision_no_node_can_fail() -> None:
 
 @pytest.mark.parametrize("step", ["complete", "ready"])
 def test_leaving_after_the_last_step_is_not_a_failure(step: Step) -> None:
-    """Though the other has not yet seen that it was the last."""
+    """Even if the other node has not yet noticed that it was the last step."""
     with met() as (host, (guest,)):
         host.announce(step)
         host._guests[1].close()
@@ -365,7 +365,7 @@ def test_a_reflected_message_is_refused(channels: Channels) -> None:
 
 
 def test_a_recorded_conversation_cannot_be_replayed() -> None:
-    """Whoever has heard one guest cannot take its place."""
+    """An eavesdropper on one guest cannot impersonate it."""
     here, there = socket.socketpair()
     with here, there:
         host = Aside(lambda: wire.open_as_host(here, SECRET))

@@ -89,7 +89,7 @@ def test_if_a_node_dies_before_all_have_saved_the_job_continues(nodes: TwoNodes,
 
 @pytest.mark.parametrize("moment", ["before:complete", later("before:wait")])
 def test_if_a_node_dies_before_the_set_is_complete_the_job_continues(nodes: TwoNodes, moment: str) -> None:
-    """Node 0 knows that all have saved, and dies; node 1 has told that it has saved, and dies."""
+    """Node 0 knows that all have saved, and dies; node 1 has reported that it has saved, and dies."""
     victim = 0 if moment == "before:complete" else 1
     if victim == 0:
         dead, other = nodes.drive(0, moment, "die"), nodes.start_dump(1)
@@ -235,7 +235,7 @@ def test_if_node_0_dies_after_completion_the_others_end(nodes: TwoNodes, moment:
 
 @long
 def test_the_store_vanishes_at_the_decision(nodes: TwoNodes) -> None:
-    """Nobody can know what was decided: all parts run, and what is in the store stays."""
+    """The outcome is unknown: all parts run, and the store keeps what it has."""
     host, guest = nodes.drive(0, "before:complete", "pause"), nodes.start_dump(1)
     nodes.wait_there(0)
     (nodes.store_folder / "sets").touch()

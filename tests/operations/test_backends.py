@@ -1,4 +1,4 @@
-"""Stacks of backends (gpu_state/backend.py), shown by a third kind whose memory is never a file."""
+"""Stacks of backends (gpu_state/backend.py), tested with a third kind whose memory is never a file."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def mapped(thread: int, content: bytes, address: int = 0) -> int:
 
 
 class Vault:
-    """A kind of backend: it takes a known range of a process away, and keeps it in this process's own memory."""
+    """A kind of backend that moves a known range of a process into this process's own memory."""
 
     name = "vault"
 
@@ -236,7 +236,7 @@ def assert_all_run(job: Counter, driver: CudaDriver, vault: Vault) -> None:
 def test_a_gang_with_different_backends_is_dumped_and_restored(
     counter: CounterFactory, vault: Vault, place: Place, driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The one is held by the vault over captured staging, the other one in the plain way, by CRIU."""
+    """The vault over captured staging holds one process's memory, CRIU in the plain way the other's."""
     job = counter("--mib", "8", "--fork", "1")
     root, child = job.processes()
     vault.fill(root)
@@ -383,7 +383,7 @@ def test_damage_in_an_outer_backends_data_ends_the_half_restored_job(
 def test_plain_and_captured_snapshots_are_interchangeable(
     counter: CounterFactory, tmp_path: Path, driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was dumped in the one way is restored if only the other one can be, and dumped there."""
+    """A snapshot taken one way is restored where only the other is possible, and dumped there."""
     job = counter("--mib", "8")
     expected = 101
     for number, plain in enumerate((True, False, True)):

@@ -1,4 +1,4 @@
-"""Requests that cannot be met: one clear message, a hint, an exit code, and a job that is as it was."""
+"""Requests that cannot be met: one clear message, a hint, an exit code, and an unchanged job."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COMMANDS = ("state", "suspend", "resume", "dump")
 
 
 def refused(code: int | tuple[int, ...], *arguments: object) -> str:
-    """Run a command that must end with this code (or one of them), an error and a hint on stderr, no stdout."""
+    """Run a command that must fail with this code (or one of them), an error and a hint on stderr, no stdout."""
     if arguments[0] == "dump" and "--to" not in arguments:
         arguments = (*arguments, "--to", "/nonexistent-parent/snapshot")
     done = command.run(*arguments)
@@ -39,7 +39,7 @@ def refused(code: int | tuple[int, ...], *arguments: object) -> str:
 
 @pytest.fixture
 def zombie() -> Iterator[int]:
-    """The pid of a process that ended and was not collected."""
+    """The pid of a process that ended and was not reaped."""
     child = subprocess.Popen([sys.executable, "-c", ""])
     wait_until(lambda: Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z", "a zombie")
     yield child.pid
@@ -364,7 +364,7 @@ class TestFullDisk:
     def test_the_disk_becomes_read_only_midway(
         self, counter: CounterFactory, driver: CudaDriver, small_disk: Path
     ) -> None:
-        """What was written cannot be removed either: that is no damage to the job."""
+        """The written files cannot be removed either, which is not damage to the job."""
         job = counter()
 
         def make_read_only(progress: gpucr.Progress) -> None:
@@ -415,7 +415,7 @@ def test_an_infinite_timeout(name: str, timeout_s: object, process_without_cuda:
 def test_a_removed_current_folder(
     arguments: list[object], process_without_cuda: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A shell stays in it when a job's folder is removed, or made again."""
+    """A shell stays in it when a job's folder is removed or recreated."""
     if arguments[0] == "dump" and not processes.can_checkpoint_processes():
         skip_or_fail("root", "a dump needs root")
     monkeypatch.chdir(tmp_path)
@@ -430,7 +430,7 @@ def test_a_removed_current_folder(
 def test_a_simulated_driver_with_its_state_elsewhere(
     counter: CounterFactory, sim_environment: Callable[..., dict[str, str]], tmp_path: Path
 ) -> None:
-    """Where the process cannot use it, in another container say: persistence mode has nothing to do with it."""
+    """Where the process cannot use it, such as in another container: persistence mode is irrelevant."""
     job = counter()
     gpucr.suspend(job.pid)
     elsewhere = tmp_path / "only-in-the-container" / "state"

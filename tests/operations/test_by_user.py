@@ -1,4 +1,4 @@
-"""Tests of other files, run once more by a user who is not root: those that are marked ``by_user``."""
+"""Tests marked ``by_user`` in other files, run again by an unprivileged user."""
 
 from __future__ import annotations
 

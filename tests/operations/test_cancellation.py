@@ -99,7 +99,7 @@ def test_a_dump_is_undone(counter: CounterFactory, driver: CudaDriver, tmp_path:
 def test_criu_is_interrupted(
     counter: CounterFactory, driver: CudaDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """CRIU stands still until it is told to end: only the cancellation can be why it is."""
+    """CRIU is stopped until it is asked to end, so only the cancellation can be the cause."""
     job, cancel, criu = counter("--mib", "1"), gpucr.Cancellation(), list[int]()
     expect, tell = dump_steps.expect_criu, engine._Run._ask_to_end
 

@@ -75,7 +75,7 @@ def test_a_jobs_capabilities_are_read_from_its_images(threaded: Child, tmp_path:
 
 @pytest.mark.criu
 def test_capabilities_the_job_lacked_are_not_required(tmp_path: Path) -> None:
-    """What a job has not got is not asked for, however little its restore may do itself."""
+    """Capabilities the job lacked are not required, however few the restoring process has."""
     drop = "import ctypes; assert ctypes.CDLL(None).prctl(24, 22, 0, 0, 0) == 0\n"
     again = f"import os, sys\nos.execv(sys.executable, [sys.executable, '-I', '-S', '-c', {THREADED!r}])"
     snapshot = tmp_path / "snapshot"

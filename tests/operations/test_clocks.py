@@ -1,4 +1,4 @@
-"""A restored job's clocks continue where they stood, and what it waits for comes neither at once nor never.
+"""A restored job's clocks continue where they were, so its timeouts expire neither at once nor never.
 
 CRIU does this with a time namespace. A machine that has been up for longer is such a namespace here.
 """
@@ -184,7 +184,7 @@ def state_of(folder: Path) -> dict[str, Any]:
 
 def after_some_rounds(folder: Path) -> dict[str, Any]:
     before = state_of(folder)["rounds"]
-    wait_until(lambda: state_of(folder)["rounds"] > before + 3, "the job to go on")
+    wait_until(lambda: state_of(folder)["rounds"] > before + 3, "the job to continue")
     return state_of(folder)
 
 

@@ -152,7 +152,7 @@ while True:
 
 
 def test_waiting_on_a_closed_connection_ends(start: StartJob, tmp_path: Path, peer: socket.socket) -> None:
-    """By something to read, as when the other end closes it. Programs like Gloo do not look for anything else."""
+    """With an end of file, as when the other end closes it. Programs like Gloo check for nothing else."""
     job = start(f"open('port', 'w').write('{peer.getsockname()[1]}')\n" + WAITS)
     with peer.accept()[0]:
         job.dump_and_end(tmp_path / "s")

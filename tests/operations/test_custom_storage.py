@@ -47,7 +47,7 @@ def job(counter: CounterFactory) -> Counter:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
-    """What carriers are asked from now on, and of which process; also unlocks of the driver."""
+    """The requests to carriers from now on, each with its process; also unlocks of the driver."""
     seen: list[tuple[str, int]] = []
     ask, unlock = Carrier.ask, CudaDriver.unlock
 
@@ -81,7 +81,7 @@ def keeps(pid: int) -> bool:
 
 
 def in_order(asked: list[tuple[str, int]], pids: list[int], *what: str) -> None:
-    """All processes are through with one thing before the next begins for any."""
+    """Assert that all processes finish one action before the next begins for any."""
     told = [name for name, pid in asked if pid in pids and name in what]
     assert told == [name for name in what for _ in pids], asked
 
@@ -214,7 +214,7 @@ def test_a_suspended_job_is_dumped_and_restored_suspended(job: Counter, driver: 
 def test_a_dump_counts_memory_held_by_a_suspended_process(
     job: Counter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is written, and is not resident."""
+    """That memory is written, but is not resident."""
     gpucr.suspend(job.pid)
     with monkeypatch.context() as patch:
         patch.setattr(memory, "free_disk_bytes", lambda folder: (64 + 8) << 20)
@@ -273,7 +273,7 @@ def test_a_dump_that_fails_leaves_the_job_running(
 def test_a_suspend_the_driver_refuses_is_undone(
     fault: str, result: int, counter: CounterFactory, driver: CudaDriver
 ) -> None:
-    """A checkpoint that it did not begin, and one that it would not complete: then all has to come back first."""
+    """A checkpoint that it did not begin, and one that it would not complete: then everything must be undone first."""
     job = counter("--mib", "8", "--fork", "1", env={"GPUCR_SIM_FAULTS": fault})
     pids = job.processes()
     with pytest.raises(DriverError) as raised:
@@ -459,7 +459,7 @@ def test_a_resume_counts_the_carriers_device_memory(
 def test_a_dump_uses_less_host_memory_than_the_jobs_device_memory(
     counter: CounterFactory, driver: CudaDriver, tmp_path: Path
 ) -> None:
-    """In a cgroup that is smaller than the job, the carrier too. The job is outside: its GPU is host memory."""
+    """In a cgroup smaller than the job, with the carrier. The job is outside: its GPU is host memory."""
     if memory.lies_in_memory(tmp_path):
         pytest.skip("a snapshot in memory takes as much: give pytest a --basetemp on a disk")
     job = counter("--mib", "768")

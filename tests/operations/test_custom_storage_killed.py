@@ -1,4 +1,4 @@
-"""gpucr is killed before and after each thing that it asks of its carrier: the job runs on, or is suspended whole."""
+"""gpucr is killed before and after each request to its carrier: the job keeps running, or is fully suspended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SQLite in a restored job: it continues with the database as it is, and no rewind breaks it."""
+"""SQLite in a restored job: it continues with the current database, and no rewind breaks it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``--timeout``: what ends too late is undone, and nothing that a job waits for is begun when it stands still."""
+"""``--timeout``: late operations are undone, and nothing slow starts while a job stands still."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_suspend_that_ends_after_the_deadline_is_undone(
 def test_a_thread_that_cannot_be_stopped_is_waited_for_until_the_deadline(
     counter: CounterFactory, driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that hangs in the kernel looks so: it is seized, and does not stop."""
+    """A thread that hangs in the kernel looks like this: seized, but not stopping."""
     job = counter("--mib", "1")
     monkeypatch.setattr(TracedThread, "_look", lambda _: None)
     threads = GangThreads()

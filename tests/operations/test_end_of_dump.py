@@ -1,4 +1,4 @@
-"""CRIU fails when the snapshot is committed: what is complete is not called damaged, nor the other way round."""
+"""CRIU fails after the commit: a complete snapshot is not called damaged, and vice versa."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def job(request: pytest.FixtureRequest, folder: Path) -> JobRecord:
 
 @pytest.fixture
 def failing_criu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """From now on CRIU fails when it has answered; with ``leave_running`` it has killed nothing."""
+    """Make CRIU fail after its answer; with ``leave_running`` it has killed nothing."""
     real = Criu.dump
 
     def fail(*, leave_running: bool, then: Callable[[], object] = lambda: None) -> None:

@@ -1,4 +1,4 @@
-"""A job that ends as soon as it runs again was restored, or resumed: it has done what it had left to do."""
+"""A job that ends as soon as it runs again was restored or resumed successfully: it did its remaining work."""
 
 from __future__ import annotations
 

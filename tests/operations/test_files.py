@@ -1,4 +1,4 @@
-"""Jobs with files that are others by the time of the restore: kept, cut back, refused. With real CRIU."""
+"""Jobs whose files have changed by the time of the restore: kept, cut back, refused. With real CRIU."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_shorter_files(start: StartJob, tmp_path: Path) -> None:
     with pytest.raises(gpucr.Unsupported, match=r"2 bytes shorter than at the dump.*cannot be brought back"):
         gpucr.restore(tmp_path / "s", files="rewind")
     gpucr.restore(tmp_path / "s")
-    assert job.go_on() == "turn 1", "the reader goes on at the end as well"
+    assert job.go_on() == "turn 1", "the reader continues at the end as well"
     for name in ("append.log", "plain.log"):
         assert (job.folder / name).read_text() == "new\nturn 1\n", name
 

@@ -1,4 +1,4 @@
-"""Children that a CUDA process has forked: they have its devices open, and are dumped anyway. With real CRIU."""
+"""Forked children of a CUDA process, which have its devices open, can be dumped. With real CRIU."""
 
 from __future__ import annotations
 

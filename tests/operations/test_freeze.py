@@ -1,4 +1,4 @@
-"""A job stands still for as long as its `FrozenJob` lasts; two programs freeze one each, and meet."""
+"""A job is stopped for as long as its `FrozenJob` lasts; two programs freeze one job each and synchronise."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ RUNNING = CudaState.RUNNING
 
 
 def states(pids: list[int]) -> set[str]:
-    """What the threads of these processes are in."""
+    """The states of these processes' threads."""
     found = [processes.read_stat(tid) for pid in pids for tid in processes.threads(pid)]
     return {stat.status for stat in found if stat is not None}
 
@@ -290,7 +290,7 @@ import gpucr
 pid, to = int(sys.argv[1]), sys.argv[2]
 def meet(word):
     print(word, flush=True)
-    assert sys.stdin.readline() == "go on\\n"
+    assert sys.stdin.readline() == "continue\\n"
 with gpucr.freeze(pid) as job:
     meet("frozen")
     job.save(to)
@@ -318,7 +318,7 @@ class Program:
 
     def go_on(self) -> None:
         assert self._python.stdin is not None
-        self._python.stdin.write("go on\n")
+        self._python.stdin.write("continue\n")
         self._python.stdin.flush()
 
     def kill(self) -> None:

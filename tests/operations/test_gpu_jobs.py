@@ -38,7 +38,7 @@ def job_with(pid: int, **options: Any) -> gpucr.GpuJob:
 
 @pytest.fixture
 def child_stopped(counter: CounterFactory) -> Counter:
-    """A job of two processes, of which one is suspended."""
+    """A job of two processes, one of them suspended."""
     job = counter("--mib", "2", "--fork", "1")
     gpucr.suspend(job.processes()[1])
     return job
@@ -85,7 +85,7 @@ def test_ranks_below_a_launcher_without_cuda_belong_together(ranks: RanksFactory
 
 
 def test_programs_of_one_shell_are_not_ranks(counter: CounterFactory) -> None:
-    """Both are children of this process, as a shell's are its children: gpucr is as well."""
+    """Both are children of this process, like a shell's programs; so is gpucr."""
     one, other = counter("--mib", "1"), counter("--mib", "1")
     jobs = gpucr.list_gpu_jobs()
     (job,) = [job for job in jobs if job.pid == one.pid]
@@ -215,7 +215,7 @@ def test_a_stopped_job(counter: CounterFactory) -> None:
     heading, line = run("ps", "--job", program.pid).stdout.splitlines()
     assert line[heading.index("STATE") :].split()[0] == "stopped"
     os.kill(program.pid, signal.SIGCONT)
-    wait_until(lambda: job_with(program.pid).state_word == "running", "it to go on")
+    wait_until(lambda: job_with(program.pid).state_word == "running", "it to continue")
 
 
 def test_a_job_with_a_stopped_process(counter: CounterFactory) -> None:

@@ -1,4 +1,4 @@
-"""`--gpu-state`: device memory leaves the GPU in the way that a user insists on, or nothing happens."""
+"""`--gpu-state`: device memory leaves the GPU in the requested way, or nothing happens."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_process_without_an_interposer_cannot_use_it(counter: CounterFactory, 
 def test_a_process_without_device_memory_does_not_block_the_others(
     driver: CudaDriver, sim_only: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As torch.compile's workers, which have a context and no memory of their own."""
+    """Like torch.compile's workers, which have a context and no memory of their own."""
     monkeypatch.setenv("GPUCR_INTERPOSER_DIR", str(tmp_path / "agents"))
     monkeypatch.setenv("LD_PRELOAD", preload_path(installed()))
     program, out = simulator.build() / "counter", (tmp_path / "24", tmp_path / "1")

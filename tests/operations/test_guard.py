@@ -1,4 +1,4 @@
-"""The guard: at every moment of an operation, a job whose gpucr is killed is as it was found.
+"""The guard: if gpucr is killed at any moment of an operation, the job is brought back to how it was found.
 
 A child process stands for that gpucr: it makes a guard, changes the job by hand, and kills itself.
 """
@@ -284,7 +284,7 @@ def test_no_thread_but_the_drivers_runs_before_device_memory_is_back(
     tid = driver.restore_thread_id(job.pid)
     others = [thread for thread in processes.threads(job.pid) if thread != tid]
     guard = operation(job.pid, _ON_JOB, _FREEZE, "die()", wait=False)
-    wait_until(lambda: _status(tid) == "S", "the driver's thread to go on")
+    wait_until(lambda: _status(tid) == "S", "the driver's thread to continue")
     for thread in others:
         assert processes.thread_group_leader(processes.tracer_pid(thread)) == guard
     assert driver.state(job.pid) is CHECKPOINTED
@@ -655,7 +655,7 @@ def test_it_is_detached_and_holds_only_what_it_was_given(guard: Guard) -> None:
 
 
 def test_a_waiting_guard_imports_little() -> None:
-    """What is imported is paid for at every operation's start."""
+    """Imports cost time at the start of every operation."""
     show = "import sys; import gpucr.undo.guard_process; print(*sys.modules)"
     done = subprocess.run(
         [
@@ -798,7 +798,7 @@ def test_an_impossible_record_is_refused(guard: Guard) -> None:
 
 
 class Elsewhere(Action):
-    """One that a guard could not import."""
+    """An action that a guard could not import."""
 
 
 def test_an_action_the_guard_cannot_find_is_refused() -> None:
@@ -807,7 +807,7 @@ def test_an_action_the_guard_cannot_find_is_refused() -> None:
 
 
 def test_the_wrong_process_is_never_touched(operation: Operation, log: Path) -> None:
-    """Each pid is taken by another process by now."""
+    """Each pid now belongs to another process."""
     with sleeper() as child, python("import signal; print('ready', flush=True); signal.pause()") as other:
         os.kill(child.pid, signal.SIGSTOP)
         wrong = "ProcessId(pid, 1)"

@@ -208,7 +208,7 @@ def test_commands_read_a_gpu_part_of_plain_files(folder: str, counter: CounterFa
 
 @pytest.mark.parametrize("key", [later(None), gpucr.Secret.key_file(bytes(32))], ids=["plain", "encrypted"])
 def test_a_snapshot_in_a_store(counter: CounterFactory, tmp_path: Path, key: gpucr.Secret | None) -> None:
-    """It says the same as in a folder, and how much of it is left after compression."""
+    """The output is the same as for a folder, plus the compressed size."""
     store = tmp_path / "store"
     gpucr.init_store(store, key=key)
     job = counter("--mib", "8", "--fork", "1")

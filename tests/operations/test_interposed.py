@@ -79,7 +79,7 @@ def test_a_failed_resume_leaves_the_job_suspended(
 def test_partly_filled_memory_is_not_taken_as_complete(
     job: Counter, driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Made again, it is no longer away; what it had is kept until all of it is there, and the gate closed as long."""
+    """Recreated memory is present, but the old content is kept, and the gate closed, until it is all filled."""
     gpucr.suspend(job.pid)
 
     def fail(self: Vault, *_: object) -> None:
@@ -124,7 +124,7 @@ def test_an_agent_that_does_not_answer_is_not_used(
 
 
 def test_partly_dropped_memory_is_restored(job: Counter, driver: CudaDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The driver's error in the middle of a drop: by then some of it is in gpucr's descriptors alone."""
+    """The driver fails midway through a drop: some memory is then only in gpucr's descriptors."""
     real = Agent.drop
 
     def half_way(self: Agent, **options: bool) -> None:
@@ -147,7 +147,7 @@ def test_partly_dropped_memory_is_restored(job: Counter, driver: CudaDriver, mon
 def test_an_agent_with_invalid_answers_is_not_used(
     lie: dict[str, int], job: Counter, driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its answers are those of a program that a user wrote."""
+    """An agent may be any program that a user wrote."""
     real = Agent._receive
 
     def lying(self: Agent, operation: Operation) -> tuple[Answer, list[int]]:
@@ -215,7 +215,7 @@ def test_a_failed_suspend_leaves_the_job_running(
 
 
 def test_a_job_left_midway_is_resumed(job: Counter, driver: CudaDriver) -> None:
-    """Another tool has had the driver bring it back: its memory is still away, and its gate closed."""
+    """Another tool has restored it through the driver: its memory is still away, and its gate closed."""
     gpucr.suspend(job.pid)
     driver.restore(job.pid, None)
     driver.unlock(job.pid)
@@ -252,7 +252,7 @@ def test_a_process_that_dies_midway_is_reported_and_the_others_survive(
 
 @pytest.mark.parametrize("count", [3, later(8)])
 def test_ranks_that_wait_for_each_other(count: int, ranks: RanksFactory, driver: CudaDriver, tmp_path: Path) -> None:
-    """Gate and lock are one rung: no rank's gate stays closed while another one waits for what it has not submitted."""
+    """Gate and lock are one rung: no gate stays closed while another rank waits for work it has not submitted."""
     variables = {"LD_PRELOAD": preload_path(installed()), "GPUCR_INTERPOSER_DIR": str(tmp_path / "agents")}
     job = ranks(count, "--mib", "4", "--step-us", "2000", env=variables)
     for _ in range(2):

@@ -48,7 +48,7 @@ pytestmark = [pytest.mark.criu, pytest.mark.usefixtures("sim_only", "state_home"
 
 @pytest.fixture
 def variables(tmp_path: Path) -> dict[str, str]:
-    """With these a program's device memory can leave it."""
+    """The environment in which a program's device memory can leave it."""
     return {"LD_PRELOAD": preload_path(installed()), "GPUCR_INTERPOSER_DIR": str(tmp_path / "agents")}
 
 
@@ -59,12 +59,12 @@ def job(counter: CounterFactory, variables: dict[str, str]) -> Counter:
 
 
 def kinds(report: gpucr.DumpReport) -> dict[DevicePart, str]:
-    """By which way device memory left."""
+    """The ways in which device memory left."""
     return report.snapshot.manifest.kinds
 
 
 def assert_runs(job: Counter, driver: CudaDriver, pids: list[int], expected: int) -> None:
-    """Each process runs, has all of its memory, and an agent that would let it go again."""
+    """Assert that each process runs with all of its memory, and that its agent would release it again."""
     assert job.processes() == pids
     assert {driver.state(pid) for pid in pids} == {RUNNING}
     for pid in pids:
@@ -154,7 +154,7 @@ def test_a_frozen_job_is_saved_and_thawed(job: Counter, driver: CudaDriver, tmp_
 def test_preflight_asks_the_agents(
     operation: str, job: Counter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One client at a time: what will take the memory must not keep preflight from asking."""
+    """An agent serves one client at a time: the later copy must not keep preflight from asking."""
     told: list[bool] = []
     real = preflight.check_traps
 
@@ -204,7 +204,7 @@ def test_a_failed_dump_leaves_the_job_running(
 def test_a_failed_save_does_not_stop_the_job(
     job: Counter, driver: CudaDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The GPU got full: the processes run on in the memory that was to be saved, and wait for that first."""
+    """The GPU is full: the processes continue in the memory to be saved, and wait until it is."""
     pids, dropped = job.processes(), list[int]()
     drop, status = Agent.drop, Agent.status
 

@@ -1,4 +1,4 @@
-"""A job that was suspended through its interposers is dumped as it is, and is suspended again after a restore."""
+"""A job suspended through its interposers is dumped in that state, and is suspended after a restore."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def job(counter: CounterFactory, sim_only: None, tmp_path: Path) -> Counter:
 
 
 def assert_comes_back(job: Counter, driver: CudaDriver, expected: int) -> None:
-    """It is suspended, and is resumed with all that it had."""
+    """Assert that it is suspended, and can be resumed with all its memory."""
     assert {driver.state(pid) for pid in job.processes()} == {CHECKPOINTED}
     gpucr.resume(job.pid)
     assert {driver.state(pid) for pid in job.processes()} == {RUNNING}

@@ -1,4 +1,4 @@
-"""Root names running jobs of other users; their registries can point it at nothing but their own processes."""
+"""Root names running jobs of other users, whose registries can refer only to their own processes."""
 
 from __future__ import annotations
 

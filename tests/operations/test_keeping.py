@@ -1,4 +1,4 @@
-"""A job under the interposer that is dumped and runs on: its snapshot is of the moment at which it stood still."""
+"""A job under the interposer is dumped and left running: its snapshot is of the moment at which it stood still."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs restored without a sandbox have a keeper too, and a gpucr that is killed leaves no job without a record."""
+"""Jobs restored without a sandbox have a keeper too, and a killed gpucr leaves no job without a record."""
 
 from __future__ import annotations
 
@@ -309,7 +309,7 @@ def test_killed_after_the_job_was_ended_for_its_snapshot(folder: Path, tmp_path:
 
 @pytest.mark.criu
 def test_killed_between_the_commit_and_the_end_of_the_job(folder: Path, tmp_path: Path) -> None:
-    """CRIU finds its socket closed and lets the job continue: that counts, and not what the registry was told."""
+    """CRIU finds its socket closed and lets the job continue: that counts, and not the record in the registry."""
     record = start(folder)
     code = "from gpucr.jobs.registered import DumpNote\nkilled_after(DumpNote, 'write')\ngpucr.dump('job', sys.argv[1])"
     run_and_be_killed(KILLED_AFTER + code, tmp_path / "s")

@@ -1,4 +1,4 @@
-"""gpucr is killed at every step of a dump into a store and of a restore out of one: job and store stay whole."""
+"""gpucr is killed at every step of a dump into a store and a restore from it: job and store stay intact."""
 
 from __future__ import annotations
 

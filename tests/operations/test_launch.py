@@ -1,4 +1,4 @@
-"""`gpucr run` and what follows: a job is started, listed, frozen and brought back by its name, and its log is read."""
+"""`gpucr run` and later commands: a job is started, listed, frozen and restored by its name, and its log is read."""
 
 from __future__ import annotations
 
@@ -442,7 +442,7 @@ def test_a_command_as_a_single_string(text: Any) -> None:
 
 
 def test_forgetting_with_force_and_damaged_records(state: Path) -> None:
-    """As when the container is gone that it was started in."""
+    """As when the container that it was started in no longer exists."""
     launch.run_job(["true"], name="job", isolate=False)
     _wait_for_end("job")
     record = registered.registry().find("job").record
@@ -589,7 +589,7 @@ def test_a_job_keeps_its_name_and_its_log_through_a_dump_and_a_restore(isolate: 
     report = gpucr.restore(snapshot)
     assert report.name == "beat"
     assert _states() == {"beat": "running"}
-    wait_until(lambda: len(_log("beat").split()) > printed, "the job to go on with its log")
+    wait_until(lambda: len(_log("beat").split()) > printed, "the job to continue with its log")
     numbers = [int(line) for line in _log("beat").splitlines(keepends=True) if line.endswith("\n")]
     assert numbers == list(range(len(numbers)))
     after = registered.registry().find("beat").record
@@ -637,7 +637,7 @@ def test_a_job_with_another_name_keeps_its_log_when_the_old_one_is_forgotten(tmp
     launch.forget_job("job")
     assert _states() == {"other": "running"}
     printed = len(_log("other").split())
-    wait_until(lambda: len(_log("other").split()) > printed, "the job to go on with its log")
+    wait_until(lambda: len(_log("other").split()) > printed, "the job to continue with its log")
 
 
 @pytest.mark.criu

@@ -1,4 +1,4 @@
-"""`gpucr run` and what follows if it is not easy: no privileges, a full disk, several at once, a terminal."""
+"""Difficult cases of `gpucr run` and later commands: no privileges, a full disk, concurrency, a terminal."""
 
 from __future__ import annotations
 
@@ -285,7 +285,7 @@ def test_a_dump_continues_if_the_registry_cannot_be_written(folder: Path, tmp_pa
     in_the_way.mkdir()
     done = command.run("dump", "job", "--to", tmp_path / "s")
     assert done.returncode == 0, done.stderr
-    assert "the record of the job job does not know of this snapshot: [Errno 21]" in done.stderr
+    assert "the record of the job job does not list this snapshot: [Errno 21]" in done.stderr
     in_the_way.rmdir()
     wait_until(lambda: gpucr.list_jobs()[0].state.word != "running", "its keeper to write that it has ended")
     assert gpucr.restore(tmp_path / "s").name == "job"
@@ -378,7 +378,7 @@ def test_a_cancelled_exec_ends_its_command(tmp_path: Path, trap: str, limit_s: i
 
 
 def test_a_slow_handler_is_not_mistaken_for_a_signal(tmp_path: Path) -> None:
-    """As on a busy machine. A wait for signals of Python's has got one then that never came."""
+    """As on a busy machine. Python's wait for signals then returns one that never came."""
     ran = tmp_path / "ran"
     script = f"echo $$ >{ran}.new; mv {ran}.new {ran}; while :; do sleep 0.1; done"
     said = cancelled_exec(ran, 1000, 0.15, "sh", "-c", script)
@@ -431,7 +431,7 @@ class Terminal:
     def wait_for(self, text: str) -> None:
         while text not in self.shown:
             if not select.select([self._master], [], [], DEADLINE_S)[0]:
-                pytest.fail(f"waited in vain for {text!r}: {self.shown!r}")
+                pytest.fail(f"waited without success for {text!r}: {self.shown!r}")
             self.shown += os.read(self._master, 4096).decode()
 
     def press(self, keys: bytes) -> None:

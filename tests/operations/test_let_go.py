@@ -1,4 +1,4 @@
-"""What an operation has opened is closed when it ends, and not when its error or report is forgotten.
+"""An operation closes its files when it ends, not when its error or report is garbage-collected.
 
 A disk with a snapshot could not be unmounted before that, nor its folder be used by another dump.
 """

@@ -1,4 +1,4 @@
-"""A running job goes to other GPUs, and stays where it was when something fails."""
+"""A running job moves to other GPUs, and stays where it was on failure."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_failed_move_leaves_the_job_where_it_was(
 
 @long
 def test_if_one_of_two_cannot_move_the_other_returns(machine: MakeMachine, driver: CudaDriver, tmp_path: Path) -> None:
-    """Each fills its GPU: the one that has moved stands where the other one belongs."""
+    """Each fills its GPU: the one that has moved occupies the other one's."""
     uuids = machine("2x256MiB")
     program = f"{simulator.build() / 'counter'} --port 0 --mib 350"
     ranks = [
@@ -171,7 +171,7 @@ def test_memory_of_an_interposed_job_is_moved(
     machine: MakeMachine, interposed: Callable[..., Counter], driver: CudaDriver, monkeypatch: pytest.MonkeyPatch,
     peers: str, faults: str,
 ) -> None:  # fmt: skip
-    """From GPU to GPU where they reach each other, else by way of host memory."""
+    """From GPU to GPU if they can reach each other, else through host memory."""
     uuids = machine("2x1GiB")
     monkeypatch.setenv("GPUCR_SIM_PEERS", peers)
     job, count = interposed(faults), 101

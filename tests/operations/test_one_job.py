@@ -128,7 +128,7 @@ def test_a_tree_of_several_users(name: str, folder: Path, tmp_path: Path) -> Non
 
 
 def test_a_tree_of_one_user_below_root_is_one_job(folder: Path, tmp_path: Path) -> None:
-    """So is a program that a launcher, run by root, has started for somebody."""
+    """The same holds for a program that a launcher run by root has started for a user."""
     with supervisor(forking(NOBODY, NOBODY), folder) as pid:
         assert gpucr.plan_dump(pid, tmp_path / "s").pid == pid
 
@@ -166,7 +166,7 @@ def kept_job() -> JobRecord:
 
 
 def test_programs_run_as_another_user_belong_to_their_caller(folder: Path, tmp_path: Path) -> None:
-    """As by sudo: the way from root to the second user leads through the first."""
+    """As with sudo: the path from root to the second user leads through the first."""
     code = f"""
 read, write = os.pipe()
 if os.fork() == 0:
@@ -286,7 +286,7 @@ def _is_removed(top: Path) -> bool:
 
 
 def test_force_takes_all_processes_but_gpucr(tmp_path: Path, sim_only: None) -> None:
-    """A shell with gpucr itself below it. A dump would stop itself, and is refused even so."""
+    """A shell with gpucr itself below it. A dump would stop itself, and is refused even with force."""
     gpucr_itself = shlex.join(command.command())
     program = shlex.quote(str(simulator.build() / "counter"))
     script = f"{program} --port 0 --mib 2 >counter 2>&1 & until grep -q ready counter; do sleep 0.1; done"

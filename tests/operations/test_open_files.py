@@ -1,4 +1,4 @@
-"""Few descriptors: every exit code is true at every limit, and what an operation raises is its own."""
+"""Few descriptors: at every limit the exit code is true, and operations raise only their own errors."""
 
 from __future__ import annotations
 

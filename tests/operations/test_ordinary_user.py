@@ -1,4 +1,4 @@
-"""What a user without privileges can do with his own jobs, with a CRIU that root has granted and without one."""
+"""An unprivileged user's own jobs, with and without a CRIU that root has granted."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def runs(pid: int) -> bool:
 def assert_goes_on(user: OrdinaryUser) -> None:
     alive = user.home / "alive"
     alive.unlink(missing_ok=True)
-    wait_until(alive.exists, "the program to go on")
+    wait_until(alive.exists, "the program to continue")
 
 
 def wait_until_written(path: Path, what: str) -> None:
@@ -234,7 +234,7 @@ def test_a_job_with_a_connection_needs_a_grant_for_its_group(user: OrdinaryUser)
         user.groups = (1,)
         before = capabilities_of(pid)
         user.succeeds("dump", str(pid), "--to", "running", "--leave-running")
-        wait_until_written(user.home / "talked", "the program to talk to itself while it goes on")
+        wait_until_written(user.home / "talked", "the program to talk to itself while it continues")
         user.succeeds("dump", str(pid), "--to", "connected")
         findings = {each["what"] for each in json.loads(user.gpucr("doctor", "--json").stdout)["checkups"]}
         assert "connections are not silenced while this user's jobs are dumped" in findings

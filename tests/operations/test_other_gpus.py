@@ -1,4 +1,4 @@
-"""A job goes onto other GPUs than it had, named or chosen, in a resume and in a restore."""
+"""A job moves to other GPUs, named or chosen, in a resume and in a restore."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_a_process_that_sees_one_gpu_needs_a_map_for_all(machine: MakeMachine, c
 
 
 def test_processes_of_one_job_with_different_visible_gpus(machine: MakeMachine, tmp_path: Path) -> None:
-    """As ranks do that a launcher gives one GPU each."""
+    """Like ranks that a launcher gives one GPU each."""
     uuids = machine("4x256MiB")
     program = simulator.build() / "counter"
     ranks = [f"CUDA_VISIBLE_DEVICES={gpu} {program} --port 0 --mib 8 > {tmp_path}/{gpu} & " for gpu in (0, 1)]
@@ -357,7 +357,7 @@ def test_a_machine_with_more_gpus(machine: MakeMachine, counter: CounterFactory,
     there = machine("4x256MiB", "larger")
     gpucr.restore(tmp_path / "s", gpu="3,1")
     assert places(job) == sorted([there[3], there[1]])
-    # It sees these two of four from now on, whatever its environment says.
+    # It sees these two of four from now on, regardless of its environment.
     gpucr.suspend(job.pid)
     report = gpucr.resume(job.pid, gpu_map="3=0")
     assert report.gpu_map == GpuMap(((there[1], there[1]), (there[3], there[0])))

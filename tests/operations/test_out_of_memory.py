@@ -1,4 +1,4 @@
-"""Limits on memory, and memory that runs out at any moment: an error in words, and the job as it was found."""
+"""Memory limits, and memory that runs out at any moment: a clear error, and the job as it was found."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs with shared memory, alone and with files and connections: dumped, ended, and back at once. With real CRIU.
+"""Jobs with shared memory, alone and with files and connections: dumped, ended and restored. With real CRIU.
 
 None may run beside another that has files in /dev/shm to which CRIU gives a name while it dumps: it numbers these names
 again in each dump, and one of two that want the same number fails.
@@ -160,7 +160,7 @@ def test_shared_memory_is_restored_unchanged(start: StartJob, tmp_path: Path, sh
 
 
 def test_a_gpucr_killed_after_criu_leaves_no_names(start: StartJob, tmp_path: Path, shared_name: str) -> None:
-    """The snapshot is complete by then. The names would be in the way of another job's dump."""
+    """The snapshot is already complete. The names would block another job's dump."""
     job = start(SHARED.replace("NAME", shared_name))
     inode = Path(f"/dev/shm/sem.{shared_name}").stat().st_ino
     done = python(KILLED_AT_THE_END, job.pid, tmp_path / "s")

@@ -1,4 +1,4 @@
-"""Jobs whose processes wait for each other on the GPU: frozen, brought back, and left alone if that cannot be."""
+"""Jobs whose processes wait for each other on the GPU: frozen, restored, or left alone if that is impossible."""
 
 from __future__ import annotations
 

@@ -222,4 +222,4 @@ def test_no_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registered, "state_folder", nobody_knows)
     with pytest.raises(InvalidRequest, match="uid 7 has no home folder"):
         registered.resolve_pid("mine")
-    assert registered.record_of(ME) is None, "a dump goes on without it"
+    assert registered.record_of(ME) is None, "a dump continues without it"

@@ -1,4 +1,4 @@
-"""Jobs in sandboxes: dumped from outside, restored into new ones, several at once, and nothing is left of a failure."""
+"""Jobs in sandboxes: dumped from outside, restored into new ones, several at once; failures leave nothing."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def folder(folder: Path) -> Iterator[Path]:
 
 
 class Program:
-    """The program above, as a job: what it says of itself."""
+    """The program above, as a job: what it says about itself."""
 
     def __init__(self, folder: Path, **options: Any) -> None:
         self.folder = folder
@@ -106,8 +106,8 @@ class Program:
 
     def assert_goes_on(self) -> dict[str, int]:
         before = self.state()
-        wait_until(lambda: self.state()["rounds"] > before["rounds"] + 3, "the job to go on")
-        wait_until(lambda: self.state()["ticks"] > before["ticks"] + 3, "its second thread to go on")
+        wait_until(lambda: self.state()["rounds"] > before["rounds"] + 3, "the job to continue")
+        wait_until(lambda: self.state()["ticks"] > before["ticks"] + 3, "its second thread to continue")
         state = self.state()
         assert state["memory"] == state["rounds"]
         assert state["child lives"]
@@ -163,7 +163,7 @@ def test_the_keepers_pid_stands_for_the_job(folder: Path, tmp_path: Path) -> Non
 
 
 def test_a_keeper_unknown_here(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A gpucr with another /run: it can tell the job from no container's, and says what it takes."""
+    """A gpucr with another /run: it cannot distinguish the job from a container's, and says what it takes."""
     job = Program(folder)
     with monkeypatch.context() as elsewhere:
         elsewhere.setattr(process_records, "runtime_folder", lambda: tmp_path / "run" / "gpucr")
@@ -467,7 +467,7 @@ def test_a_job_without_cuda_whose_restore_is_killed(folder: Path, tmp_path: Path
 
 @pytest.mark.parametrize("where", ["spawn", later("socket")])
 def test_a_signal_while_criu_starts(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
-    """A process that was born in the sandbox and that nobody collects would keep the sandbox from ending."""
+    """A process created in the sandbox that nobody reaps would keep the sandbox from ending."""
     job = Program(folder)
     gpucr.dump("job", tmp_path / "s")
     receive, join = socket.recv_fds, threading.Thread.join

@@ -94,7 +94,7 @@ def restore_confined(snapshot: Path) -> None:
 
 
 def rewrite(snapshot: Path, change: Callable[[tuple[ThreadRecord, ...]], tuple[ThreadRecord, ...] | None]) -> None:
-    """Change what the manifest says of the threads of the first process."""
+    """Change what the manifest says about the threads of the first process."""
     file = snapshot / "manifest.json"
     read = manifests.decode(file.read_bytes())
     first, *others = read.processes

@@ -1,4 +1,4 @@
-"""A job that is named by several trees, or by its cgroup: one gang."""
+"""A job named by several trees, or by its cgroup, is one gang."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def _move(pid: int, folder: Path) -> None:
 
 
 def test_a_cgroup_is_a_job(counter: CounterFactory, driver: CudaDriver, cgroup: Path, tmp_path: Path) -> None:
-    """As a batch system has it: what it started is in the cgroup, and in some below it."""
+    """As with a batch system, whose processes are in the cgroup and in others below it."""
     below = cgroup / f"task-{secrets.token_hex(4)}"
     below.mkdir()
     first, second, outside = counter(), counter("--fork", "1"), counter()

@@ -1,4 +1,4 @@
-"""Several trees are one job: dumped in one snapshot, of one moment, and restored all or none."""
+"""Several trees as one job: dumped into one snapshot of one moment, and restored all or none."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def come_back(jobs: list[Job], snapshot: Path, **options: Any) -> gpucr.RestoreR
 
 
 def test_a_connection_between_two_trees_is_kept(start: StartJob, tmp_path: Path) -> None:
-    """With what is on its way: the message was sent, and nobody has read it."""
+    """Including data in transit: the message was sent, and not yet read."""
     server = start(SERVER)
     client = start(CLIENT.format(port=(server.folder / "done-0").read_text()))
     client.go_on()
@@ -201,7 +201,7 @@ def test_the_registry_knows_each_tree(tmp_path: Path, state_home: Path) -> None:
 
 
 def test_trees_that_share_something_are_refused(start: StartJob, tmp_path: Path) -> None:
-    """What started them is a job that can be dumped: as one tree, in which they share it."""
+    """Their common parent can be dumped as one tree, in which they share it."""
     job = start("""
 import subprocess
 writer = subprocess.Popen(["sleep", "1000"], stdout=subprocess.PIPE)
@@ -471,7 +471,7 @@ def test_a_job_without_cuda_is_frozen(start: StartJob, tmp_path: Path) -> None:
     [("os.kill(os.getpid(), signal.SIGKILL)", -9), later("sys.exit(4)", 4), later("if os.fork(): os._exit(5)", 5)],
 )
 def test_a_job_is_thawed_when_the_program_that_froze_it_ends(start: StartJob, how: str, code_of_it: int) -> None:
-    """Though it has forgotten the job. A fork of the program does not thaw it."""
+    """Even if it has forgotten the job. A fork of the program does not thaw it."""
     jobs = [start(STEPS), start(STEPS)]
     code = f"""
 import os, signal, sys, gpucr

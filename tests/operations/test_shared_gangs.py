@@ -52,7 +52,7 @@ def states(gang: SharingGang, driver: CudaDriver) -> set[CudaState | None]:
 
 
 def assert_as_found(gang: SharingGang, driver: CudaDriver) -> None:
-    """They run, with everything that they had, and nothing is kept."""
+    """Assert that they run with all their memory, and that nothing is kept."""
     assert states(gang, driver) == {RUNNING}
     for pid in gang.pids:
         with Agent(pid) as agent:
@@ -61,7 +61,7 @@ def assert_as_found(gang: SharingGang, driver: CudaDriver) -> None:
 
 
 def assert_shares(gang: SharingGang) -> None:
-    """What one of them writes the others read, in both directions."""
+    """Assert that each reads what the other writes."""
     first, *others = gang.processes
     assert first.say("write").endswith("100")
     for each in others:
@@ -195,7 +195,7 @@ def test_an_agents_refusal_in_a_resume_leaves_it_to_the_next(
     with pytest.raises(gpucr.GpucrError):
         gpucr.resume(gang.pid)
     monkeypatch.undo()
-    assert states(gang, driver) == {RUNNING if call == "keep" else CHECKPOINTED}, "the first one goes on before that"
+    assert states(gang, driver) == {RUNNING if call == "keep" else CHECKPOINTED}, "the first one continues before that"
     gpucr.resume(gang.pid)
     assert_as_found(gang, driver)
     assert_shares(gang)
@@ -218,7 +218,7 @@ def refuse_once(call: str, pid: int, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_member_dies_while_the_others_are_stopped(
     dies: int, start: StartGang, driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Memory of an owner that has ended is still in our hands: who had imported it continues with it."""
+    """gpucr still holds the memory of an owner that has ended: importers continue with it."""
     gang = start(EXPORTER, IMPORTER)
     real = CudaDriver.checkpoint
 

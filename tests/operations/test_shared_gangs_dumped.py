@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.criu, pytest.mark.usefixtures("sim_only", "state_home"
 
 
 class Gang:
-    """Two processes that write into blocks of each other, step by step, as far as they may."""
+    """Two processes that write into blocks of each other, step by step, as long as they may."""
 
     def __init__(self, folder: Path, *, isolate: bool) -> None:
         self._may_step, self.name = folder / "steps", f"gang-{folder.name}"

@@ -1,4 +1,4 @@
-"""Jobs whose processes share device memory: refused with the job as it was, unless it is known to come back."""
+"""Jobs whose processes share device memory: refused and left unchanged, unless it is known to come back."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_part_of_a_tree_is_judged_with_the_rest(pair: Pair) -> None:
 
 
 def test_only_one_of_two_processes_on_a_gpu(pair: Pair) -> None:
-    """One that has opened the other's memory is refused alone, too, where that shows."""
+    """One that has opened the other's memory is also refused alone, if that is visible."""
     process, _, second = pair("both_open")
     with pytest.raises(Unsupported, match=f"process {second} "):
         gpucr.suspend(second, only=True)

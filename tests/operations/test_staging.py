@@ -1,4 +1,4 @@
-"""Device memory on its way: captured, saved around CRIU, put back; and every case in which the plain way is taken."""
+"""Staging: captured, saved around CRIU, put back; and every case in which the plain way is taken."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def as_root() -> None:
 
 
 def notes_of(operation: Callable[..., Any], *arguments: Any, **options: Any) -> list[str]:
-    """What the operation says of how it moved device memory. (A lock may take two attempts on a busy machine.)"""
+    """What the operation says about how it moved device memory. (A lock may take two attempts on a busy machine.)"""
     events: list[Progress] = []
     operation(*arguments, on_progress=events.append, **options)
     return [event.description for event in events if event.event == "note" and event.phase != "lock"]
@@ -166,7 +166,7 @@ def test_if_staging_cannot_be_captured_the_driver_uses_its_own(
 def test_the_kernel_may_refuse_the_file_during_the_call(
     counter: CounterFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The driver's call is begun with the file, fails, and is made again as the driver made it."""
+    """The driver's call starts with the file, fails, and is repeated as the driver made it."""
     monkeypatch.setattr(capture, "MAP_SHARED", 0)  # neither shared nor private: EINVAL
     job = counter("--mib", "8")
     (note,) = notes_of(gpucr.suspend, job.pid)
@@ -551,7 +551,7 @@ sys.stdin.read()
 
 
 def test_a_small_last_part_is_captured(sim_only: None, driver: CudaDriver) -> None:
-    """Watching must not end when most of what NVML tells has been asked for."""
+    """Watching must not end when most of NVML's figure has been requested."""
     environment = {**os.environ, "GPUCR_SIM_STAGING": "per-gpu"}
     with subprocess.Popen(
         [sys.executable, "-c", UNEQUAL], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment

@@ -1,4 +1,4 @@
-"""Jobs in and out of a store: what is stored once, what comes back, and what a failure leaves."""
+"""Jobs dumped into and restored from a store: deduplication, restores, and failures."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def store(tmp_path: Path) -> Path:
 def no_working_folder_stays(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[None]:
-    """CRIU's images are on their way here, and nowhere else."""
+    """The only folder in which CRIU's images may be in transit."""
     place = tmp_path_factory.mktemp("tmp")
     monkeypatch.setenv("TMPDIR", str(place))
     monkeypatch.setattr("tempfile.tempdir", None)
@@ -70,7 +70,7 @@ def names(store: Path | str, key: gpucr.Secret | None = None) -> list[str | None
 
 
 def assert_comes_back(job: Counter, place: str, expected: int, **options: Any) -> None:
-    """Restore, let it count on, and end it."""
+    """Restore it, let it keep counting, and end it."""
     gpucr.restore(place, **options)
     assert job.ask() == expected
     assert job.send("verify") == "ok"
@@ -403,7 +403,7 @@ def test_a_dump_declared_dead_leaves_the_job_unchanged(
 
 
 def test_an_unwanted_snapshot_is_removed(counter: CounterFactory, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """CRIU fails after the commit, and the job is alive: one of the two is too many."""
+    """CRIU fails after the commit, and the job is alive, so the snapshot must go."""
     job = counter("--mib", "1")
     commit = gpucr.operations.dump_steps.commit
 

@@ -1,4 +1,4 @@
-"""Suspend and resume of whole jobs, and what is left when they fail."""
+"""Suspend and resume of whole jobs, and the state after failures."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_a_failed_resume_leaves_the_job_suspended(
     action: str,
     slow: str | None,
 ) -> None:
-    """Also where those that ran again are not locked at once: who could not be unlocked is not asked to help them."""
+    """Even if those that ran again cannot be locked at once: one that could not be unlocked does not take part."""
     job = counter("--fork", "2", env=sim_environment(faults=slow) if slow else None)
     gpucr.suspend(job.pid)
     monkeypatch.setenv("GPUCR_SIM_CALLER_FAULTS", f"{action}@{job.processes()[1]}=999")

@@ -1,4 +1,4 @@
-"""What becomes of a job's threads: nothing is left stopped or traced, and none runs without its device memory.
+"""A job's threads: none is left stopped or traced, and none runs without its device memory.
 
 The simulator has a thread that CRIU's interruption kills while device memory is away (docs/reference/simulator.md), so
 a job that survives here was held all the time.

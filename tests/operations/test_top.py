@@ -40,7 +40,7 @@ def top() -> Iterator[Top]:
 
 
 def assert_given_back(terminal: Terminal) -> None:
-    """The terminal is as it was: its settings, the cursor, and the screen that was there before."""
+    """Assert that the terminal's settings, cursor and previous screen are restored."""
     assert terminal.modes == terminal.modes_before
     assert terminal.raw.rindex(b"\x1b[?25h") > terminal.raw.rindex(b"\x1b[?25l"), "the cursor is hidden"
     if b"\x1b[?1049h" in terminal.raw:
@@ -184,7 +184,7 @@ def test_control_c_restores_the_terminal(counter: CounterFactory, top: Top) -> N
 def test_control_c_does_not_wait_for_the_driver(
     counter: CounterFactory, driver: CudaDriver, sim_only: None, tmp_path: Path
 ) -> None:
-    """Neither when it looks for the first time, with no screen yet, nor later, nor while Python ends."""
+    """Neither at the first look, before there is a screen, nor later, nor while Python exits."""
     job = counter("--mib", "1")
     for nth in (1, 3):
         log = tmp_path / f"asked-{nth}"

@@ -1,4 +1,4 @@
-"""Jobs that would not come back are refused, continue, and can be insisted on; what was measured here decides."""
+"""Unrestorable jobs are refused and keep running; force and measurements on this machine override that."""
 
 from __future__ import annotations
 

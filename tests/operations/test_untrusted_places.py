@@ -1,4 +1,4 @@
-"""What gpucr believes, or gives to other programs, lies where nobody else can change it; and images can disappear."""
+"""gpucr trusts, and passes to other programs, only paths that nobody else can change; and images can disappear."""
 
 from __future__ import annotations
 

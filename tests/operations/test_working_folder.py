@@ -1,4 +1,4 @@
-"""Working folders: nothing of them stays, whoever was killed."""
+"""Working folders never stay behind, whichever process is killed."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def for_a_store(place: Path) -> Iterator[None]:
 def test_another_gpucr_checks_the_folder_before_it_is_locked(
     made: Callable[[Path], AbstractContextManager[object]], place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever looks for what was left behind locks it for a moment."""
+    """A gpucr that searches for leftovers locks it briefly."""
     place.chmod(0o700)
     open_it = os.open
     looks: list[threading.Timer] = []

@@ -1,4 +1,4 @@
-"""What is left of a store when a disk, a copy or somebody has damaged some of it, and how it becomes whole again."""
+"""Stores partly damaged by a disk, a copy or a person: what still works, and how they are repaired."""
 
 from __future__ import annotations
 
@@ -240,7 +240,7 @@ def test_an_older_damaged_snapshot_does_not_hide_the_latest() -> None:
 
 
 def test_a_name_never_selects_an_older_snapshot_if_a_later_one_is_unreadable() -> None:
-    """Restored or removed would be another one than is meant."""
+    """Otherwise the wrong one would be restored or removed."""
     backend = MemoryBackend()
     store = new_store(backend)
     old, bad = dump(store, {"a": content(1)}, "nightly"), dump(store, {"a": content(2)}, "nightly")
@@ -443,7 +443,7 @@ def test_a_file_system_without_hard_links_is_reported(
 
 
 def test_a_prune_leaves_a_slow_writers_packs_alone(tmp_path: Path) -> None:
-    """It lives, and one of its packs has not grown for longer than a dead one's would stay."""
+    """It is alive, but one of its packs has not grown for longer than a dead writer's would be kept."""
     store = new_store(LocalBackend(tmp_path))
     incoming = tmp_path / INCOMING_NAME
     with WriteSession.begin(store, compress="none", refresh_s=NEVER_S) as session:

@@ -1,4 +1,4 @@
-"""Every object of a store emptied, cut, grown or replaced: it is told, or nothing needs it. Never silence."""
+"""Every object of a store emptied, truncated, extended or replaced: it is reported, or nothing needs it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""gpucr.store.opened, config, keys, crypto: who may open a store, and what is found when it was changed."""
+"""gpucr.store.opened, config, keys, crypto: who may open a store, and which changes are detected."""
 
 from __future__ import annotations
 

@@ -206,7 +206,7 @@ def test_a_folder_or_file_writable_by_others_is_refused(backend: LocalBackend) -
 
 
 def test_a_folder_swapped_in_is_neither_read_nor_changed(backend: LocalBackend, tmp_path: Path) -> None:
-    """Who owns the folder above can put one there at any time."""
+    """The owner of the parent folder can put one there at any time."""
     backend.create("a/x", b"mine")
     backend.root.rename(tmp_path / "aside")
     backend.root.mkdir()
@@ -228,7 +228,7 @@ def test_no_folder(tmp_path: Path) -> None:
 
 
 def test_a_power_failure_at_any_moment(backend: LocalBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The content is on the disk before its name is there, and the name before anyone is told; gone is gone as well."""
+    """Content is on disk before its name, and the name before success is reported; likewise for removals."""
     order: list[str] = []
 
     def noted(function: Callable[..., None], what: Callable[..., str]) -> Callable[..., None]:

@@ -1,4 +1,4 @@
-"""gpucr.store.pack and index: a pack explains itself, the index repeats it, and neither believes what it reads."""
+"""gpucr.store.pack and index: a pack describes itself, the index repeats that, and neither trusts its input."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_a_footer_with_a_flipped_bit(cipher: PackCipher | None, data: st.DataObj
     length = len(pack.pack_entries(ENTRIES)) + (16 if cipher else 0)
     places = [*range(ENTRIES_END, ENTRIES_END + length), *range(len(whole) - TRAILER_BYTES, len(whole))]
     whole[data.draw(st.sampled_from(places))] ^= 1 << data.draw(st.integers(0, 7))
-    with pytest.raises((Changed, CutShort)):  # without its magic, a trailer is not there
+    with pytest.raises((Changed, CutShort)):  # without its magic, a trailer is missing
         contents_of(bytes(whole), cipher)
 
 

@@ -1,4 +1,4 @@
-"""gpucr.store.pieces, codec and transform: what is stored is what comes back, and nothing else is taken for it."""
+"""gpucr.store.pieces, codec and transform: stored data round-trips, and nothing else is accepted as it."""
 
 from __future__ import annotations
 

@@ -257,7 +257,7 @@ def test_an_index_that_lists_missing_packs_is_not_trusted() -> None:
     for _ in range(2):
         report = prune(store, PruneRules(keep_last=1, grace_s=0.0))
     assert report.deleted_packs == 2
-    assert indexes.load(store).pieces == 3, "one object tells of all three"
+    assert indexes.load(store).pieces == 3, "one object reports all three"
     assert restore(store, dump(store, {"a": content(1, 2, 3)})) == {"a": content(1, 2, 3)}
 
 

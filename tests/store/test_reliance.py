@@ -1,4 +1,4 @@
-"""What a writer relies on instead of storing it again is read first, and what is damaged is written again."""
+"""Data that a writer reuses is read first, and damaged data is written again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sets of snapshots: complete or given up, exactly one of both, and nothing takes a part of one for a whole."""
+"""Sets of snapshots are either complete or abandoned, and no part of one is taken for a whole."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def test_an_interrupted_copy_resumes(secret: Secret | None) -> None:
     target = Store.open(backend, secret)
     assert restore(target, copy(source, dumped, target)) == AREAS
     stored = _stored_pieces(target)
-    assert len(stored) - len(set(stored)) == 10, "what an index tells of is not stored again"
+    assert len(stored) - len(set(stored)) == 10, "what an index reports is not stored again"
 
 
 def _stored_pieces(store: Store) -> list[bytes]:

@@ -1,4 +1,4 @@
-"""gpucr.store.writer and reader: every piece once, all of it back, and nothing lost whenever a writer dies."""
+"""gpucr.store.writer and reader: every piece is stored once and read back, and a dying writer loses nothing."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ EXPECTED = {
 
 
 def _program(name: str) -> str:
-    """Of this machine, else of Debian's package; a visible skip where neither can be had."""
+    """Of this machine, else of Debian's package; a visible skip if neither is available."""
     path = shutil.which(name)
     if path is not None:
         return path

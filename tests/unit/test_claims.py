@@ -1,4 +1,4 @@
-"""One gpucr at a time works on a process, regardless of the mounts and namespaces that each of them sees it through."""
+"""Only one gpucr at a time works on a process, regardless of mounts and namespaces."""
 
 from __future__ import annotations
 

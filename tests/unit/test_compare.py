@@ -1,4 +1,4 @@
-"""The benchmark that compares: what its times come to, what it refuses, and that it notices what is wrong."""
+"""The comparing benchmark: its results, its refusals, and that it detects errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""gpucr.linux.credentials: a process that takes on another's credentials has those, and nothing more."""
+"""gpucr.linux.credentials: a process that assumes another's credentials has exactly those."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ def test_an_append_only_file_is_left_alone(log: Path) -> None:
         flags = bytearray(8)
         try:
             fcntl.ioctl(file, get_flags, flags)
-            # All other flags stay: ext4 takes a change of theirs for a wish of its own, and may refuse it half-way.
+            # All other flags stay: ext4 takes a change of theirs for a request of its own, and may refuse it midway.
             fcntl.ioctl(file, set_flags, (int.from_bytes(flags, "little") | append).to_bytes(8, "little"))
         except OSError:
             pytest.skip("this file system, or these privileges, have no append-only files")

@@ -1,4 +1,4 @@
-"""gpucr.snapshot.device: what comes back is what was there at the end; damage, full disks and cancelling are named."""
+"""gpucr.snapshot.device: the final content is restored; damage, full disks and cancellation are reported."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def saved(folder: Path, fds: dict[DevicePart, int], **options: Any) -> dict[Devi
 
 
 class Watched:
-    """A destination that tells of every piece: before it is taken, in the thread that brings it."""
+    """A destination that reports every piece: before it is taken, in the thread that brings it."""
 
     def __init__(self, inner: Destination, on_piece: Callable[[memoryview], object]) -> None:
         self.part, self.size_bytes, self.is_zeroed = inner.part, inner.size_bytes, inner.is_zeroed
@@ -856,7 +856,7 @@ def test_two_swapped_pieces(stored: tuple[Path, DeviceData], staging: MakeStagin
 
 @pytest.mark.parametrize("place", [0, PIECE - 1])
 def test_bytes_in_a_hole_are_harmless_damage(stored: tuple[Path, DeviceData], staging: MakeStaging, place: int) -> None:
-    """A restore does not read them, since the manifest says that the piece is zero; a check tells of them."""
+    """A restore does not read them, since the manifest says that the piece is zero; a check reports them."""
     folder, data = stored
     verify(folder, {PART: data})
     with (folder / f"{PART}.1").open("r+b") as file:

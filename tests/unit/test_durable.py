@@ -1,4 +1,4 @@
-"""gpucr.linux.durable and gpucr.linux.locks: a file is there as a whole or not at all, and one holds a lock."""
+"""gpucr.linux.durable and gpucr.linux.locks: a file exists completely or not at all; a lock has one holder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What subscribers are told of operations, and that they cannot harm them."""
+"""The events that subscribers receive, and that subscribers cannot harm operations."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Work:
 def test_a_process_that_ends_while_it_is_looked_at_is_reported(path: str, kind: type[OSError]) -> None:
     with subprocess.Popen(["true"]) as child:
         child.wait()
-    error = kind(0, "it is not there", path.format(ended=child.pid))
+    error = kind(0, "it is missing", path.format(ended=child.pid))
     with pytest.raises(JobChanged, match=f"process {child.pid} ended meanwhile") as told, operation("dump", 1):
         raise error
     assert (told.value.pids, told.value.__cause__) == ((child.pid,), error)

@@ -124,7 +124,7 @@ def three() -> Iterator[list[int]]:
 
 @pytest.fixture
 def mortals() -> Iterator[list[Child]]:
-    """Three processes of which a test may kill some."""
+    """Three processes, any of them for a test to kill."""
     with sleeper() as a, sleeper() as b, sleeper() as c:
         yield [a, b, c]
 
@@ -460,7 +460,7 @@ def _wait_for_threads(name: str) -> None:
 
 
 class Unasked(FakeDriver):
-    """A driver that no question may reach."""
+    """A driver that must not be queried."""
 
     def state(self, pid: int) -> CudaState | None:
         raise AssertionError(f"the driver was asked about process {pid}")
@@ -517,7 +517,7 @@ def test_a_failing_query_about_a_live_process_is_an_error(counter: CounterFactor
 
 @pytest.mark.parametrize("way", ["wait_for_calls", "return_to_found", "lock"])
 def test_a_killed_process_counts_as_ended(way: str) -> None:
-    """Its device memory is given back before it is gone, and the driver knows it no more."""
+    """Its device memory is freed before it is gone, and the driver no longer knows it."""
     with sleeper() as child, sleeper() as other:
         driver = FakeDriver({child.pid: LOCKED, other.pid: RUNNING})
         gang = of_gang(driver, {child.pid: RUNNING, other.pid: RUNNING})

@@ -1,4 +1,4 @@
-"""Whether a GPU part belongs to the images among which it lies, whenever gpucr or the machine was stopped."""
+"""Whether a GPU part belongs to the images beside it, after any interruption of gpucr or the machine."""
 
 from __future__ import annotations
 

@@ -196,7 +196,7 @@ def test_ranks_that_keep_overtaking_are_released_and_locked_again() -> None:
 
 
 def test_no_rank_is_released_while_all_have_work_pending() -> None:
-    """Merely busy, all of them: patience is all that is needed."""
+    """All are merely busy, so waiting is enough."""
     job = ranks(1, 1, 1)
     job.submitted[0] = 0  # they wait for somebody else, who is slow
     looks = 0

@@ -1,4 +1,4 @@
-"""Devices that children of fork have from their parent: which they are, and how they let go of them."""
+"""Devices that forked children inherit: how they are found and released."""
 
 from __future__ import annotations
 

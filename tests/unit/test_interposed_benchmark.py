@@ -1,4 +1,4 @@
-"""What the interposer's benchmark makes of its times."""
+"""How the interposer's benchmark evaluates its times."""
 
 from __future__ import annotations
 

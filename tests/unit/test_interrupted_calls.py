@@ -1,4 +1,4 @@
-"""The number of a system call that restart_syscall(2) has taken the place of is read from the code that made it."""
+"""The number of a system call replaced by restart_syscall(2) is read from the code that made it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where device memory stays while the job runs on and it is written out."""
+"""Where device memory is kept while it is written out and the job runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The registry of jobs: names, records, what has become of a job, and several gpucr at once."""
+"""The registry of jobs: names, records, states of jobs, and concurrent use."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ def test_states_of_a_dumped_job(tmp_path: Path) -> None:
         ('{"exit_code": 0}', JobState("ended", exit_code=0)),
     ):
         Path(record.status_path).write_text(status)
-        assert state_of(record) == expected, "it went on after the snapshot"
+        assert state_of(record) == expected, "it continued after the snapshot"
 
 
 def test_a_reboot_and_another_machine(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""gpucr.criu.linked_files: which names become ghosts, what is written of them, and images that say something else."""
+"""gpucr.criu.linked_files: which names become ghosts, what is written for them, and inconsistent images."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""gpucr.undo.logs: CRIU's log is kept exactly when somebody is told where it is."""
+"""gpucr.undo.logs: CRIU's log is kept exactly when its path is reported."""
 
 from __future__ import annotations
 

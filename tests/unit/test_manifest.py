@@ -1,4 +1,4 @@
-"""gpucr.snapshot.manifest: what is written comes back equal; what is damaged or forged is refused by name."""
+"""gpucr.snapshot.manifest: manifests round-trip; damaged or forged ones are refused with the reason."""
 
 from __future__ import annotations
 

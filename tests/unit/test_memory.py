@@ -68,7 +68,7 @@ def test_maps_are_in_order_and_do_not_overlap() -> None:
         anonymous(0, 1, path="/dev/nvidia0"),
     ],
 )
-def test_what_is_not_private_anonymous_memory(mapping: Mapping) -> None:
+def test_memory_that_is_not_private_and_anonymous(mapping: Mapping) -> None:
     assert not mapping.is_private_anonymous
 
 
@@ -213,7 +213,7 @@ for line in sys.stdin:
 
 
 class Filler:
-    """A process that touches a file's mapping from its beginning on, as far as it is told."""
+    """A process that touches a file's mapping from its start, up to a requested point."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
@@ -359,7 +359,7 @@ def test_one_page_in_every_2_mib(size: int, threads: int | None) -> None:
         memory.fault_in(child.pid, start, size, threads)
         found = _present_pages(child.pid, start, 36 * MIB)
         if "[always]" in enabled:
-            pytest.skip("small pages cannot be had")
+            pytest.skip("small pages are not available")
         boundaries = [at - start for at in range(-(-start // (2 * MIB)) * 2 * MIB, start + size, 2 * MIB)]
         first = [0] if size and start % (2 * MIB) else []
         assert found == first + boundaries

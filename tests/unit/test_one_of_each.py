@@ -1,4 +1,4 @@
-"""What there is one of: a module that calls libc, one that locks, one that writes a small file durably."""
+"""Unique modules: one that calls libc, one that locks, one that writes small files durably."""
 
 from __future__ import annotations
 

@@ -28,6 +28,6 @@ def test_an_ended_process_is_not_spared() -> None:
 
 
 def test_a_refusal_by_the_kernel_is_returned_and_not_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As without CAP_SYS_RESOURCE: proc(5) refuses what is no number just as it refuses a lower one."""
+    """As without CAP_SYS_RESOURCE: proc(5) refuses a non-number just as it refuses a lower number."""
     monkeypatch.setattr(oom, "_NEVER", "never")
     assert not oom.spare(os.getpid())

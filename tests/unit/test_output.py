@@ -1,4 +1,4 @@
-"""Where the output of `gpucr` goes: readers that end early, full disks, closed descriptors, names that are no text."""
+"""The output of `gpucr`: readers that end early, full disks, closed descriptors, undecodable names."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _run(arguments: list[str], stdout: int) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_closed_pipe_is_not_a_failure() -> None:
-    """`gpucr dump ... | head -1`: the request has been done, and 1 would say that it has not."""
+    """`gpucr dump ... | head -1`: the operation succeeded, and exit code 1 would deny that."""
     read_end, write_end = os.pipe()
     os.close(read_end)
     try:
@@ -105,7 +105,7 @@ def test_json_with_an_undecodable_name_is_valid(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize(("arguments", "expected"), [(["jobs"], 0), (FAILS, 2)], ids=["done", "failed"])
 def test_a_signal_after_the_end_does_not_change_the_exit_code(arguments: list[str], expected: int, number: int) -> None:
-    """The second Ctrl-C of somebody in a hurry, who would take a job that was dumped for one that was not."""
+    """The second Ctrl-C of an impatient user, who would otherwise believe that the dump failed."""
     program = (
         f"import atexit, os, sys; atexit.register(os.kill, os.getpid(), {number})\n"
         "from gpucr.cli.main import main; main()"

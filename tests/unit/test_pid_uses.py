@@ -1,4 +1,4 @@
-"""gpucr.linux.pid_uses: what the kernel gives to nobody as long as it is in use, and how long that is."""
+"""gpucr.linux.pid_uses: pids that the kernel does not reuse yet, and for how long."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""gpucr.diagnosis.preflight.clocks: where a job's clocks cannot continue, and what is said of it."""
+"""gpucr.diagnosis.preflight.clocks: when a job's clocks cannot continue, and the findings about it."""
 
 from __future__ import annotations
 

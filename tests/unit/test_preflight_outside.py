@@ -1,4 +1,4 @@
-"""Preflight of surroundings: what a job needs around it, against files and sockets that are really there."""
+"""Preflight of surroundings: a job's external needs, checked against real files and sockets."""
 
 from __future__ import annotations
 

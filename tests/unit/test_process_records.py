@@ -1,4 +1,4 @@
-"""gpucr.linux.process_records and gpu_places: what is kept of a process for later commands."""
+"""gpucr.linux.process_records and gpu_places: records of processes for later commands."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HERE = (A, B, C)
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of the notes on GPUs, which is not there yet."""
+    """The folder of the notes on GPUs, which does not exist yet."""
     monkeypatch.setattr(RECORDS, "folder", lambda: tmp_path / "gpus")
     return tmp_path / "gpus"
 

@@ -318,7 +318,9 @@ def test_a_terminal_that_goes_away_does_not_end_the_operation(term: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("steps", "out", "code"), [(UNDO, "undone c\nundone b\nundone a\n", 1), (GO_ON, "done\n", 0)], ids=["undo", "go on"]
+    ("steps", "out", "code"),
+    [(UNDO, "undone c\nundone b\nundone a\n", 1), (GO_ON, "done\n", 0)],
+    ids=["undo", "continue"],
 )
 def test_a_closed_pipe_changes_nothing(steps: str, out: str, code: int) -> None:
     program = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Holding threads, and watching single ones: which run, what is told, and that nothing is lost at the end."""
+"""Holding threads, and watching single ones: which run, what is reported, and that nothing is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The keeper of a job, and the sandbox around it: what the job sees, how its end is known, and what failures leave."""
+"""The keeper of a job, and its sandbox: the job's view, its recorded exit status, and failures."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ def test_without_the_capability(place: Workplace) -> None:
 
 
 @pytest.mark.usefixtures("root_only")
-def test_what_a_job_sees_in_a_sandbox(place: Workplace) -> None:
+def test_the_view_from_inside_a_sandbox(place: Workplace) -> None:
     here = Path("/dev/shm", f"gpucr-sandbox-test-{os.getpid()}")
     here.touch()
     try:
@@ -299,7 +299,7 @@ signal.pause()
 
 @pytest.mark.usefixtures("root_only")
 def test_only_a_process_gpucr_started_is_a_keeper() -> None:
-    """Anything else could lead a gpucr of root's into a mount namespace with a CRIU of its own."""
+    """Any other process could lead root's gpucr into a mount namespace with a forged CRIU."""
     shown = json.dumps(label.Tag(0, 0, "abc", isolated=True, network="own", log_path="/log")._asdict())
     shown = shown.replace('"keeper": 0', '"keeper": PID')
     with python(FORGED, shown, NOBODY_UID) as forger:

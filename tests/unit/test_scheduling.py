@@ -1,4 +1,4 @@
-"""gpucr.linux.scheduling: lists of CPUs, and what the kernel says of a thread."""
+"""gpucr.linux.scheduling: CPU lists, and a thread's settings in the kernel."""
 
 from __future__ import annotations
 

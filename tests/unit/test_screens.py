@@ -136,7 +136,7 @@ def _print_top() -> None:
     top.press("s")
     finding = Finding(
         "warning", "process 3194302 has 3 connections to programs outside the job", "/proc/net/tcp",
-        "they are closed when the job comes back, and the program must open them anew",
+        "they are closed when the job comes back, and the program must open them again",
         "restore with --tcp keep on this machine, or let the program connect again", 3194302,
     )  # fmt: skip
     top.take_findings(3194301, (finding,))

@@ -1,4 +1,4 @@
-"""gpucr.snapshot.shared_files: shared memory to a snapshot and back, and what it replaces comes back too."""
+"""gpucr.snapshot.shared_files: shared memory is saved and restored, and replaced files are put back on failure."""
 
 from __future__ import annotations
 

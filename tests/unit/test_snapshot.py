@@ -1,4 +1,4 @@
-"""gpucr.snapshot.folder and files: private, committed atomically, opened with suspicion, removed without a trace."""
+"""gpucr.snapshot.folder and files: private, committed atomically, checked when opened, removed completely."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def snapshot(tmp_path: Path) -> Snapshot:
 
 @pytest.fixture
 def with_device(tmp_path: Path) -> Snapshot:
-    """A snapshot whose device memory is beside CRIU's images: three pages, of which the second is zero."""
+    """A snapshot whose device memory is beside CRIU's images: three pages, the second of them zero."""
     memory = b"a" * 4096 + bytes(4096) + b"b" * 4096
     return samples.committed_with_device_data(tmp_path / "snap", memory, piece_bytes=4096)
 

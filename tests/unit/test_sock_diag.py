@@ -1,4 +1,4 @@
-"""gpucr.linux.sock_diag: the kernel's own answers about real sockets, and ends that it is told to make."""
+"""gpucr.linux.sock_diag: the kernel's answers about real sockets, and connections that it destroys."""
 
 from __future__ import annotations
 

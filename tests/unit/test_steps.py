@@ -493,13 +493,13 @@ def test_a_signal_lets_the_step_finish_and_undoes_everything(
 
     def send_and_go_on(_: Interrupts) -> None:
         signal.raise_signal(number)
-        log.append("went on")
+        log.append("continued")
 
     steps = [Recorded(name, log, send_and_go_on if name == where else None) for name in "ab"]
     with pytest.raises(Interrupted) as caught:
         run_steps(steps)
     begun = ["a"] if where == "a" else ["a", "b"]
-    assert log == [*(f"run {name}" for name in begun), "went on", *(f"undo {name}" for name in reversed(begun))]
+    assert log == [*(f"run {name}" for name in begun), "continued", *(f"undo {name}" for name in reversed(begun))]
     assert caught.value.exit_code == 130
     assert isinstance(caught.value.__cause__, KeyboardInterrupt)
     assert outer == []

@@ -1,4 +1,4 @@
-"""A mistyped command or option: the error says what may have been meant."""
+"""A mistyped command or option: the error suggests the right one."""
 
 from __future__ import annotations
 

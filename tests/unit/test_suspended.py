@@ -1,4 +1,4 @@
-"""gpucr.gpu_state.suspended: what a suspend leaves for the resume that follows."""
+"""gpucr.gpu_state.suspended: the record that a suspend leaves for the resume."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RUNNING, LOCKED, CHECKPOINTED = CudaState.RUNNING, CudaState.LOCKED, CudaState.C
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of the records, which is not there yet."""
+    """The folder of the records, which does not exist yet."""
     monkeypatch.setattr(suspended.RECORDS, "folder", lambda: tmp_path / "gpucr" / "suspended")
     return tmp_path / "gpucr" / "suspended"
 

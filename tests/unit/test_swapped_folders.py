@@ -1,4 +1,4 @@
-"""A snapshot below another user's folder: whichever file that user puts there, nothing else is read or changed."""
+"""A snapshot below another user's folder: regardless of what that user swaps in, nothing else is read or changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Preflight: what does not come back, told from what shows outside, each with its evidence and a remedy."""
+"""Preflight: unrestorable features inferred from outside, each with its evidence and a remedy."""
 
 from __future__ import annotations
 
@@ -524,7 +524,7 @@ def block(pid: int, index: int, **more: Any) -> Place:
 
 
 def test_sharing_interposers_restore_is_refused_only_where_it_would_break() -> None:
-    """Suspend, freeze and move: memory that processes of one job have of each other is no obstacle."""
+    """Suspend, freeze and move: memory shared within one job is no obstacle."""
     both = (interposed(7, A), interposed(8, B, counted=told(imported=1)))
     shared = Sharing({block(8, 0, flags=Flag.IMPORTED): block(7, 3)}, ())
     whole = JobTraits(both, job(*both).machine, sharing=shared)

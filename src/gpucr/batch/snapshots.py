@@ -40,8 +40,8 @@ class JobSnapshots:
     def latest(self, command: Sequence[str]) -> SnapshotInStore | None:
         """The latest, which must have this command line; None: there is none.
 
-        Raises InvalidRequest for that of another one and for a folder that is no store, StoreError if the store is not
-        there although the job was started before, and as `gpucr.list_snapshots` and `gpucr.open_snapshot` do.
+        Raises InvalidRequest for that of another one and for a folder that is no store, StoreError if the store is
+        missing although the job was started before, and as `gpucr.list_snapshots` and `gpucr.open_snapshot` do.
         """
         self._make_store()
         self._look()

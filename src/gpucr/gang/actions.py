@@ -2,7 +2,7 @@
 
 Every action runs in all processes at once, one thread each, because the driver works on different processes in parallel
 (two 8 GiB processes: 3.0 s together, 7.4 s one after the other). A failure in one process does not stop the others
-half-way: all calls are awaited, then the first error is raised and the caller undoes.
+midway: all calls are awaited, then the first error is raised and the caller undoes.
 
 The states form a ladder, RUNNING - LOCKED - CHECKPOINTED, and each member remembers the rung on which it was found. So
 an undo never replays what was done: it checks where each process is now and takes the steps back to where it was found.
@@ -122,7 +122,7 @@ class Gang:
         begin = time.monotonic()
         left_s = DEFAULT_LOCK_TIMEOUT_S if self.deadline is None else self.deadline - begin
         if left_s <= 0:
-            raise DeadlineExceeded("the time is over before the job was locked", hint="give a longer --timeout")
+            raise DeadlineExceeded("timed out before the job was locked", hint="give a longer --timeout")
         states, errors = self._states(self._members)
         if errors:
             raise self._explain("lock", CudaState.RUNNING, errors)

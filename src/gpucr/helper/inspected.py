@@ -37,7 +37,7 @@ TERMINALS_IMAGE = "tty-info.img"
 _TERMINALS = re.compile(rf"/dev/ptmx|/dev/pts/{_N}|/dev/pts/ptmx")
 _TERMINALS_MAGIC, _PAIR = 0x59453036, 1
 
-_KINDS = {  # fd_types of CRIU's image format, and the member that tells of each
+_KINDS = {  # fd_types of CRIU's image format, and the member that describes each
     1: "reg",
     2: "pipe",
     4: "isk",

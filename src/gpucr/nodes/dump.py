@@ -180,7 +180,7 @@ class _Dump:
                 raise NodeFailed("another node has given the set up", hint="see what the others say, and try again")
             meeting.announce("complete")
         else:
-            self._may_count = True  # node 0 may complete the set as soon as it knows of this
+            self._may_count = True  # node 0 may complete the set as soon as it knows this
             try:
                 meeting.say("saved", snapshot_id)
                 meeting.wait("complete", deadline)

@@ -139,7 +139,7 @@ class Listener:
         self.try_to_report(Progress("signal-ignored", "signal", reason))
 
     def try_to_report(self, progress: Progress) -> None:
-        """For an undo. Not even a listener that exits the program may leave a job half-way."""
+        """For an undo. Not even a listener that exits the program may leave a job midway."""
         with contextlib.suppress(BaseException):
             self.tell(progress)
 

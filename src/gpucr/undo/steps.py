@@ -126,7 +126,7 @@ class Step(Protocol):
         ...
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
-        """Do it. Returns the bytes moved. May fail half-way: then undo is called too.
+        """Do it. Returns the bytes moved. May fail midway: then undo is called too.
 
         A step that moves many bytes reports them to ``meter``, and calls ``interrupts.check()`` where it can be
         interrupted.

@@ -163,7 +163,7 @@ class Interposed:
             self._source = BlocksSource(self.part, self._held, self._uuids, self._vaults)
             self.extents = self._source.extents
             self._is_out = True
-            agent.drop(imported_too=True)  # where it ends half-way, `give_back` gives back what is away
+            agent.drop(imported_too=True)  # if it fails midway, `give_back` returns what is away
         meter.note(f"process {pid}: {format_bytes(self._source.size_bytes)} taken out by its interposer")
         if self._keeping is not None and self._way is not None:
             meter.note(self._keeping.choice().reason)
