@@ -19,7 +19,7 @@ _RULES_OF_TRAVEL = PruneRules(grace_s=0, dead_after_s=0, repack_below=0.5)
 
 
 class JobSnapshots:
-    """Those of ``job_id`` in ``store``, a URL or a folder, which is made if it does not exist and ``may_make``.
+    """The snapshots of ``job_id`` in ``store``, a URL or a folder, which is created if missing and ``may_make``.
 
     ``travels``: nobody else uses this store, and the batch system copies it between allocations: removed data is pruned
     at once.

@@ -129,7 +129,7 @@ def plan(jobs: Sequence[Occupant], to: str | None, key_file: str | None, cancel:
 def _host_memory_of(
     job: Occupant, needs: Sequence[preflight.MemoryNeed], *, may_be_short: bool
 ) -> Sequence[preflight.MemoryNeed] | None:
-    """What its device memory needs; None if that does not fit beside the other ``needs``."""
+    """The host memory its device memory needs; None if that does not fit beside the other ``needs``."""
     with selection.claimed_job(job.name) as found:  # its state when nobody works on it
         uses = gpu_processes()
         own = preflight.needs_of_suspend(preflight.device_bytes_in_use(found.job, uses), in_files=uses_files("auto"))

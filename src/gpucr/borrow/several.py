@@ -29,7 +29,7 @@ _GONE = (ProcessNotFound, NotACudaProcess)
 
 
 class JobOutcome(Struct, frozen=True):
-    """What became of one of several jobs: a ``report``, or the ``error`` that left it as it was found."""
+    """The outcome for one of several jobs: a ``report``, or the ``error`` that left it as it was found."""
 
     job: str
     report: ChangeReport | None = None

@@ -68,7 +68,7 @@ def require_no_special(rights: Rights, uid: int, groups: Collection[int], boundi
 
 
 def label_of(pid: int) -> str:
-    """What the LSM calls a process; empty if there is none, or it says nothing."""
+    """A process's LSM label; empty if there is no LSM or no label."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/attr/current").read_bytes().rstrip(b"\0\n").decode(errors="replace")
     return ""

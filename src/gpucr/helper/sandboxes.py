@@ -146,7 +146,7 @@ def make(peer: Peer, network: Network, last_pid: int, keeper_fds: Sequence[int])
 
 
 def _noted(pid: int, peer: Peer, network: Network) -> ProcessId:
-    """Of this process, which is root's still and stands still."""
+    """Record this process, which is still root's and is waiting."""
     keeper = ProcessId(pid, _started(pid))
     numbers = {kind: namespaces.namespace_id(pid, kind) for kind in ("pid", "mnt", "ipc", "net")}
     _RECORDS.remove_ended()

@@ -93,7 +93,7 @@ class UnfinishedSnapshot:
 
     @classmethod
     def left_behind(cls, path: Path, mode_before: int | None, fd: int | None = None) -> UnfinishedSnapshot:
-        """What a dead process had made with `create`; ``mode_before`` as it recorded, None: the folder is new.
+        """A folder that a dead process had made with `create`; ``mode_before`` as it recorded, None: the folder is new.
 
         ``fd``: a descriptor of the folder; without one, the folder now at ``path``, if any.
         """

@@ -243,7 +243,7 @@ def _run_one(step: Step, interrupts: Interrupts, listener: Listener) -> Phase:
 
 
 def _undo(begun: Sequence[Step], listener: Listener) -> tuple[list[str], list[str]]:
-    """What could not be undone, and what was left behind."""
+    """Undo the steps. Returns what could not be undone, and what was left behind."""
     failures: list[str] = []
     left: list[str] = []
     for step in reversed(begun):

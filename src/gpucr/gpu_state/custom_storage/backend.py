@@ -223,7 +223,7 @@ def files_of(saver: Saver | None, held: Mapping[int, Mapping[str, int]], *, may_
 
 
 class CustomStorages:
-    """Those of an operation. ``gpus`` are this machine's; each ``held`` one needs room for the carrier's context.
+    """The backends of an operation. ``gpus`` are this machine's; each ``held`` one needs room for a carrier.
 
     ``saver``: see `files_of`. ``to_process``: the job is suspended, and gpucr exits. ``tell_guard`` gets the carrier,
     and the processes whose memory it may have.

@@ -1,4 +1,4 @@
-"""What is away of a process comes back: from descriptors, or from what the process keeps."""
+"""Restore a process's memory that is away, from descriptors or from what the process keeps."""
 
 from __future__ import annotations
 

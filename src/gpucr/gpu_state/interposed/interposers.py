@@ -113,7 +113,7 @@ class Interposers:
             yield agent
 
     def rank(self, pid: int) -> GatedLock | None:
-        """What holds this process."""
+        """The locks that hold this process."""
         found = self._backends.get(pid) or next(iter(self.over(pid)), None)
         return found.lock if found is not None else None
 
@@ -177,7 +177,7 @@ class Interposers:
         self.shares += shares
 
     def share_again(self, state: Callable[[int], CudaState | None]) -> None:
-        """Those that have their own memory again get what they shared, and their gates open.
+        """Give processes that have their own memory again what they shared, and open their gates.
 
         Call it after all were tried, before any runs. ``state`` returns a process's state (None: it has ended). Raises
         GpucrError: then none of them continues.

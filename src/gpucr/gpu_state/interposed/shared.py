@@ -194,7 +194,7 @@ def _require_all(shares: Sequence[Share], lines: Mapping[int, Line]) -> None:
 
 
 class _Left:
-    """What importers still have to get."""
+    """The blocks that importers still need."""
 
     def __init__(self, lines: Mapping[int, Line], shares: Sequence[Share]) -> None:
         self._lines = lines
