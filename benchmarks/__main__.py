@@ -20,7 +20,7 @@ BENCHMARKS = (
 
 
 class Benchmarks(click.Group):
-    """Imports a benchmark when it is asked for: some need software that is not there on every machine."""
+    """Imports a benchmark when it is asked for: some need software that not every machine has."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """The names, as ``--help`` shows them."""

@@ -290,7 +290,7 @@ def command(
         "hardware": described,
         "rounds": rounds,
         "criu": find_criu().version_text,
-        # gpucr's own: whatever else is large was done by processes that have ended.
+        # gpucr's own: anything else that is large was done by processes that have ended.
         "peak_resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
     data = as_json(results, limits, common)

@@ -229,7 +229,7 @@ class Check:
 
 
 def checks(results: Results, limits: Mapping[str, machine_limits.Limits], gib: float) -> list[Check]:
-    """What the figures have to be, as far as what they are compared with was measured in this run."""
+    """The limits for the figures, where the values to compare with were measured in this run."""
     found: list[Check] = []
 
     def check(what: str, allowed_s: float | None, because: str) -> None:
@@ -295,7 +295,7 @@ def _measure(
     prefix: str = "",
     fill: str = "random",
 ) -> Results:
-    """So many rounds. What fails ends the tool's part of its round, and is told."""
+    """So many rounds. A failure ends the tool's part of its round, and is reported."""
     results = Results()
     for number in range(rounds):
         for tool in tools:

@@ -1,4 +1,4 @@
-"""The machine that a comparison runs on: which driver, what there is room for, and what to tell of it."""
+"""The machine that a comparison runs on: which driver, what there is room for, and what to report."""
 
 from __future__ import annotations
 

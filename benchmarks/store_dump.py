@@ -242,7 +242,7 @@ def _parse_ways(ctx: click.Context, parameter: click.Parameter, value: str | Non
     names = [name.strip() for name in value.split(",")]
     unknown = [name for name in names if name not in ways]
     if unknown:
-        raise click.BadParameter(f"{unknown[0]!r} is none of {', '.join(ways)}")
+        raise click.BadParameter(f"{unknown[0]!r} is not one of {', '.join(ways)}")
     return tuple(ways[name] for name in names)
 
 

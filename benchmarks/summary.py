@@ -26,7 +26,7 @@ Medians = Mapping[str, Mapping[str, float]]
 
 @dataclass(frozen=True)
 class Measurement:
-    """One time: which tool, what (one of MEASURED), in which round, and what the tool says of it."""
+    """One time: which tool, what (one of MEASURED), in which round, and what the tool says about it."""
 
     tool: str
     what: str
@@ -78,7 +78,7 @@ def ratios(found: Medians) -> dict[str, float]:
 
 
 def checks(result: SizeResult, limits: Limits) -> dict[str, Check]:
-    """What gpucr's times must not exceed, as far as the measurements for it are there."""
+    """The limits on gpucr's times, where the measurements for them exist."""
     found = medians(result)["gpucr"]
     looked = {what: check(result, limits, found) for what, check in _CHECKS.items() if what in found}
     return {what: check for what, check in looked.items() if check is not None}

@@ -1,4 +1,4 @@
-"""Running the `gpucr` command as a user would, in a process of its own."""
+"""Running the `gpucr` command as a user would, in a separate process."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def run(*arguments: object, env: dict[str, str] | None = None) -> subprocess.Com
 def python(
     code: str, *arguments: object, env: dict[str, str] | None = None, timeout_s: float = TIMEOUT_S
 ) -> subprocess.CompletedProcess[str]:
-    """Run Python code that works with gpucr, in a process of its own, to its end. Like `run`."""
+    """Run Python code that uses gpucr in a separate process, to its end. Like `run`."""
     environment = {**os.environ, **(env or {})}
     words = [str(argument) for argument in arguments]
     if (loaded := _loaded()).fits(environment):
@@ -61,7 +61,7 @@ def python(
 
 
 def start(*arguments: object, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
-    """Start `gpucr ARGUMENTS` in a process group of its own, its output in pipes."""
+    """Start `gpucr ARGUMENTS` in its own process group, with output to pipes."""
     return subprocess.Popen(
         command(*arguments),
         env={**os.environ, **(env or {})},
@@ -79,7 +79,7 @@ def run_json(*arguments: object, env: dict[str, str] | None = None) -> dict[str,
 
 
 def run_json_of(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
-    """What a command that succeeded printed."""
+    """The output of a command that succeeded."""
     assert done.returncode == 0, done.stderr
     printed = json.loads(done.stdout)
     assert isinstance(printed, dict)

@@ -11,7 +11,7 @@ from gpucr.sim import build as simulator
 
 
 def compiled_interposer() -> Path:
-    """The library. Processes that compile it at once are in nobody's way: the first to finish puts it in place."""
+    """The library. Processes may compile it concurrently: the first to finish installs it."""
     folder = simulator.build().parent / f"interposer-{build_digest()}"
     if not folder.exists():
         work = Path(tempfile.mkdtemp(prefix="build-", dir=folder.parent))
@@ -27,5 +27,5 @@ def compiled_interposer() -> Path:
 
 
 def data_home() -> Path:
-    """For XDG_DATA_HOME: where the first `gpucr run` puts its interposer, and the next ones find it."""
+    """For XDG_DATA_HOME: where the first `gpucr run` installs its interposer and later ones find it."""
     return simulator.build().parent / "data-home"

@@ -110,7 +110,7 @@ def skip_or_fail(need: str, reason: str) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """What a command that failed had printed: its exception names the command alone."""
+    """Add the output of a failed command, whose exception contains only the command."""
     report = yield
     error = call.excinfo.value if call.excinfo else None
     if isinstance(error, subprocess.CalledProcessError):
@@ -194,7 +194,7 @@ def driver() -> CudaDriver:
 
 @pytest.fixture
 def state_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A $XDG_STATE_HOME of the test's own, not made yet: its registry of jobs, logs and results of probes."""
+    """The test's own $XDG_STATE_HOME, not created yet: its registry of jobs, logs and probe results."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     return tmp_path / "state"
 

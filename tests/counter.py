@@ -42,14 +42,14 @@ def wait_until(
             return
         end = time.monotonic()
         if end > deadline:
-            pytest.fail(f"waited {timeout_s:g} s in vain for {what if isinstance(what, str) else what()}")
+            pytest.fail(f"waited {timeout_s:g} s without success for {what if isinstance(what, str) else what()}")
         time.sleep(max(every_s, 2 * (end - begin)))
 
 
 def processes_in(folder: Path) -> list[int]:
     """The pids of all processes whose working folder this is, a root first, then in the order of their creation.
 
-    That is not the order of their numbers: after the largest pid the kernel goes on with small ones. Zombies are left
+    That is not the order of their numbers: after the largest pid the kernel continues with small ones. Zombies are left
     out. The folder is known by its inode: in another root folder, a process can have one of the same name.
     """
     parents: dict[int, int] = {}
@@ -92,9 +92,9 @@ def state_in(path: Path) -> dict[str, Any]:
 
 
 def out_of_time(operation: Callable[[float], object], message: str, limits_s: Sequence[float]) -> None:
-    """The operation, given such a limit, ends with DeadlineExceeded and this message.
+    """Assert that the operation, given such a limit, ends with DeadlineExceeded and this message.
 
-    On a busy machine the time may be over before what the message tells of: then again with the next limit.
+    On a busy machine the time may be over before what the message reports: then again with the next limit.
     """
     for limit_s in limits_s:
         with pytest.raises(DeadlineExceeded) as caught:
@@ -127,7 +127,7 @@ class Counter:
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
 
     def wait_ready(self) -> None:
-        """Wait for the program's ready line, which tells its port."""
+        """Wait for the program's ready line, which has its port."""
         wait_until(self._is_ready, f"counter {self.pid} to become ready")
         self._socket.connect(("127.0.0.1", self.port))
 
@@ -145,7 +145,7 @@ class Counter:
         return self.pid in self.processes()
 
     def processes(self) -> list[int]:
-        """The pids of the program's tree, also after a restore; zombies left out."""
+        """The pids of the program's tree, also after a restore, without zombies."""
         return processes_in(self.folder)
 
     def ask(self) -> int:
@@ -162,7 +162,7 @@ class Counter:
         self._socket.send(text.encode())
 
     def answers_within(self, timeout_s: float) -> bool:
-        """Whether an answer to a posted packet comes in this time."""
+        """Whether an answer to a posted packet arrives in this time."""
         return bool(select.select([self._socket], [], [], timeout_s)[0])
 
     def answer(self, timeout_s: float = DEADLINE_S) -> str:
@@ -191,7 +191,7 @@ class Counter:
 
 
 def kill_at_once(pids: Iterable[int]) -> None:
-    """SIGKILL them, after none of them runs any more: one that outlived another might write down that it did."""
+    """SIGKILL them once all are stopped: a survivor might record the death of another."""
     pids = tuple(pids)
     for number in (signal.SIGSTOP, signal.SIGKILL):
         for pid in pids:

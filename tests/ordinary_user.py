@@ -1,4 +1,4 @@
-"""A user without any privilege, on a machine of his own: a mount namespace in which he can reach Python and gpucr.
+"""An unprivileged user on a separate machine: a mount namespace in which he can reach Python and gpucr.
 
 What root has granted there (/opt) is on a file system of the namespace. Needs root, and the right to mount.
 """
@@ -31,11 +31,11 @@ _UIDS = range(10_000, 60_000)
 
 
 class CannotHaveUsers(Exception):
-    """This machine lets the tests mount nothing."""
+    """The tests cannot mount anything on this machine."""
 
 
 class OrdinaryUser:
-    """Runs commands as ``uid``, in a home folder of his own, with the simulator in the driver's place.
+    """Runs commands as ``uid``, in his own home folder, with the simulator as driver.
 
     ``also``: more folders that everybody can reach.
     """
@@ -79,7 +79,7 @@ class OrdinaryUser:
             raise CannotHaveUsers(said.decode(errors="replace"))
 
     def close(self) -> None:
-        """Nothing of him is left."""
+        """End all his processes."""
         self.end_all()
         self._machine.communicate()
         shutil.rmtree(self.home)
@@ -119,7 +119,7 @@ class OrdinaryUser:
         return done.stdout
 
     def refused(self, *arguments: str | Path, as_himself: tuple[str, ...] = ()) -> tuple[str, str]:
-        """`gpucr`, which must fail. Returns the error's code, and all that was said of it."""
+        """`gpucr`, which must fail. Returns the error's code and the whole message."""
         done = self.gpucr(*arguments, as_himself=as_himself)
         assert done.returncode != 0, done.stdout
         return done.stderr.rpartition("code:")[2].strip(), done.stderr

@@ -1,4 +1,4 @@
-"""Ports of programs that are dumped and restored: nobody else may have them meanwhile.
+"""Ports of programs that are dumped and restored, which no other program may take meanwhile.
 
 The kernel gives a program that asks for any port, and each outgoing connection, one of its own range. A port of that
 range can be somebody else's by the time of the restore, so these are taken from below it.

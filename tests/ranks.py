@@ -1,4 +1,4 @@
-"""A job of ranks that all-reduce forever on the simulated driver, and what they say of themselves."""
+"""A job of ranks that all-reduce forever on the simulated driver, and what they say about themselves."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Ranks:
         """All ranks do so many steps more, and no step was lost or doubled since the first one."""
         before = [self.status(rank).steps for rank in range(self.count)]
         for rank, start in enumerate(before):
-            wait_until(self._has_done(rank, start + steps), f"rank {rank} to go on")
+            wait_until(self._has_done(rank, start + steps), f"rank {rank} to continue")
             self.assert_exact(rank)
 
     def _has_done(self, rank: int, steps: int) -> Callable[[], bool]:

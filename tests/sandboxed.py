@@ -1,4 +1,4 @@
-"""The counter program in a sandbox, and how it is talked to there."""
+"""The counter program in a sandbox, and how to talk to it there."""
 
 from __future__ import annotations
 

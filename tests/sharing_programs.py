@@ -1,4 +1,4 @@
-"""Programs of driver calls alone whose processes share device memory: each is `PRELUDE` and what it does itself."""
+"""Programs whose processes share device memory, with driver calls only: each is `PRELUDE` plus its own code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How thorough a test is: a sample of its cases in a run of everything, all of them if that is asked for.
+"""How thorough a test is: normally a sample of its cases, in a storm all of them.
 
 ``./scripts/storm`` tries all cases (``GPUCR_STORM=1``).
 """

@@ -1,4 +1,4 @@
-"""A program on a pseudo-terminal of its own, and what a person would see there."""
+"""A program on its own pseudo-terminal, and what a person would see there."""
 
 from __future__ import annotations
 
@@ -86,11 +86,11 @@ class Terminal:
                 return text
             if time.monotonic() > deadline or code is not None:
                 ended = f"; it ended with {code}" if code is not None else ""
-                pytest.fail(f"waited in vain for {what or condition!r}{ended}; the screen:\n{text}")
+                pytest.fail(f"waited without success for {what or condition!r}{ended}; the screen:\n{text}")
             time.sleep(0.01)
 
     def resize(self, columns: int, lines: int) -> None:
-        """Another size, of which the kernel tells the program (SIGWINCH)."""
+        """Another size, which the kernel reports to the program (SIGWINCH)."""
         with self._lock:
             self._screen.resize(lines, columns)
         fcntl.ioctl(self._slave, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))

@@ -1,4 +1,4 @@
-"""What the tests of `gpucr batch` start."""
+"""Fixtures for the tests of `gpucr batch`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real HTCondor pool on one machine: a manager, and two nodes that can lose their power."""
+"""A real HTCondor pool on one machine: a manager, and two nodes that can lose power."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def find_htcondor() -> Path:
 
 
 class HtCondor:
-    """A pool in ``folder``, seen from the mounts that ``enter`` leads to. It runs no jobs of root."""
+    """A pool in ``folder``, in the mount namespace that ``enter`` enters. It runs no jobs of root."""
 
     def __init__(self, folder: Path, root: Path, enter: Sequence[str] = ()) -> None:
         self.folder = folder
@@ -144,24 +144,24 @@ class HtCondor:
             )
 
     def start_node(self, name: str) -> None:
-        """Give a node power."""
+        """Power a node on."""
         self.machines.start_node(name, _NODE, _FIRST_PIDS[name])
 
     def wait_ready(self) -> None:
-        """Wait until both nodes offer themselves."""
+        """Wait until both nodes are available."""
         wait_until(lambda: self.slots() == list(NODES), self.logs, _LIMIT_S, _POLL_S)
 
     def kill_node(self, name: str) -> None:
-        """Take its power away: nothing in it lives on."""
+        """Power it off: all its processes die."""
         self.machines.kill_node(name)
 
     def run(self, program: str, *words: object, prefix: Sequence[str] = ()) -> str:
-        """One of HTCondor's commands, or another one, which must succeed. Returns what it printed."""
+        """Run one of HTCondor's commands, or another one, which must succeed. Returns its output."""
         path = self.folder / "bin" / program
         return self.machines.run(*prefix, path if path.exists() else program, *words)
 
     def slots(self) -> list[str]:
-        """The nodes that offer themselves."""
+        """The available nodes."""
         status = shlex.join(
             [str(self.folder / "bin/condor_status"), "-constraint", "PartitionableSlot", "-af", "Machine"]
         )
@@ -169,16 +169,16 @@ class HtCondor:
         return sorted(set(said.split()))
 
     def logs(self) -> str:
-        """The last that the daemons have said."""
+        """The last log lines of the daemons."""
         return "\n".join(f"{path}:\n{path.read_text()[-3000:]}" for path in sorted(self.folder.glob("*/*Log")))
 
     def close(self) -> None:
-        """Nothing of it lives on."""
+        """End all its processes."""
         self.machines.close()
 
 
 def gpus_of(node: str) -> list[str]:
-    """The names of a node's GPUs, as short as HTCondor has them."""
+    """The names of a node's GPUs, in HTCondor's short form."""
     variables = simulator.environment(gpus=f"{GPUS_PER_NODE}x1GiB", machine=node)
     done = subprocess.run([sys.executable, "-c", _UUIDS], env=variables, capture_output=True, text=True, check=True)
     return [uuid[:12] for uuid in done.stdout.split()]

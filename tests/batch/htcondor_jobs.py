@@ -1,4 +1,4 @@
-"""Jobs of `gpucr batch` in a pool of the tests' own, submitted with the files of the documentation."""
+"""Jobs of `gpucr batch` in a test pool, submitted with the documentation's files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _IN_TURN = 'requirements = Machine == (NumJobStarts % 2 == 0 ? "n1" : "n2")'
 
 
 class Jobs:
-    """What one test submits as ``user``: in a folder of its own, with a store of its own."""
+    """The jobs that one test submits as ``user``, with their own folder and store."""
 
     def __init__(self, pool: HtCondor, user: OrdinaryUser) -> None:
         self.pool = pool
@@ -45,7 +45,7 @@ class Jobs:
     def submit(
         self, kind: Literal["shared", "transfer"], options: str, *appended: str, program: str = "sums.py"
     ) -> str:
-        """Submit it with a page's file and script, in which paths, ``options`` and the program are the test's."""
+        """Submit a job with a page's file and script, adapted to the test's paths, ``options`` and program."""
         script = (TEMPLATES / f"{kind}.sh").read_text()
         end = script.index("exec gpucr batch")
         store = str(self.store) if kind == "shared" else '"$_CONDOR_SCRATCH_DIR/snapshots"'
@@ -66,7 +66,7 @@ class Jobs:
         return job_id
 
     def _environment(self) -> str:
-        """The simulator in the driver's place, and the folders of a node of its own."""
+        """The environment with the simulator as driver and separate folders for a node."""
         variables = {
             **self._user.environment,
             "GPUCR_SIM_GPUS": f"{GPUS_PER_NODE}x1GiB",
@@ -80,11 +80,11 @@ class Jobs:
         return self.pool.run(program, *words, prefix=[*self._user.as_himself(), "env", "-C", str(self.folder)])
 
     def tell(self, program: str, job_id: str) -> None:
-        """One of HTCondor's commands that take a job."""
+        """Run one of HTCondor's commands on a job."""
         self._as_user(program, job_id)
 
     def ad(self, job_id: str, attribute: str) -> str:
-        """What the queue, or its history, says of a job; empty if neither knows."""
+        """The job's data from the queue or its history; empty if neither has it."""
         words = (job_id, "-af", attribute)
         return (self.pool.run("condor_q", *words) or self.pool.run("condor_history", *words)).strip()
 
@@ -104,14 +104,14 @@ class Jobs:
         )
 
     def log(self, job_id: str) -> str:
-        """What it and gpucr have printed, up to now: on the node where it runs, or brought back from there."""
+        """What it and gpucr have printed so far: on the node where it runs, or brought back from there."""
         found = sorted(self.folder.glob(f"job.{job_id}.*")) or sorted(
             self.pool.folder.glob("n?/execute/*/_condor_std*")
         )
         return "".join(path.read_text() for path in found)
 
     def node(self, job_id: str) -> str:
-        """Where it runs."""
+        """The node it runs on."""
         return self.ad(job_id, "RemoteHost").rpartition("@")[2]
 
     def go(self, *steps: int) -> None:
@@ -120,38 +120,38 @@ class Jobs:
             (self.folder / f"go-{step}").touch()
 
     def go_on_to_the_end(self) -> None:
-        """Nothing waits any more."""
+        """Release all waiting steps."""
         self.go(*range(9, STEPS, 10))
 
     def require_right(self, job_id: str) -> None:
-        """It ends well, with each step once and the right result."""
+        """Assert that it succeeds, with each step once and the right result."""
         self.wait_for(job_id, COMPLETED)
         lines = [line for line in self.log(job_id).splitlines() if line.startswith(("step", "result"))]
         assert lines == [*(f"step {step}" for step in range(STEPS)), f"result {RESULT}"], self.log(job_id)
         assert self.ad(job_id, "ExitCode") == "0"
 
     def snapshots(self) -> list[str]:
-        """The names of what is in the store."""
+        """The names of the snapshots in the store."""
         found: list[dict[str, Any]] = json.loads(self._user.succeeds("ls", self.store, "--json"))["snapshots"]
         return [each["name"] for each in found]
 
     def clean(self) -> None:
-        """Run the page's script that removes what nobody needs any more."""
+        """Run the page's script that removes unneeded snapshots."""
         (self.folder / "bin").mkdir(exist_ok=True)
         self._write("bin/gpucr", f'#!/bin/sh\nexec {shlex.join(command.command())} "$@"\n')
         script = f'PATH="$PWD/bin:{self.pool.folder}/bin:$PATH" exec "$@"'
         self._as_user("sh", "-c", script, "sh", sys.executable, str(TEMPLATES / "clean.py"), str(self.store))
 
     def processes(self) -> list[int]:
-        """Those of jobs: that run in the test's folder, and are none of HTCondor's."""
+        """The processes of jobs: those in the test's folder that are not HTCondor's."""
         return [pid for pid in processes_in(self.folder) if b"condor_" not in _command_of(pid)]
 
     def wait_for_processes(self, count: int) -> None:
-        """Wait until no more than these are left."""
+        """Wait until at most these are left."""
         wait_until(lambda: len(self.processes()) <= count, lambda: f"the end of {self.processes()}", _LIMIT_S, _LOOK_S)
 
     def close(self) -> None:
-        """None of them is left."""
+        """End them all."""
         for job_id in self._submitted:
             if self.pool.run("condor_q", job_id, "-af", "ClusterId"):
                 self.pool.run("condor_rm", job_id)

@@ -1,4 +1,4 @@
-"""Machines that are namespaces of this one: one that controls, and nodes that can lose their power.
+"""Machines made of namespaces of this one: a controller, and nodes that can lose power.
 
 They share all but pids, host names, System V objects, and what the nodes mount for themselves.
 """
@@ -31,7 +31,7 @@ mount --bind "$1/hosts" /etc/hosts
 
 
 class Machines:
-    """Those of one batch system, in ``folder``. Their scripts get the folder and, those of a node, its name.
+    """The machines of one batch system, in ``folder``. Their scripts get the folder and, on a node, its name.
 
     ``enter``: the command that leads to the mounts that they see, where these are not the caller's.
     """
@@ -47,7 +47,7 @@ class Machines:
         (folder / "hosts").write_text(f"127.0.0.1 localhost control {' '.join(nodes)}\n")
 
     def start_control(self, script: str) -> None:
-        """Start the one that controls. Raises RuntimeMissing where its script fails before its daemons run."""
+        """Start the controller. Raises RuntimeMissing if its script fails before its daemons run."""
         alone = ["unshare", "--mount", "--pid", "--net", "--ipc", "--uts", "--fork", "--kill-child"]
         script = f"{_CONTROL}{script}\necho ready\nwait\n"
         self._control = self._start([*self._enter, *alone, "sh", "-ec", script, "sh", str(self.folder)], "control.out")
@@ -56,7 +56,7 @@ class Machines:
             raise RuntimeMissing(f"it does not start here: {(self.folder / 'control.out').read_text()}")
 
     def start_node(self, name: str, script: str, *arguments: object) -> None:
-        """Give a node power. ``arguments``: more than its script gets anyway."""
+        """Power a node on. ``arguments``: further ones for its script."""
         inside = ["nsenter", f"--target={self._pid()}", "--mount", "--net"]
         alone = ["unshare", "--mount", "--pid", "--ipc", "--uts", "--fork", "--kill-child"]
         script = f"{_NODE}{script}\nwait\n"
@@ -64,11 +64,11 @@ class Machines:
         self._nodes[name] = self._start([*inside, *alone, "sh", "-ec", script, "sh", *given], f"{name}.out")
 
     def kill_node(self, name: str) -> None:
-        """Take its power away: nothing in it lives on."""
+        """Power it off: all its processes die."""
         _end(self._nodes.pop(name))
 
     def run(self, *words: object, env: Mapping[str, str] | None = None) -> str:
-        """A command on the machine that controls, which must succeed. Returns what it printed."""
+        """Run a command on the controller, which must succeed. Returns its output."""
         done = subprocess.run(
             ["nsenter", f"--target={self._pid()}", "--mount", "--net", "--uts", "--pid", *map(str, words)],
             env={**self._environment, **(env or {})},
@@ -81,7 +81,7 @@ class Machines:
         return done.stdout
 
     def close(self) -> None:
-        """Nothing of them lives on."""
+        """End all their processes."""
         for name in list(self._nodes):
             self.kill_node(name)
         if self._control is not None:

@@ -1,4 +1,4 @@
-"""A Ray cluster of several nodes on this machine, each with GPUs of the simulated driver's own."""
+"""A Ray cluster of several nodes on this machine, each with its own simulated GPUs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class RayCluster:
         ray.init(address=self.cluster.address, log_to_driver=False, logging_level="ERROR")
 
     def add_node(self) -> str:
-        """A machine of its own: the simulated driver's, and Ray's. Returns its id."""
+        """Add a separate machine for the simulated driver and Ray. Returns its id."""
         self._count += 1
         variables = {
             "XDG_STATE_HOME": str(self.folder / "state"),
@@ -62,7 +62,7 @@ class RayCluster:
         return str(made.node_id)
 
     def kill_node(self, node_id: str) -> None:
-        """SIGKILL to its raylet, as when the power is lost; what it had started goes by itself."""
+        """SIGKILL its raylet, as in a power failure; the processes it started end by themselves."""
         self.cluster.remove_node(self.nodes.pop(node_id), allow_graceful=False)
 
     def drain_node(self, node_id: str) -> None:
@@ -78,7 +78,7 @@ class RayCluster:
         subprocess.run([sys.executable, "-m", "ray.scripts.scripts", "drain-node", *words], check=True)
 
     def submit(self, **options: Any) -> Job:
-        """A job that adds up in device memory, and waits at each tenth step until there is a file for it."""
+        """Submit a job that adds up in device memory, and waits at every tenth step for a file."""
         command = [sys.executable, "-I", "-S", "sums.py"]
         given = {"every_s": None, **options}
         return submit(command, store=self.store, cwd=self.folder, **given)
@@ -98,7 +98,7 @@ class RayCluster:
             path.unlink()
 
     def close(self) -> None:
-        """None of it is left."""
+        """End it all."""
         ray.shutdown()
         self.cluster.shutdown()
         wait_until(lambda: processes_in(self.folder) == [], "the jobs to end")
@@ -115,7 +115,7 @@ def wait_for_state(job: Job, state: str) -> None:
 
 
 def require_right(job: Job) -> None:
-    """It ends well, with the right result, and has done each step; those after the last snapshot may come twice."""
+    """Assert that it succeeds with the right result and every step; steps after the last snapshot may repeat."""
     assert job.result(LIMIT_S) == 0, job.logs()
     lines = job.logs().splitlines()
     assert [line for line in lines if line.startswith("result")] == [f"result {RESULT}"], job.logs()

@@ -33,7 +33,7 @@ _OVER = ("done", "failed", "cancelled")
 
 
 class Storm:
-    """One cluster, its jobs, and what befalls them."""
+    """One cluster, its jobs, and the random events."""
 
     def __init__(self, cluster: RayCluster, jobs: list[Job], dice: random.Random) -> None:
         self.cluster = cluster
@@ -42,7 +42,7 @@ class Storm:
         self.events: Counter[str] = Counter()
 
     def strike(self) -> None:
-        """One event, to a node or to a job that runs."""
+        """Cause one event, on a node or a running job."""
         what = self.dice.choice(("node killed", "migrated", "preempted", "priority"))
         running = [status.id for status in list_jobs() if status.state == "running"]
         if what == "node killed":
@@ -61,7 +61,7 @@ class Storm:
         self.events[what] += 1
 
     def go_on(self) -> None:
-        """What was preempted continues."""
+        """Continue preempted jobs."""
         for status in list_jobs():
             if status.state == "held":
                 Job(status.id).resume()
@@ -73,7 +73,7 @@ class Storm:
 
 
 def storm(count: int, seed: int, limit_s: float) -> dict[str, Any]:
-    """Run so many jobs to their ends. Returns what happened."""
+    """Run the given number of jobs to the end. Returns what happened."""
     with tempfile.TemporaryDirectory(prefix="gpucr-ray-") as name, contextlib.ExitStack() as ends:
         folder = Path(name)
         for soname in ("libcuda.so.1", "libnvidia-ml.so.1"):

@@ -1,4 +1,4 @@
-"""A real Slurm of two nodes on one machine: each in namespaces of its own, so that one can lose its power."""
+"""A real Slurm of two nodes on one machine, each in its own namespaces, so that one can lose power."""
 
 from __future__ import annotations
 
@@ -105,14 +105,14 @@ _NODE = '"$1/bin/slurmd" -D -c -N "$2" -d "$1/bin/slurmstepd" &'
 
 @dataclass(frozen=True)
 class Programs:
-    """Slurm's, by their names, as a shell script runs them; and the folder of its plugins."""
+    """Slurm's programs by name, as a shell script runs them, and its plugin folder."""
 
     commands: dict[str, list[str]]
     plugins: Path
 
     @property
     def are_for_all(self) -> bool:
-        """Whether they are installed, and not unpacked in somebody's cache."""
+        """Whether they are installed, and not just unpacked in a user's cache."""
         return self.plugins == _PLUGINS
 
     def version(self) -> str:
@@ -216,25 +216,25 @@ class Slurm:
         subprocess.run([folder / "bin" / "mungekey", "-c", "-k", folder / "munge" / "key"], check=True)
 
     def start_node(self, name: str) -> None:
-        """Give a node power."""
+        """Power a node on."""
         self._machines.start_node(name, _NODE)
 
     def fail_node(self, name: str) -> None:
-        """Take its power away: nothing in it lives on. Slurm is told, which would notice in 25 s."""
+        """Power it off: all its processes die. Also report it to Slurm, which would notice after 25 s."""
         self._machines.kill_node(name)
         self.run("scontrol", "update", f"NodeName={name}", "State=DOWN", "Reason=power")
 
     def repair_node(self, name: str) -> None:
-        """Give it power again. A node that was said to be down stays so until it is said to be up again."""
+        """Power it on again. A node reported down stays down until it is reported up."""
         self.start_node(name)
         self.run("scontrol", "update", f"NodeName={name}", "State=RESUME")
 
     def run(self, *words: object, env: dict[str, str] | None = None) -> str:
-        """One of Slurm's commands, which must succeed. Returns what it printed."""
+        """Run one of Slurm's commands, which must succeed. Returns its output."""
         return self._machines.run(*words, env=env)
 
     def states(self) -> dict[str, str]:
-        """How the nodes are."""
+        """The states of the nodes."""
         done = self.run("sh", "-c", 'sinfo --Node --noheader --format "%n %t" || true')
         return dict(line.split() for line in done.splitlines())
 
@@ -248,7 +248,7 @@ class Slurm:
         return self.run(*prefix, "sbatch", "--parsable", *options, path, env=env).strip().partition(";")[0]
 
     def job(self, job_id: str) -> dict[str, str]:
-        """What the controller says of it."""
+        """The controller's data about it."""
         return dict(re.findall(r"(\w+)=(\S+)", self.run("scontrol", "show", "job", "-o", job_id)))
 
     def wait_for(self, job_id: str, *states: str) -> dict[str, str]:
@@ -275,17 +275,17 @@ class Slurm:
         return self.job(job_id)
 
     def logs(self) -> str:
-        """The last that the daemons have said."""
+        """The last log lines of the daemons."""
         return "\n".join(path.read_text()[-8000:] for path in sorted(self.folder.glob("slurm*.log")))
 
     def close(self) -> None:
-        """Nothing of it lives on."""
+        """End all its processes."""
         self._machines.close()
         self._cgroups.close()
 
 
 class _Cgroups:
-    """Cgroups of version 1 that this cluster has alone: below ``folder``/cgroup it sees no others."""
+    """Version 1 cgroups of this cluster only: below ``folder``/cgroup it sees no others."""
 
     def __init__(self, folder: Path, controllers: Sequence[str]) -> None:
         self._folder = folder
@@ -303,7 +303,7 @@ class _Cgroups:
         return "".join(f"\nmkdir -p {place}\nmount --bind {path} {place}" for path, place in places)
 
     def close(self) -> None:
-        """Remove them. What was in them has ended."""
+        """Remove the cgroups, whose processes have ended."""
         for path in self.own:
             for folder, _, _ in os.walk(path, topdown=False):
                 os.rmdir(folder)

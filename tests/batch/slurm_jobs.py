@@ -1,4 +1,4 @@
-"""Jobs of `gpucr batch` on a cluster of the tests' own."""
+"""Jobs of `gpucr batch` on a test cluster."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.ordinary_user import OrdinaryUser
 
 
 class Jobs:
-    """What is submitted by one test: in a folder of its own, with a store of its own."""
+    """The jobs that one test submits, with their own folder and store."""
 
     def __init__(self, slurm: Slurm, folder: Path, user: OrdinaryUser | None = None) -> None:
         self.slurm = slurm
@@ -27,7 +27,7 @@ class Jobs:
         self._submitted: list[str] = []
 
     def submit(self, *sbatch: str, options: str = "", before: str = "exec", step_s: float = 0) -> str:
-        """A job that adds up below `gpucr batch`."""
+        """Submit a job that adds up under `gpucr batch`."""
         words = [*command.command("batch"), "--to", str(self.store)]
         program = [sys.executable, "-I", "-S", "sums.py"]
         script = (
@@ -52,7 +52,7 @@ class Jobs:
         return job_id
 
     def output(self, job_id: str) -> str:
-        """All that it has printed so far."""
+        """Its output so far."""
         path = self.folder / f"out-{job_id}"
         return path.read_text() if path.exists() else ""
 
@@ -65,28 +65,28 @@ class Jobs:
         (self.folder / f"go-{step}").touch()
 
     def go_on_to_the_end(self) -> None:
-        """Nothing waits any more."""
+        """Release all waiting steps."""
         for step in range(9, STEPS, 10):
             self.go(step)
 
     def require_right(self, job_id: str) -> None:
-        """It ends well, with each step once and the right result, and its snapshots are gone."""
+        """Assert that it succeeds, with each step once and the right result, and that its snapshots are gone."""
         self.require_complete(job_id)
         assert self.snapshots() == []
 
     def require_complete(self, job_id: str) -> None:
-        """It ends well, with each step once and the right result."""
+        """Assert that it succeeds, with each step once and the right result."""
         self.slurm.wait_for(job_id, "COMPLETED")
         lines = [line for line in self.output(job_id).splitlines() if line.startswith(("step", "result"))]
         assert lines == [*(f"step {step}" for step in range(STEPS)), f"result {RESULT}"], self.output(job_id)
 
     def snapshots(self) -> list[dict[str, Any]]:
-        """What is in the store."""
+        """The snapshots in the store."""
         found: list[dict[str, Any]] = command.run_json("ls", self.store)["snapshots"]
         return found
 
     def close(self) -> None:
-        """None of them is left."""
+        """End them all."""
         if self._submitted:
             self.slurm.run("scancel", *self._submitted)
             wait_until(lambda: processes_in(self.folder) == [], "the jobs to end")

@@ -43,7 +43,7 @@ class Outcome:
 
 
 class Storm:
-    """One cluster, its jobs, and what befalls them."""
+    """One cluster, its jobs, and the random events."""
 
     def __init__(self, slurm: Slurm, folder: Path, dice: random.Random) -> None:
         self.slurm = slurm
@@ -54,7 +54,7 @@ class Storm:
         self._down: dict[str, float] = {}
 
     def strike(self, ids: list[str]) -> None:
-        """One event, to a job that runs or to a node."""
+        """Cause one event, on a running job or a node."""
         running = [job_id for job_id in ids if self.states().get(job_id) == "RUNNING"]
         what = self.dice.choice(("preemption", "signal", "requeue", "node"))
         if what == "preemption":
@@ -73,7 +73,7 @@ class Storm:
         self.events[what] += 1
 
     def tend(self, ids: list[str]) -> None:
-        """Nodes come back, and requeued jobs do not wait for 120 s."""
+        """Bring nodes back, and start requeued jobs without the wait of 120 s."""
         for name, when in list(self._down.items()):
             if time.monotonic() > when:
                 self.slurm.repair_node(name)
@@ -85,7 +85,7 @@ class Storm:
                 self._try("scontrol", "update", f"JobId={job_id}", "StartTime=now+2")
 
     def states(self) -> dict[str, str]:
-        """Of all jobs that the controller knows."""
+        """The states of all jobs that the controller knows."""
         lines = self.slurm.run("squeue", "--noheader", "--states=all", "--format=%A %T").splitlines()
         return dict(line.split() for line in lines)
 
@@ -95,7 +95,7 @@ class Storm:
 
 
 def storm(count: int, seed: int, say: Callable[[str], None]) -> Outcome:
-    """Run so many jobs to their ends."""
+    """Run the given number of jobs to the end."""
     outcome = Outcome(jobs=count)
     with tempfile.TemporaryDirectory(prefix="gpucr-storm-") as name:
         folder = Path(name)

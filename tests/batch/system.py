@@ -1,4 +1,4 @@
-"""A batch system that starts a job again and again, each time with an output of its own."""
+"""A batch system that starts a job repeatedly, each time with a separate output."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ print("result", value.value, flush=True)
 
 
 class Batch:
-    """The batch system: each start of a job has an output of its own."""
+    """The batch system: each start of a job has a separate output."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -89,7 +89,7 @@ class Batch:
         return output
 
     def errors(self) -> str:
-        """What gpucr said of the last start."""
+        """gpucr's messages about the last start."""
         return (self.folder / f"errors-{len(self.starts) - 1}").read_text()
 
     def end(self) -> int:
@@ -102,7 +102,7 @@ class Batch:
         return [line for line in "".join(outputs).splitlines() if line.startswith("step")]
 
     def snapshots(self) -> list[str]:
-        """The names of what is in the store."""
+        """The names of the snapshots in the store."""
         return [each["name"] for each in command.run_json("ls", self.store)["snapshots"]]
 
     def close(self) -> None:
@@ -118,7 +118,7 @@ class Batch:
 
 
 def last_start(said: str) -> str:
-    """What a job and `gpucr batch` have said since it was started or restored for the last time."""
+    """The output of a job and `gpucr batch` since its last start or restore."""
     return re.split("gpucr batch: (?:restored from|started as)", said)[-1]
 
 

@@ -1,4 +1,4 @@
-"""What batch systems say in the environment."""
+"""The data that batch systems put into the environment."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from gpucr.errors import InvalidRequest
         ({"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "4294967291x"}, "slurm-77"),
     ],
 )
-def test_the_id_is_the_batch_systems(variables: dict[str, str], job_id: str) -> None:
+def test_the_id_comes_from_the_batch_system(variables: dict[str, str], job_id: str) -> None:
     assert Allocation.of(variables).id == job_id
     assert Allocation.of(variables, "mine").id == "mine"
 
@@ -39,7 +39,7 @@ ProcId = 0
 """
 
 
-def test_htcondor_says_it_in_a_file(tmp_path: Path) -> None:
+def test_htcondor_writes_the_id_to_a_file(tmp_path: Path) -> None:
     """As version 23.9.6 writes it."""
     job_ad = tmp_path / ".job.ad"
     for starts, is_first in ((1, True), (2, False)):
@@ -52,7 +52,7 @@ def test_htcondor_says_it_in_a_file(tmp_path: Path) -> None:
             Allocation.of({"_CONDOR_JOB_AD": str(path)})
 
 
-def test_what_only_htcondors_place_has(tmp_path: Path) -> None:
+def test_folders_private_to_an_htcondor_allocation(tmp_path: Path) -> None:
     scratch = tmp_path / "dir_7"
     scratch.mkdir()
     (tmp_path / "link").symlink_to(scratch)
@@ -65,14 +65,14 @@ def test_what_only_htcondors_place_has(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("given", [None, "", "../x", "a b", "-x", "x" * 65])
-def test_what_cannot_name_snapshots_is_refused(given: str | None) -> None:
+def test_an_id_unfit_for_a_snapshot_name_is_refused(given: str | None) -> None:
     with pytest.raises(InvalidRequest) as caught:
         Allocation.of({}, given)
     assert caught.value.code == "GPUCR-BATCH-ID"
     assert "--id" in str(caught.value.hint)
 
 
-def test_the_place() -> None:
+def test_the_batch_system_is_recognised() -> None:
     found = Allocation.of({"SLURM_JOB_ID": "1", "SLURM_JOB_END_TIME": "1900000000", "CUDA_VISIBLE_DEVICES": "2,3"})
     assert (found.gpus, found.end_s) == ("2,3", 1_900_000_000.0)
     nothing = Allocation.of({"SLURM_JOB_ID": "1", "SLURM_JOB_END_TIME": "soon", "CUDA_VISIBLE_DEVICES": ""})
@@ -83,7 +83,7 @@ def test_the_place() -> None:
     ("said", "left_s"),
     [("0:58", 58), ("59:00", 3540), ("2:00:01", 7201), ("1-00:00:00", 86400), ("UNLIMITED", None), ("", None)],
 )
-def test_a_slurm_that_has_to_be_asked(
+def test_a_slurm_that_must_be_queried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str, left_s: float | None
 ) -> None:
     squeue = tmp_path / "squeue"
@@ -101,7 +101,7 @@ def test_a_slurm_that_has_to_be_asked(
     assert Allocation.of({"SLURM_JOB_ID": "5"}).end_s is None
 
 
-def test_a_shell_reads_the_variables_as_they_are() -> None:
+def test_a_shell_reads_the_variables_unchanged() -> None:
     name = "it's; `date` $HOME\n"
     text = Allocation.of({"SLURM_JOB_ID": "1", "SLURM_JOB_NAME": name, "SECRET": "x"}).as_shell()
     script = f'{text}printf %s "$SLURM_JOB_NAME"'

@@ -30,7 +30,7 @@ ALL = [f"step {step}" for step in range(60)]
 
 
 def dumped_once(batch: Batch) -> None:
-    """A job that stands at step 30, of which there is a snapshot."""
+    """A job waiting at step 30, with a snapshot."""
     output = batch.start("--every", "200ms", stop_at=30)
     wait_for_line(output, "step 30")
     before = batch.errors().count("dumped to")
@@ -38,12 +38,12 @@ def dumped_once(batch: Batch) -> None:
 
 
 def put_away(batch: Batch) -> Callable[[], Path]:
-    """Nobody reaches the store, until that is called which this returns."""
+    """Make the store unreachable until the returned function is called."""
     away = batch.store.rename(batch.folder / "away")
     return lambda: away.rename(batch.store)
 
 
-def test_a_store_that_the_next_node_does_not_reach(batch: Batch) -> None:
+def test_a_store_the_next_node_cannot_reach(batch: Batch) -> None:
     dumped_once(batch)
     batch.starts[-1].send_signal(signal.SIGTERM)
     assert batch.end() == 99, batch.errors()
@@ -82,7 +82,7 @@ def test_a_grace_time_that_is_too_short(batch: Batch) -> None:
 
 @pytest.mark.parametrize("code", [later(0), 7])
 def test_a_job_that_ends_during_the_grace_time(batch: Batch, code: int) -> None:
-    """Its own code is what counts. One that ends with 0 may have obeyed the signal instead of having finished."""
+    """Its own exit code counts. A job that ends with 0 may have obeyed the signal instead of finishing."""
     output = batch.start("--every", "200ms", stop_at=30, code=code)
     wait_for_line(output, "step 30")
     wait_until(lambda: "dumped to" in batch.errors(), batch.errors)
@@ -98,7 +98,7 @@ def test_a_job_that_ends_during_the_grace_time(batch: Batch, code: int) -> None:
     assert batch.snapshots() == ["slurm-77"]
 
 
-def test_a_signal_that_ends_gpucr_and_the_job_alike(batch: Batch) -> None:
+def test_a_signal_that_ends_both_gpucr_and_the_job(batch: Batch) -> None:
     """Like `scontrol requeue` does."""
     dumped_once(batch)
     (job,) = registry().jobs()
@@ -114,7 +114,7 @@ def test_a_signal_that_ends_gpucr_and_the_job_alike(batch: Batch) -> None:
 
 
 def test_a_signal_before_the_first_step(batch: Batch) -> None:
-    """As soon as gpucr listens; the job may have begun or not."""
+    """As soon as gpucr handles signals; the job may have started or not."""
     batch.start(stop_at=30)
     number = signal.SIGUSR1 - 1
     wait_until(lambda: bool(_caught_by(batch.starts[-1].pid) >> number & 1), "gpucr to listen")
@@ -128,7 +128,7 @@ def test_a_signal_before_the_first_step(batch: Batch) -> None:
     assert batch.steps() == ALL
 
 
-def test_a_signal_while_slurm_is_asked_for_the_time_limit(batch: Batch) -> None:
+def test_a_signal_while_slurm_is_queried_for_the_time_limit(batch: Batch) -> None:
     """A controller that is busy answers late."""
     squeue = batch.folder / "bin" / "squeue"
     squeue.parent.mkdir()
@@ -142,8 +142,8 @@ def test_a_signal_while_slurm_is_asked_for_the_time_limit(batch: Batch) -> None:
     assert registry().jobs() == ()
 
 
-def test_a_signal_before_it_is_restored(batch: Batch) -> None:
-    """The start takes back what it has restored so far, or dumps the job again: either way it goes on from there."""
+def test_a_signal_before_the_job_is_restored(batch: Batch) -> None:
+    """The start undoes the restore so far, or dumps the job again: either way the job continues from there."""
     dumped_once(batch)
     batch.starts[-1].send_signal(signal.SIGTERM)
     assert batch.end() == 99, batch.errors()
@@ -167,8 +167,8 @@ def _caught_by(pid: int) -> int:
     return next((int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:")), 0)
 
 
-def test_a_place_that_is_lost_while_the_dump_is_written(batch: Batch) -> None:
-    """All of the job is killed at once, as Slurm does when its patience is over."""
+def test_an_allocation_lost_while_the_dump_is_written(batch: Batch) -> None:
+    """The whole job is killed at once, as Slurm does after its kill timeout."""
     dumped_once(batch)
     batch.starts[-1].send_signal(signal.SIGUSR1)
     wait_until(lambda: "SIGUSR1: the job is dumped" in batch.errors(), batch.errors)
@@ -185,8 +185,8 @@ def test_a_place_that_is_lost_while_the_dump_is_written(batch: Batch) -> None:
 
 @pytest.mark.parametrize("moment", ["restored", later("first start"), later("while it is dumped")])
 @pytest.mark.parametrize("isolate", ["--isolate", "--no-isolate"])
-def test_gpucr_that_is_killed_takes_the_job_with_it(batch: Batch, isolate: str, moment: str) -> None:
-    """Only gpucr is: a batch system that follows processes by their parents does not find what it has restored."""
+def test_a_killed_gpucr_takes_the_job_with_it(batch: Batch, isolate: str, moment: str) -> None:
+    """Only gpucr is killed: a batch system that follows parents does not find the processes that it restored."""
     batch.start("--every", "200ms", isolate, stop_at=30)
     wait_until(lambda: batch.errors().count("dumped to") >= 2, batch.errors)
     if moment == "restored":
@@ -252,7 +252,7 @@ def test_a_snapshot_of_another_user() -> None:
         3,
     ),
 )
-def test_a_node_that_cannot_bring_it_back(batch: Batch, node: dict[str, str], exit_code: int, code: str) -> None:
+def test_a_node_that_cannot_restore_the_job(batch: Batch, node: dict[str, str], exit_code: int, code: str) -> None:
     """It says why, and the snapshot stays for one that can."""
     output = batch.start("--isolate", program=SUMS, GPUCR_SIM_GPUS="2x1GiB", CUDA_VISIBLE_DEVICES="0")
     wait_for_line(output, "step 9")
@@ -272,7 +272,7 @@ def test_a_node_that_cannot_bring_it_back(batch: Batch, node: dict[str, str], ex
 
 @pytest.mark.usefixtures("sim_only")
 def test_a_node_with_another_driver(batch: Batch) -> None:
-    """The job has the driver's library mapped, whose name has the version in it: that file is not there."""
+    """The job has the driver's library mapped, whose name has the version in it: that file is missing."""
     here = Path(simulator.environment()["LD_LIBRARY_PATH"].partition(":")[0])
     driver = Path(shutil.copytree(here, batch.folder / "driver", symlinks=True))
     output = batch.start("--isolate", program=SUMS, LD_LIBRARY_PATH=str(driver))

@@ -1,4 +1,4 @@
-"""`gpucr batch` with real processes and CRIU: started, told to leave its place, started again."""
+"""`gpucr batch` with real processes and CRIU: started, told to leave its allocation, started again."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.criu, pytest.mark.usefixtures("own_state")]
 
 
 @pytest.mark.parametrize("how", [later("USR1"), later("TERM"), "time limit"])
-def test_a_job_goes_on_in_its_next_place(batch: Batch, how: str) -> None:
+def test_a_job_continues_in_its_next_allocation(batch: Batch, how: str) -> None:
     end = str(int(time.time()) + 3600)
     before = "2h" if how == "time limit" else "1m"
     first = batch.start("--before-limit", before, stop_at=30, SLURM_JOB_END_TIME=end)
@@ -44,7 +44,7 @@ def test_a_job_goes_on_in_its_next_place(batch: Batch, how: str) -> None:
     assert registry().jobs() == ()
 
 
-def test_its_own_exit_code_and_what_it_leaves(batch: Batch) -> None:
+def test_exit_code_and_leftovers(batch: Batch) -> None:
     batch.start("--every", "100ms", "--id", "mine", stop_at=30, code=7)
     wait_until(lambda: batch.errors().count("dumped to") >= 2, batch.errors)
     (batch.folder / "go").touch()
@@ -58,7 +58,7 @@ def test_its_own_exit_code_and_what_it_leaves(batch: Batch) -> None:
     assert batch.snapshots() == ["mine"]
 
 
-def test_a_signal_that_ends_the_job_is_told(batch: Batch) -> None:
+def test_a_signal_that_ends_the_job_is_reported(batch: Batch) -> None:
     output = batch.start(stop_at=5)
     wait_for_line(output, "step 5")
     (job,) = registry().jobs()
@@ -67,8 +67,8 @@ def test_a_signal_that_ends_the_job_is_told(batch: Batch) -> None:
     assert batch.end() == 128 + signal.SIGKILL
 
 
-def test_a_store_that_cannot_be_written_ends_in_a_new_start(batch: Batch) -> None:
-    """The grace time is used up; the job is ended, and what it continues from is told."""
+def test_without_a_writable_store_the_next_start_is_from_scratch(batch: Batch) -> None:
+    """The grace time is used up; the job is ended, and the message says what it continues from."""
     output = batch.start("--grace", "1s", stop_at=5)
     wait_for_line(output, "step 5")
     for path in (*batch.store.iterdir(), batch.store):
@@ -80,7 +80,7 @@ def test_a_store_that_cannot_be_written_ends_in_a_new_start(batch: Batch) -> Non
     assert [job.state.word for job in registry().jobs()] == ["ended"]
 
 
-def test_what_is_no_store_is_refused(batch: Batch) -> None:
+def test_a_path_that_is_not_a_store_is_refused(batch: Batch) -> None:
     batch.store.mkdir()
     (batch.store / "something").touch()
     batch.start()
@@ -89,7 +89,7 @@ def test_what_is_no_store_is_refused(batch: Batch) -> None:
     assert registry().jobs() == ()
 
 
-def test_a_store_that_htcondor_takes_away(batch: Batch) -> None:
+def test_a_store_htcondor_transfers_away(batch: Batch) -> None:
     """After each dump the job ends with HTCondor's code, and the store holds that one snapshot alone."""
     scratch: dict[str, Any] = {"_CONDOR_SCRATCH_DIR": str(batch.folder)}
     checkpoints = ("--every", "100ms", "--checkpoint-exit", "85")
@@ -108,8 +108,8 @@ def test_a_store_that_htcondor_takes_away(batch: Batch) -> None:
     assert [path for path in (batch.store / "packs").rglob("*") if path.is_file()] == []
 
 
-def test_a_store_that_htcondor_did_not_bring(batch: Batch) -> None:
-    """There was no snapshot when the job left its last place: it begins again."""
+def test_a_store_htcondor_did_not_bring(batch: Batch) -> None:
+    """There was no snapshot when the job left its last allocation, so it starts over."""
     scratch: dict[str, Any] = {"_CONDOR_SCRATCH_DIR": str(batch.folder)}
     for code in (1, 0):
         batch.start(code=code, **scratch)

@@ -65,7 +65,7 @@ def jobs(pool: HtCondor, user: OrdinaryUser) -> Iterator[Jobs]:
 
 
 def test_vacated_and_held(jobs: Jobs) -> None:
-    """It continues in the other place, from a store that both reach."""
+    """It continues on the other node, from a store that both reach."""
     job_id = jobs.submit("shared", "")
     jobs.wait_for_line(job_id, "step 9\n")
     assert f"started as batch-condor-{job_id}: there is no snapshot of condor-{job_id}" in jobs.log(job_id)
@@ -88,8 +88,8 @@ def test_vacated_and_held(jobs: Jobs) -> None:
 
 
 @long
-def test_checkpoints_that_htcondor_takes_away(jobs: Jobs) -> None:
-    """It continues in the same place after each, and in the other one after it was vacated, without a common store."""
+def test_checkpoints_htcondor_transfers(jobs: Jobs) -> None:
+    """It continues on the same node after each, and on the other one after a vacate, without a common store."""
     job_id = jobs.submit("transfer", "--every 1s --checkpoint-exit 85")
     jobs.wait_for_line(job_id, "restored from", 2)
     assert jobs.node(job_id) == "n1"
@@ -105,7 +105,7 @@ def test_checkpoints_that_htcondor_takes_away(jobs: Jobs) -> None:
 
 
 @long
-def test_it_ends_with_a_code_of_its_own(jobs: Jobs) -> None:
+def test_a_job_exits_with_its_own_code(jobs: Jobs) -> None:
     """HTCondor holds it. It continues from its last snapshot when it is released, if the store is in reach."""
     (jobs.folder / "ends.py").write_text(ENDS_WITH_7)
     job_id = jobs.submit("shared", "--every 1s", program="ends.py")
@@ -131,7 +131,7 @@ def test_it_ends_with_a_code_of_its_own(jobs: Jobs) -> None:
 
 @long
 def test_a_grace_time_that_is_too_short(jobs: Jobs) -> None:
-    """gpucr's own, and HTCondor's, which kills all: it continues from the snapshot before."""
+    """gpucr's own, and HTCondor's, which kills everything: the job continues from the previous snapshot."""
     job_id = jobs.submit("shared", "--every 1s --grace 1ms", "job_max_vacate_time = 2")
     jobs.wait_for_line(job_id, "step 9\n")
     before = jobs.log(job_id).count("dumped to")
@@ -144,8 +144,8 @@ def test_a_grace_time_that_is_too_short(jobs: Jobs) -> None:
 
 
 @long
-def test_a_patience_that_is_too_short(jobs: Jobs) -> None:
-    """HTCondor kills all of the job while it is dumped."""
+def test_a_kill_timeout_that_is_too_short(jobs: Jobs) -> None:
+    """HTCondor kills the whole job during its dump."""
     job_id = jobs.submit("shared", "--every 1s", "job_max_vacate_time = 2")
     jobs.wait_for_line(job_id, "step 9\n")
     before = jobs.log(job_id).count("dumped to")
@@ -208,8 +208,8 @@ def test_snapshots_that_cannot_be_restored(jobs: Jobs) -> None:
 
 
 @long
-def test_a_node_that_fails(jobs: Jobs) -> None:
-    """HTCondor gives it up when the job's lease is over; the job continues from its last periodic snapshot."""
+def test_a_failing_node(jobs: Jobs) -> None:
+    """HTCondor declares it lost when the job's lease expires; the job continues from its last periodic snapshot."""
     job_id = jobs.submit("shared", "--every 1s", "job_lease_duration = 20")  # it takes no less
     jobs.wait_for_line(job_id, "step 9\n")
     before = jobs.log(job_id).count("dumped to")
@@ -224,7 +224,7 @@ def test_a_node_that_fails(jobs: Jobs) -> None:
         jobs.pool.wait_ready()
 
 
-def test_what_the_page_shows_is_in_its_files() -> None:
+def test_the_pages_examples_are_its_files() -> None:
     page = (TEMPLATES.parent / "htcondor.md").read_text()
     shown = re.findall(r"^```\w+\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     files = ("shared.sub", "shared.sh", "transfer.sub", "transfer.sh")

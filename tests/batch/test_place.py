@@ -1,4 +1,4 @@
-"""A job outside the tree of what started it, which ends with a process that is watched."""
+"""A job outside the tree of its starter, which ends with a watched process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.counter import DEADLINE_S, processes_in, wait_until
 pytestmark = [pytest.mark.criu, pytest.mark.usefixtures("own_state")]
 
 
-def test_it_is_ended_without_a_dump_when_its_place_is_lost(tmp_path: Path) -> None:
+def test_a_job_is_ended_without_a_dump_when_its_allocation_is_lost(tmp_path: Path) -> None:
     program = COUNTS.format(steps=60, stop_at=30, code=0)
     command = (sys.executable, "-I", "-S", "-c", program)
     told, answers = os.pipe()

@@ -76,7 +76,7 @@ def test_a_job_runs_to_its_end_and_fails_with_its_own_code(cluster: RayCluster, 
     assert "code: " in lost.logs()
 
 
-def test_jobs_of_a_node_that_dies_go_on_elsewhere(cluster: RayCluster) -> None:
+def test_jobs_of_a_dead_node_continue_elsewhere(cluster: RayCluster) -> None:
     from tests.batch.ray_cluster import require_right, wait_for
 
     job = cluster.submit(every_s=0.5)
@@ -95,15 +95,15 @@ def test_jobs_of_a_node_that_dies_go_on_elsewhere(cluster: RayCluster) -> None:
     assert job.status().node not in (None, node)
     cluster.go_on_to_the_end()
     require_right(job)
-    assert job.logs().count("step 5\n") == 1, "it was not begun anew"
+    assert job.logs().count("step 5\n") == 1, "it was not begun again"
     assert job.status().starts == 2
     assert command.run_json("ls", cluster.store)["snapshots"] == [], "a job that has ended well needs none"
     cluster.add_node()
 
 
 @long
-def test_what_runs_a_job_is_killed(cluster: RayCluster) -> None:
-    """The job ends with it, and goes on from its last snapshot when it is resumed."""
+def test_the_runner_of_a_job_is_killed(cluster: RayCluster) -> None:
+    """The job ends with it, and continues from its last snapshot when it is resumed."""
     from tests.batch.ray_cluster import require_right, wait_for, wait_for_state
 
     job = cluster.submit(every_s=0.5)
@@ -125,7 +125,7 @@ def test_what_runs_a_job_is_killed(cluster: RayCluster) -> None:
     require_right(job)
 
 
-def test_a_job_migrates_is_preempted_and_gives_way(cluster: RayCluster) -> None:
+def test_a_job_migrates_is_preempted_and_yields(cluster: RayCluster) -> None:
     from tests.batch.ray_cluster import require_right, wait_for, wait_for_state
 
     job = cluster.submit(id="low")
@@ -179,7 +179,7 @@ def test_a_drained_node_is_left(cluster: RayCluster) -> None:
     cluster.add_node()
 
 
-def test_what_is_asked_without_sense(cluster: RayCluster) -> None:
+def test_invalid_requests(cluster: RayCluster) -> None:
     from gpucr.batch.ray import find_job, submit
 
     for options, said in (({"gpus": 0}, "needs a GPU"), ({"id": "a b"}, "cannot be the id"), ({"grace_s": 0}, "more")):

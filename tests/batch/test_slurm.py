@@ -60,7 +60,7 @@ def test_three_time_limits(jobs: Jobs) -> None:
 
 
 def test_preempted(jobs: Jobs) -> None:
-    """By a job that wants all GPUs of both nodes; it is told with the signal that the job asks for."""
+    """By a job that needs all GPUs of both nodes; it gets the signal that it has requested."""
     job_id = jobs.submit("--signal=B:USR1@30")
     jobs.wait_for(job_id, "step 9\n")
     everything = jobs.slurm.submit(
@@ -76,8 +76,8 @@ def test_preempted(jobs: Jobs) -> None:
 
 
 @pytest.mark.parametrize("every", ["--every 1s", later("")])
-def test_a_node_that_fails(jobs: Jobs, every: str) -> None:
-    """The job continues from its last periodic snapshot, on the other node; without one it begins again."""
+def test_a_failing_node(jobs: Jobs, every: str) -> None:
+    """The job continues from its last periodic snapshot on the other node; without one it starts over."""
     job_id = jobs.submit("--nodelist=n1", options=every)
     jobs.wait_for(job_id, "step 9\n")
     if every:
@@ -95,8 +95,8 @@ def test_a_node_that_fails(jobs: Jobs, every: str) -> None:
     assert jobs.snapshots() == []
 
 
-def test_a_gpucr_that_is_killed(jobs: Jobs) -> None:
-    """The job ends with it, though Slurm has lost it: it is below nobody any more."""
+def test_a_killed_gpucr(jobs: Jobs) -> None:
+    """The job ends with it, though Slurm has lost track of it: it has no parent any more."""
     job_id = jobs.submit()
     jobs.wait_for(job_id, "step 9\n")
     os.kill(_batch(jobs), signal.SIGKILL)
@@ -105,8 +105,8 @@ def test_a_gpucr_that_is_killed(jobs: Jobs) -> None:
 
 
 @long
-def test_a_gpucr_that_is_killed_with_all_that_it_has_started(jobs: Jobs) -> None:
-    """Nobody is left to end the job but the epilog."""
+def test_a_gpucr_killed_with_all_its_children(jobs: Jobs) -> None:
+    """Only the epilog is left to end the job."""
     job_id = jobs.submit(options="--no-isolate")
     jobs.wait_for(job_id, "step 9\n")
     _kill_all_of_gpucr(jobs)
@@ -149,7 +149,7 @@ def slurm_with_cgroups(programs: Programs, tmp_path_factory: pytest.TempPathFact
 
 @long
 @pytest.mark.parametrize("isolate", ["--isolate", "--no-isolate"])
-def test_what_is_restored_belongs_to_the_new_step(slurm_with_cgroups: Slurm, tmp_path: Path, isolate: str) -> None:
+def test_a_restored_job_belongs_to_the_new_step(slurm_with_cgroups: Slurm, tmp_path: Path, isolate: str) -> None:
     """By its cgroups, with proctrack/cgroup and task/cgroup: it has the step's devices, and dies with the step."""
     with contextlib.closing(Jobs(slurm_with_cgroups, tmp_path)) as jobs:
         job_id = jobs.submit("--nodelist=n1", options=isolate)
@@ -179,7 +179,7 @@ def test_the_pages_scripts_are_files(name: str) -> None:
 
 @long
 def test_requeued(jobs: Jobs) -> None:
-    """`scontrol requeue` ends all of the job at once: it continues from its last dump, on another GPU."""
+    """`scontrol requeue` ends the whole job at once; it continues from its last dump, on another GPU."""
     job_id = jobs.submit("--nodelist=n1", options="--every 1s")
     jobs.wait_for(job_id, "step 9\n")
     before = jobs.output(job_id).count("dumped to")
@@ -196,7 +196,7 @@ def test_requeued(jobs: Jobs) -> None:
 
 
 def test_an_array(jobs: Jobs) -> None:
-    """Its tasks have snapshots of their own. What was restored ends with its place, in a sandbox and in none."""
+    """Each task has its own snapshots. Restored jobs end with their allocation, in a sandbox or not."""
     array = jobs.submit(
         "--array=1-2",
         f"--output={jobs.folder}/out-%A_%a",
@@ -220,7 +220,7 @@ def test_an_array(jobs: Jobs) -> None:
 
 @long
 def test_steps(jobs: Jobs) -> None:
-    """Two processes of one `srun`, which Slurm signals with all that is below them: each is a job of gpucr's."""
+    """Two processes of one `srun`, which Slurm signals with their descendants: each is a separate gpucr job."""
     job_id = jobs.submit("--ntasks=2", "--gres=gpu:2", before="exec srun", options="--on URG")
     jobs.wait_for(job_id, "step 9\n", 2)
     jobs.slurm.run("scancel", "--signal=URG", job_id)
@@ -234,7 +234,7 @@ def test_steps(jobs: Jobs) -> None:
 
 
 def test_an_ordinary_user(programs: Programs) -> None:
-    """Root has granted a CRIU; the job is in no sandbox."""
+    """Root has granted a CRIU; the job has no sandbox."""
     if not programs.are_for_all:
         skip_or_fail("slurm", "Slurm was unpacked where ordinary users cannot reach it")
     try:

@@ -47,7 +47,7 @@ def names_on_gpus() -> set[str | None]:
     return {job.name for job in gpucr.list_gpu_jobs() if job.device_bytes}
 
 
-def test_nothing_has_to_make_room(shared: Machine) -> None:
+def test_no_job_has_to_make_room(shared: Machine) -> None:
     code = "import os, sys; print(os.environ['CUDA_VISIBLE_DEVICES'], flush=True); sys.exit(7)"
     borrower = shared.borrow("--", sys.executable, "-c", code, gpu="1,0")
     out, err = borrower.communicate(timeout=DEADLINE_S)
@@ -106,7 +106,7 @@ def test_a_job_of_a_higher_priority_is_waited_for(shared: Machine) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, later(signal.SIGHUP)])
-def test_a_signal_is_the_commands_and_the_jobs_come_back(shared: Machine, number: signal.Signals) -> None:
+def test_a_signal_goes_to_the_command_and_the_jobs_come_back(shared: Machine, number: signal.Signals) -> None:
     job = shared.job("train")
     borrower = shared.borrow(*shared.until("eval"))
     shared.wait_runs("eval")
@@ -126,7 +126,7 @@ def test_a_command_that_handles_a_signal_has_its_own_exit_code(shared: Machine) 
     assert job.ask() == 101
 
 
-def test_what_the_command_leaves_behind_is_ended(shared: Machine) -> None:
+def test_processes_the_command_leaves_behind_are_ended(shared: Machine) -> None:
     job = shared.job("train")
     left = 'sleep 600 & echo $! > "$0-left"; exit 0'
     assert gpucr.borrow_gpus(["sh", "-c", left, str(shared.folder / "eval")], "0", isolate=False) == 0
@@ -136,7 +136,7 @@ def test_what_the_command_leaves_behind_is_ended(shared: Machine) -> None:
     assert job.ask() == 101
 
 
-def test_a_program_that_is_not_there(shared: Machine) -> None:
+def test_a_missing_program(shared: Machine) -> None:
     job = shared.job("train")
     assert refusal(gpucr.InvalidRequest, ["/no/such/program"]).code == "GPUCR-NO-PROGRAM"
     assert (job.state, job.ask()) == ("running", 101)
@@ -158,14 +158,14 @@ def test_a_signal_while_jobs_make_room_undoes_it(shared: Machine, tmp_path: Path
 
 
 @pytest.mark.by_user
-def test_one_that_cannot_make_room_has_all_come_back(shared: Machine) -> None:
+def test_if_one_job_cannot_make_room_all_come_back(shared: Machine) -> None:
     first, second = shared.job("first", priority=5), shared.job("second", faults="checkpoint=999")
     assert refusal(gpucr.DriverError).message.startswith("the job second: ")
     assert (first.ask(), second.ask()) == (101, 101)
     assert waits() == {}
 
 
-def test_what_cannot_be_suspended_is_refused_before_anything(shared: Machine) -> None:
+def test_an_unsuspendable_job_is_refused_before_anything_starts(shared: Machine) -> None:
     first, second = shared.job("first", priority=5), shared.job("second")
     pid = second.record.pid
     os.kill(pid, signal.SIGSTOP)
@@ -176,7 +176,7 @@ def test_what_cannot_be_suspended_is_refused_before_anything(shared: Machine) ->
     assert (first.ask(), second.ask()) == (101, 101)
 
 
-def test_processes_that_gpucr_did_not_start_are_not_asked(shared: Machine, counter: CounterFactory) -> None:
+def test_processes_gpucr_did_not_start_are_refused(shared: Machine, counter: CounterFactory) -> None:
     job, stranger = shared.job("train"), counter("--mib", "1")
     refused = refusal(gpucr.Unsupported)
     assert (refused.code, str(stranger.pid) in refused.message) == ("GPUCR-BORROW-STRANGER", True)
@@ -184,7 +184,7 @@ def test_processes_that_gpucr_did_not_start_are_not_asked(shared: Machine, count
     assert gpucr.borrow_gpus(["true"], "1", isolate=False) == 0
 
 
-def test_a_process_that_has_just_ended_is_no_stranger(shared: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_has_just_ended_is_not_a_stranger(shared: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     job = shared.job("train")
     before = gpu_processes()
     assert [use.pid for use in before] == [job.record.pid]
@@ -196,7 +196,7 @@ def test_a_process_that_has_just_ended_is_no_stranger(shared: Machine, monkeypat
 
 @pytest.mark.by_user
 @pytest.mark.parametrize("vault_on", [0, 1])
-def test_a_checkpoint_of_a_job_is_waited_for_and_its_vault_is_no_stranger(
+def test_a_checkpoint_is_waited_for_and_its_vault_is_not_a_stranger(
     shared: Machine, machine: list[str], vault_on: int
 ) -> None:
     """On the job's GPU all of the job's memory is away, on the other one only the vault is to be seen."""
@@ -225,7 +225,7 @@ def test_a_checkpoint_of_a_job_is_waited_for_and_its_vault_is_no_stranger(
     assert job.ask() == 101
 
 
-def test_a_job_that_another_gpucr_does_not_let_go_of(
+def test_a_job_another_gpucr_does_not_release(
     shared: Machine, machine: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its memory may belong on any GPU."""
@@ -269,7 +269,7 @@ def test_a_checkpoint_that_begins_after_the_job_was_seen(
     assert job.ask() == 101
 
 
-def test_a_job_that_ends_meanwhile(shared: Machine) -> None:
+def test_a_job_ends_meanwhile(shared: Machine) -> None:
     job, other = shared.job("train"), shared.job("other")
     borrower = shared.borrow(*shared.until("eval"))
     shared.wait_runs("eval")
@@ -281,13 +281,13 @@ def test_a_job_that_ends_meanwhile(shared: Machine) -> None:
     assert (job.is_lent, other.ask()) == (False, 101)
 
 
-def test_a_job_that_is_lost_while_it_makes_room(shared: Machine) -> None:
+def test_a_job_is_lost_while_it_makes_room(shared: Machine) -> None:
     first, lost = shared.job("first", priority=5), shared.job("lost", faults="checkpoint=die")
     refusal(gpucr.JobDamaged, shared.until("eval")[1:])
     assert (first.ask(), lost.is_lent, shared.runs("eval")) == (101, False, False)
 
 
-def test_a_borrower_is_borrowed_from(shared: Machine) -> None:
+def test_a_borrower_lends_its_gpu(shared: Machine) -> None:
     train = shared.job("train")
     first = shared.borrow("--", *counter_command())
     wait_until(lambda: "borrow-1" in names_on_gpus(), lambda: f"the first command: {shared.talk()}")
@@ -327,7 +327,7 @@ def _is_in_line(name: str) -> bool:
     return phase(name) is not None
 
 
-def test_three_in_line(shared: Machine) -> None:
+def test_three_borrowers_in_line(shared: Machine) -> None:
     train = shared.job("train")
     names = ("a", "b", "c")
     borrowers = []

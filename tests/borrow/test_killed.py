@@ -81,9 +81,7 @@ def test_killed_while_jobs_come_back(shared: Machine, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("next_command", ["borrow", "supervise"])
-def test_killed_with_its_guard_the_next_command_does_their_work(
-    shared: Machine, next_command: str, tmp_path: Path
-) -> None:
+def test_killed_with_its_guard_the_next_command_recovers(shared: Machine, next_command: str, tmp_path: Path) -> None:
     job = shared.job("train")
     borrower = shared.borrow(*shared.until("eval"))
     shared.wait_runs("eval")
@@ -101,7 +99,7 @@ def test_killed_with_its_guard_the_next_command_does_their_work(
     assert (job.ask(), waits()) == (101, {})
 
 
-def test_a_waiting_borrower_does_the_work_of_a_gone_one(shared: Machine) -> None:
+def test_a_waiting_borrower_recovers_for_a_dead_one(shared: Machine) -> None:
     job = shared.job("train")
     first = shared.borrow(*shared.until("a"))
     shared.wait_runs("a")
@@ -130,7 +128,7 @@ def test_nothing_to_recover(machine: list[str]) -> None:
     }  # fmt: skip
 
 
-def test_a_job_that_cannot_come_back_is_tried_again(
+def test_a_job_that_cannot_come_back_is_retried(
     shared: Machine,
 ) -> None:
     job = shared.job("train", faults="restore#1=999")
@@ -188,7 +186,7 @@ def test_a_damaged_record(machine: list[str]) -> None:
         assert caught.value.code == "GPUCR-BORROW-DAMAGED"
 
 
-def test_a_borrower_is_killed_that_was_borrowed_from(shared: Machine) -> None:
+def test_a_borrower_that_lent_its_gpu_is_killed(shared: Machine) -> None:
     train = shared.job("train")
     first = shared.borrow("--", *counter_command())
     wait_until(lambda: _is_on_gpu("borrow-1"), "the first command")

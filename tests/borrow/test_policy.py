@@ -29,7 +29,7 @@ def test_a_borrower_waits_for_a_lent_job_that_is_to_come_back_before_it() -> Non
     assert victims(me, [job("train", 9, "a", lent=True)]) == ()
 
 
-def test_the_queue_goes_by_priority_and_then_by_number() -> None:
+def test_the_queue_is_ordered_by_priority_then_by_number() -> None:
     first, second, urgent, other = (
         borrower(1, 10, "a"),
         borrower(2, 10, "a"),
@@ -40,13 +40,13 @@ def test_the_queue_goes_by_priority_and_then_by_number() -> None:
     assert [blockers(each, queue, []) for each in queue] == [("borrow-3",), ("borrow-1", "borrow-3"), (), ()]
 
 
-def test_a_borrower_at_work_is_waited_for_unless_its_priority_is_lower() -> None:
+def test_a_running_borrower_is_waited_for_unless_its_priority_is_lower() -> None:
     me, at_work = borrower(1, 10, "a"), borrower(7, 10, "ab", "running")
     assert blockers(me, [me, at_work], []) == ("borrow-7",)
     assert blockers(borrower(8, 11, "b"), [me, at_work], []) == ()
 
 
-def test_those_wanted_back_first_make_room_first() -> None:
+def test_jobs_due_back_first_make_room_first() -> None:
     me = borrower(1, 10, "a")
     assert [each.name for each in victims(me, [job("b", 0, "a"), job("a", 0, "a"), job("c", 5, "a")])] == [
         "c",
@@ -55,21 +55,21 @@ def test_those_wanted_back_first_make_room_first() -> None:
     ]
 
 
-def test_a_job_comes_back_when_no_borrower_has_one_of_its_gpus() -> None:
+def test_a_job_comes_back_when_no_borrower_holds_its_gpus() -> None:
     train = job("train", 0, "ab", lent=True)
     assert keepers_away(train, [], [train]) == ()
     assert keepers_away(train, [borrower(1, 10, "b", "running")], [train]) == ("borrow-1",)
     assert keepers_away(train, [borrower(1, 10, "c", "running")], [train]) == ()
 
 
-def test_the_command_of_a_borrower_comes_back_before_what_it_had_borrowed() -> None:
+def test_a_borrowers_command_comes_back_before_the_jobs_it_displaced() -> None:
     outer = borrower(1, 10, "a", "running")
     own, train = job("borrow-1", 10, "a", lent=True), job("train", 0, "a", lent=True)
     assert keepers_away(own, [outer], [own, train]) == ()
     assert keepers_away(train, [outer], [own, train]) == ("borrow-1",)
 
 
-def test_a_job_stays_away_for_the_next_in_line_only() -> None:
+def test_a_job_stays_suspended_only_for_the_next_in_line() -> None:
     train = job("train", 0, "a", lent=True)
     assert keepers_away(train, [borrower(2, 10, "a")], [train]) == ("borrow-2",)
     assert keepers_away(train, [borrower(2, 0, "a")], [train]) == (), "the job goes first"

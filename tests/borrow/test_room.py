@@ -25,7 +25,7 @@ def borrow(*, to: str | None = None, lines: list[str] | None = None, **more: obj
 
 
 @pytest.mark.parametrize("kind", [later("folder"), "store"])
-def test_what_host_memory_has_no_room_for_is_dumped(
+def test_jobs_that_do_not_fit_in_host_memory_are_dumped(
     shared: Machine, in_room: Callable[[int], None], tmp_path: Path, kind: str
 ) -> None:
     first, second = shared.job("first", priority=5, mib=120), shared.job("second")
@@ -44,7 +44,7 @@ def test_what_host_memory_has_no_room_for_is_dumped(
     assert left == (), "a snapshot that is not needed any more"
 
 
-def test_without_a_place_nothing_is_touched(shared: Machine, in_room: Callable[[int], None]) -> None:
+def test_without_a_destination_nothing_is_touched(shared: Machine, in_room: Callable[[int], None]) -> None:
     first, second = shared.job("first", priority=5, mib=120), shared.job("second")
     in_room(250 << 20)
     lines: list[str] = []
@@ -55,7 +55,7 @@ def test_without_a_place_nothing_is_touched(shared: Machine, in_room: Callable[[
     assert (first.ask(), second.ask()) == (101, 101)
 
 
-def test_a_full_store_leaves_all_as_they_were(
+def test_a_full_store_leaves_all_jobs_unchanged(
     shared: Machine, in_room: Callable[[int], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = shared.job("first", priority=5, mib=120), shared.job("second")

@@ -36,7 +36,7 @@ def states(driver: CudaDriver, *jobs: Counter) -> list[CudaState | None]:
     return [driver.state(job.pid) for job in jobs]
 
 
-def test_several_jobs_are_named(counter: CounterFactory, driver: CudaDriver) -> None:
+def test_several_named_jobs(counter: CounterFactory, driver: CudaDriver) -> None:
     first, second, other = on(counter, "0"), on(counter, "1"), on(counter, "0")
     printed = run_json("suspend", first.pid, second.pid, first.pid)
     assert printed["schema"] == "gpucr.suspend.jobs"
@@ -50,7 +50,7 @@ def test_several_jobs_are_named(counter: CounterFactory, driver: CudaDriver) -> 
 
 
 @pytest.mark.usefixtures("alone")
-def test_jobs_are_chosen_by_their_gpus(counter: CounterFactory, driver: CudaDriver, machine: list[str]) -> None:
+def test_jobs_selected_by_gpu(counter: CounterFactory, driver: CudaDriver, machine: list[str]) -> None:
     zero, one, both = on(counter, "0"), on(counter, "1"), on(counter, "0,1")
     assert run("suspend", "--gpu", "1").returncode == 0
     assert states(driver, zero, one, both) == [RUNNING, CHECKPOINTED, CHECKPOINTED]
@@ -76,7 +76,7 @@ def run_here(*arguments: object) -> Result:
 
 
 @pytest.mark.usefixtures("alone")
-def test_all_jobs_and_what_is_suspended_already(counter: CounterFactory, driver: CudaDriver) -> None:
+def test_all_jobs_including_suspended_ones(counter: CounterFactory, driver: CudaDriver) -> None:
     first, second = on(counter, "0"), on(counter, "1")
     gpucr.suspend(first.pid)
     (outcome,) = gpucr.suspend_jobs()
@@ -87,7 +87,7 @@ def test_all_jobs_and_what_is_suspended_already(counter: CounterFactory, driver:
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_job_that_another_gpucr_works_on_is_waited_for(
+def test_a_job_in_use_by_another_gpucr_is_waited_for(
     counter: CounterFactory, driver: CudaDriver, machine: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job, look = on(counter, "0"), claims.at_work_on
@@ -109,7 +109,7 @@ def test_a_job_that_another_gpucr_works_on_is_waited_for(
     assert job.ask() == 101
 
 
-def test_a_job_that_ends_after_it_was_found_is_missed_only_where_it_was_named(
+def test_a_job_that_ends_after_discovery_is_an_error_only_if_named(
     counter: CounterFactory, driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = on(counter, "0")
@@ -141,7 +141,7 @@ def test_ranks_of_one_launcher_are_one_job(ranks: RanksFactory, driver: CudaDriv
     job.assert_goes_on()
 
 
-def test_one_that_fails_leaves_the_others_alone(
+def test_a_failure_leaves_the_other_jobs_alone(
     counter: CounterFactory, driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     good = on(counter, "0")
@@ -157,7 +157,7 @@ def test_one_that_fails_leaves_the_others_alone(
     assert bad.ask() == 101
 
 
-def test_the_exit_code_is_that_of_the_failures(counter: CounterFactory) -> None:
+def test_the_exit_code_comes_from_the_failures(counter: CounterFactory) -> None:
     bad = counter("--mib", "1", env={"GPUCR_SIM_FAULTS": "checkpoint=999"})
     with sleeper() as without_cuda:
         assert run("suspend", without_cuda.pid, 999_999_999).returncode == 2
@@ -173,7 +173,7 @@ def test_a_damaged_job_gives_its_exit_code(counter: CounterFactory) -> None:
     assert run("resume", good.pid).returncode == 0
 
 
-def test_an_interruption_leaves_the_rest_as_it_is(counter: CounterFactory, driver: CudaDriver) -> None:
+def test_an_interruption_leaves_the_rest_alone(counter: CounterFactory, driver: CudaDriver) -> None:
     first, second = on(counter, "0"), on(counter, "1")
     cancel = gpucr.Cancellation()
     cancel.cancel("enough")
@@ -200,7 +200,7 @@ def test_a_dry_run_changes_nothing(counter: CounterFactory, driver: CudaDriver, 
     assert states(driver, first, second) == [CHECKPOINTED, RUNNING]
 
 
-def test_a_dry_run_says_what_would_be_refused(counter: CounterFactory) -> None:
+def test_a_dry_run_reports_refusals(counter: CounterFactory) -> None:
     with sleeper() as without_cuda:
         done = run("suspend", without_cuda.pid, "--dry-run")
         assert done.returncode == 2
@@ -211,7 +211,7 @@ def test_a_dry_run_says_what_would_be_refused(counter: CounterFactory) -> None:
     assert (outlook.is_refused, outlook.error) == (False, None)
 
 
-def test_host_memory_is_counted_for_all_together(
+def test_host_memory_is_summed_over_all_jobs(
     counter: CounterFactory, monkeypatch: pytest.MonkeyPatch, in_room: Callable[[int], None]
 ) -> None:
     first, second = counter("--mib", "200"), counter("--mib", "200")
@@ -234,7 +234,7 @@ def test_host_memory_is_counted_for_all_together(
         (("resume", "--gpu", "auto"), "does not name GPUs"),
     ],
 )
-def test_jobs_are_named_in_one_way(arguments: tuple[str, ...], why: str) -> None:
+def test_only_one_way_of_naming_jobs_is_allowed(arguments: tuple[str, ...], why: str) -> None:
     done = run(*arguments)
     assert done.returncode == 2
     assert why in done.stderr

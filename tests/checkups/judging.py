@@ -1,4 +1,4 @@
-"""What the tests of single checks share."""
+"""Shared by the tests of single checks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from gpucr import Finding
 
 
 def severities(found: Iterable[Finding]) -> list[str]:
-    """In their order. What stands in the way must say what it leads to and what fixes it; everything has evidence."""
+    """The severities in order. Problems must have a consequence and a remedy; everything has evidence."""
     listed = list(found)
     for each in listed:
         assert each.about

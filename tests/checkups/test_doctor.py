@@ -37,7 +37,7 @@ def machine_with_peers(sim_only: None, state_home: Path, monkeypatch: pytest.Mon
 
 
 def printed(*arguments: object) -> dict[str, Any]:
-    """What `gpucr doctor --json` prints, whatever stands in the way on this machine."""
+    """What `gpucr doctor --json` prints, even if something blocks it on this machine."""
     done = run("doctor", *arguments, "--json")
     assert done.returncode in (0, 3), done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
@@ -53,7 +53,7 @@ def findings(found: dict[str, Any], about: str) -> list[dict[str, Any]]:
 # --- the machine ------------------------------------------------------------------------------------------------
 
 
-def test_every_part_of_the_machine_is_looked_at() -> None:
+def test_every_part_of_the_machine_is_checked() -> None:
     found = gpucr.doctor().checkups
     severities(found)
     assert {each.about for each in found} == {
@@ -63,7 +63,7 @@ def test_every_part_of_the_machine_is_looked_at() -> None:
 
 
 @pytest.mark.root
-def test_without_privileges_it_says_what_it_could_not_see(tmp_path: Path) -> None:
+def test_without_privileges_it_reports_what_it_could_not_check(tmp_path: Path) -> None:
     code = (
         "import os, gpucr; gpucr.doctor()\n"  # loads all that nobody may not read in every checkout
         f"os.setuid({NOBODY_UID}); os.environ['HOME'] = '/nonexistent'\n"
@@ -109,7 +109,7 @@ def test_without_results() -> None:
     assert printed()["probe"] is None
 
 
-def test_one_is_measured_and_shown_later() -> None:
+def test_one_canary_is_measured_and_shown_later() -> None:
     done = run("doctor", "--probe", "--only", "managed", "--only", "plain")
     said = [line.partition(" (")[0] for line in done.stderr.splitlines()]
     assert said[:2] == ["plain: comes back", "managed: refused"]
@@ -120,7 +120,7 @@ def test_one_is_measured_and_shown_later() -> None:
     assert [(result["name"], result["result"]) for result in results] == [("plain", None), ("managed", 801)]
 
 
-def test_a_machine_that_brings_nothing_back(machine_with_peers: pytest.MonkeyPatch) -> None:
+def test_a_machine_that_restores_nothing(machine_with_peers: pytest.MonkeyPatch) -> None:
     machine_with_peers.setenv("GPUCR_SIM_FAULTS", "restore=999")
     done = run("doctor", "--probe", "--only", "plain", "-q")
     assert done.returncode == 3
@@ -132,7 +132,7 @@ def test_a_machine_that_brings_nothing_back(machine_with_peers: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("outcome", "severity"), [("lost", "warning"), ("refused", "warning"), ("timed out", "unknown")]
 )
-def test_what_did_not_come_back_is_not_ok(outcome: str, severity: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lost_memory_is_not_ok(outcome: str, severity: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name = "managed"
     result = CanaryResult(name, CanaryOutcome(outcome), "", None, None, None, 0.1, "2026-11-21T14:02:11Z")
     report = ProbeReport(MeasuredMachine("580", (), "6.18"), (result,), None)
@@ -141,7 +141,7 @@ def test_what_did_not_come_back_is_not_ok(outcome: str, severity: str, monkeypat
     assert (found.severity, outcome in found.evidence, WHAT[name] in found.what) == (severity, True, True)
 
 
-def test_results_that_cannot_be_used() -> None:
+def test_unusable_results() -> None:
     report = gpucr.probe(["plain"], canary_timeout_s=1800)
     assert report.path is not None
     Path(report.path).write_text("{}")
@@ -157,11 +157,11 @@ def test_results_that_cannot_be_used() -> None:
     "arguments",
     [("--only", "plain"), ("--probe", "--only", "parrot"), ("7", "--probe"), ("7", "--fix")],
 )
-def test_what_does_not_go_together(arguments: tuple[str, ...]) -> None:
+def test_conflicting_options(arguments: tuple[str, ...]) -> None:
     assert run("doctor", *arguments).returncode == 2
 
 
-def test_a_bucket_is_no_folder_to_look_at() -> None:
+def test_a_bucket_is_not_checked_as_a_folder() -> None:
     done = run("doctor", "--to", "s3://bucket/prefix")
     assert done.returncode == 2
     assert "s3://bucket/prefix is no folder" in done.stderr
@@ -174,12 +174,14 @@ def test_a_job() -> None:
     assert found["probe"] is None
 
 
-def test_a_name_cannot_steer_the_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_name_cannot_control_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     shown(monkeypatch, Finding("ok", "a \x1b[31mred\x1b[0m name", "/proc", about="job"))
     assert "\x1b" not in capsys.readouterr().out
 
 
-def test_warnings_do_not_fail_and_blocking_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_blocking_findings_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     shown(monkeypatch, SPOILT)
     with pytest.raises(Unsupported, match=r"blocking: it is full \(statvfs\), and 1 more") as caught:
         shown(monkeypatch, SPOILT, BLOCKING, BLOCKING)
@@ -196,7 +198,7 @@ def test_a_finding_has_its_evidence_consequence_and_remedy(
 
 
 def shown(monkeypatch: pytest.MonkeyPatch, *checkups: Finding) -> None:
-    """Run the command as if this had been found."""
+    """Run the command with these findings."""
     monkeypatch.setattr(cli, "doctor", lambda *_, **__: DoctorReport(checkups))
     cli.command.main([], standalone_mode=False)
 
@@ -206,7 +208,7 @@ def shown(monkeypatch: pytest.MonkeyPatch, *checkups: Finding) -> None:
 
 @pytest.fixture
 def policies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
-    """A machine with all huge pages forbidden, in files of the test's own."""
+    """A machine with all huge pages forbidden, in the test's own files."""
     shared, private = tmp_path / "shmem_enabled", tmp_path / "enabled"
     shared.write_text("always within_size advise never [deny] force\n")
     private.write_text("always madvise [never]\n")
@@ -218,7 +220,7 @@ def policies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Pat
     return shared, private
 
 
-def test_huge_pages_are_allowed_again(policies: tuple[Path, Path]) -> None:
+def test_huge_pages_are_enabled_again(policies: tuple[Path, Path]) -> None:
     shared, private = policies
     report = gpucr.doctor(fix=True)
     done = {each.name: each for each in report.repairs}
@@ -228,9 +230,7 @@ def test_huge_pages_are_allowed_again(policies: tuple[Path, Path]) -> None:
     assert done["huge-pages-private"].undo == f"echo never > {private}"
 
 
-def test_a_fix_that_is_cancelled_says_what_is_fixed(
-    policies: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cancelled_fix_reports_what_is_fixed(policies: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     cancel, real = gpucr.Cancellation(), repairs._choose
 
     def choose(*arguments: object) -> gpucr.Repair:
@@ -246,7 +246,7 @@ def test_a_fix_that_is_cancelled_says_what_is_fixed(
     assert f"> {changed[0]})" in str(caught.value.hint)
 
 
-def test_a_fix_that_was_cancelled_before_changes_nothing(policies: tuple[Path, Path]) -> None:
+def test_a_fix_cancelled_beforehand_changes_nothing(policies: tuple[Path, Path]) -> None:
     cancel, before = gpucr.Cancellation(), [path.read_text() for path in policies]
     cancel.cancel()
     with pytest.raises(gpucr.Interrupted, match=r"^cancelled; nothing else was changed$") as caught:
@@ -261,7 +261,7 @@ def test_without_fix_nothing_is_changed(policies: tuple[Path, Path]) -> None:
     assert [path.read_text() for path in policies] == before
 
 
-def test_what_cannot_be_written_stays_and_is_said(policies: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_setting_that_cannot_be_written_is_reported(policies: tuple[Path, Path], tmp_path: Path) -> None:
     shared, _ = policies
     shared.unlink()
     shared.mkdir()
@@ -294,9 +294,7 @@ def test_criu_cannot_be_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (done.undo, done.problem) == (None, "apt knows no mirror; set one")
 
 
-def test_what_was_fixed_is_said_with_its_undo(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_fix_is_reported_with_its_undo(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     done = (
         gpucr.Repair("huge-pages-shared", "x was deny and is never", "echo deny > x"),
         gpucr.Repair("fetch-criu", "CRIU was not fetched", None, "no mirror"),

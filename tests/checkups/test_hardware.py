@@ -1,4 +1,4 @@
-"""The driver, the GPUs and what was measured of them: what is said of each condition."""
+"""Findings about the driver, the GPUs and the measurements, for each condition."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ GPUS = GpuFacts((GPU,), ((A, True),), (), 0)
 # --- the driver -------------------------------------------------------------------------------------------------
 
 
-def test_a_driver_that_can_do_all_that_gpucr_uses() -> None:
+def test_a_driver_with_every_feature() -> None:
     found = cuda_driver.check(DRIVER)
     assert severities(found) == ["ok"] * 3
     assert "580.159.04" in found[0].what
 
 
-def test_a_driver_of_before_the_gpu_map() -> None:
+def test_a_driver_without_the_gpu_map() -> None:
     facts = replace(DRIVER, version="570.86", capabilities=DriverCapabilities(12080, False, False))
     one = only(cuda_driver.check(facts))
     assert (one.severity, one.what) == ("warning", "this driver cannot restore to other GPUs")
@@ -43,7 +43,7 @@ def test_a_driver_of_before_the_gpu_map() -> None:
 @pytest.mark.parametrize(
     ("version", "says"), [("610.1", "may bring CUDA IPC"), ("580.1", "is not expected"), (None, "is not expected")]
 )
-def test_what_is_said_of_shared_memory(version: str | None, says: str) -> None:
+def test_findings_about_shared_memory(version: str | None, says: str) -> None:
     assert says in cuda_driver.check(replace(DRIVER, version=version))[2].what
 
 
@@ -57,7 +57,7 @@ def test_a_driver_with_custom_storage() -> None:
     [(False, None, "warning"), (True, None, "blocking"), (False, "565.57", "blocking")],
 )
 def test_no_usable_driver(has_device: bool, version: str | None, severity: str) -> None:
-    """Only a machine that is meant to have one is stopped by it."""
+    """This blocks only a machine that should have one."""
     facts = DriverFacts(version, None, has_device, "the NVIDIA driver has no checkpoint functions", "install 570")
     one = only(cuda_driver.check(facts))
     assert (one.severity, one.what, one.remedy) == (
@@ -67,14 +67,14 @@ def test_no_usable_driver(has_device: bool, version: str | None, severity: str) 
     )
 
 
-def test_looking_at_a_driver(driver: CudaDriver) -> None:
+def test_checking_a_real_driver(driver: CudaDriver) -> None:
     facts = cuda_driver.look()
     assert facts.problem is None
     assert facts.version == gpus.driver_version()
     assert facts.capabilities == driver.capabilities()
 
 
-def test_looking_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checking_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_driver, "load_driver", lambda: load_driver("/nonexistent/libcuda.so.1"))
     facts = cuda_driver.look()
     assert facts.capabilities is None
@@ -84,7 +84,7 @@ def test_looking_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- the GPUs ---------------------------------------------------------------------------------------------------
 
 
-def test_a_gpu_that_is_as_it_should_be() -> None:
+def test_a_healthy_gpu() -> None:
     found = graphics.check(GPUS)
     assert severities(found) == ["ok", "ok"]
     assert "100.0 GiB of 140.0 GiB free" in found[0].what
@@ -95,7 +95,7 @@ def test_persistence_mode_is_off() -> None:
     assert (one.severity, one.remedy, one.repair) == ("warning", "nvidia-smi -i 0 -pm 1", None)
 
 
-def test_persistence_mode_is_not_known() -> None:
+def test_persistence_mode_is_unknown() -> None:
     assert "not known" in graphics.check(replace(GPUS, persistence=((A, None),)))[0].evidence
 
 
@@ -128,7 +128,7 @@ def test_a_broken_nvml() -> None:
     assert (one.severity, one.evidence) == ("blocking", "NVML failed: Driver/library version mismatch")
 
 
-def test_looking_at_gpus(sim_only: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checking_real_gpus(sim_only: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GPUCR_SIM_GPUS", "3x1GiB")
     facts = graphics.look()
     assert len(facts.gpus) == len(facts.persistence) == 3
@@ -153,7 +153,7 @@ def test_nothing_was_measured() -> None:
     assert (one.severity, one.remedy) == ("unknown", "gpucr doctor --probe")
 
 
-def test_what_came_back() -> None:
+def test_restored_features() -> None:
     refused, one = measured.check(report(plain=CanaryOutcome.COMES_BACK, managed=CanaryOutcome.REFUSED))
     assert refused.severity == "warning"
     assert (one.severity, one.what) == ("ok", "1 of 2 canary programs came back")
@@ -163,7 +163,7 @@ def test_what_came_back() -> None:
 @pytest.mark.parametrize(
     ("name", "severity"), [("plain", "blocking"), ("pinned", "warning"), ("streams_and_graphs", "warning")]
 )
-def test_what_every_program_may_have_is_lost(name: str, severity: str) -> None:
+def test_a_common_feature_is_lost(name: str, severity: str) -> None:
     assert only(measured.check(report(**{name: CanaryOutcome.LOST}))).severity == severity
 
 

@@ -1,4 +1,4 @@
-"""`gpucr.doctor` of a job: what preflight knows, with the condition made real, and nothing changed."""
+"""`gpucr.doctor` on a job: preflight's findings, with each condition made real, and nothing changed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GIB = 1 << 30
 
 
 def about(target: int, *subjects: str, to: Path | None = None) -> list[Finding]:
-    """What the doctor says of these parts of a job."""
+    """The doctor's findings about these parts of a job."""
     found = gpucr.doctor(target, to=to).checkups
     severities(found)
     assert {each.about for each in found} >= set(subjects)
@@ -51,7 +51,7 @@ def test_a_job_that_can_be_dumped(counter: CounterFactory, driver: CudaDriver, t
 @pytest.mark.root
 @pytest.mark.usefixtures("on_disk", "sim_only")
 @pytest.mark.parametrize(("driver_version", "severity"), [("615", "ok"), ("580", "blocking")])
-def test_memory_that_the_driver_hands_over_needs_no_host_memory(
+def test_memory_in_custom_storage_needs_no_host_memory(
     driver_version: str, severity: str, counter: CounterFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GPUCR_SIM_DRIVER", driver_version)
@@ -82,7 +82,7 @@ def test_a_debugger() -> None:
     assert f"TracerPid {tracer.pid}" in one.evidence
 
 
-def test_a_descriptor_that_criu_cannot_dump() -> None:
+def test_a_descriptor_criu_cannot_dump() -> None:
     code = (
         "import ctypes, signal; libc = ctypes.CDLL(None)\n"
         "fd = libc.syscall(323, 1); assert fd >= 0\n"  # userfaultfd, UFFD_USER_MODE_ONLY
@@ -93,8 +93,8 @@ def test_a_descriptor_that_criu_cannot_dump() -> None:
     assert (one.severity, one.code) == ("blocking", "GPUCR-UNSUPPORTED-FILE")
 
 
-def test_a_deleted_file_that_is_too_large(tmp_path: Path) -> None:
-    """A sparse one: it takes no room."""
+def test_an_oversized_deleted_file(tmp_path: Path) -> None:
+    """A sparse one, which takes no space."""
     code = (
         f"import os, signal; path = {str(tmp_path / 'big')!r}\n"
         "fd = os.open(path, os.O_RDWR | os.O_CREAT); os.ftruncate(fd, 5 << 30); os.unlink(path)\n"
@@ -107,7 +107,7 @@ def test_a_deleted_file_that_is_too_large(tmp_path: Path) -> None:
 
 
 def test_a_stopped_job(counter: CounterFactory) -> None:
-    """The driver could not be asked about it."""
+    """The driver cannot be queried about it."""
     program = counter("--mib", "1")
     os.kill(program.pid, signal.SIGSTOP)
     processes.wait_for_stop([program.pid], DEADLINE_S)
@@ -130,7 +130,7 @@ def test_too_little_disk(counter: CounterFactory, monkeypatch: pytest.MonkeyPatc
     assert (one.severity, one.code) == ("blocking", "GPUCR-NO-SPACE")
 
 
-def test_a_suspended_job_and_room_for_its_way_back(counter: CounterFactory, driver: CudaDriver) -> None:
+def test_a_suspended_job_and_room_to_resume(counter: CounterFactory, driver: CudaDriver) -> None:
     program = counter("--mib", "4")
     gpucr.suspend(program.pid)
     (one,) = about(program.pid, "GPU memory")
@@ -142,14 +142,14 @@ def test_a_suspended_job_and_room_for_its_way_back(counter: CounterFactory, driv
 
 
 @pytest.mark.usefixtures("on_disk")
-def test_a_folder_that_is_not_there_yet(tmp_path: Path) -> None:
+def test_a_folder_that_does_not_exist_yet(tmp_path: Path) -> None:
     with sleeper() as child:
         (one,) = about(child.pid, "disk", to=tmp_path / "new" / "snapshot")
     assert str(tmp_path) in one.what
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_the_caller_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_privileges(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GPUCR_CRIU", "/nonexistent/criu")
     with sleeper() as child:
         (one, *_) = about(child.pid, "CRIU")

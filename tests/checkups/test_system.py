@@ -41,7 +41,7 @@ INSTALL = CriuInstall(("/usr/sbin/criu",), (4, 2, 1), "path", Path("/usr/sbin/cr
 CRIU = CriuFacts(INSTALL, (4, 2, 0), is_privileged=True, has_nftables=True)
 
 
-def test_a_criu_that_works() -> None:
+def test_a_working_criu() -> None:
     assert severities(engine.check(CRIU)) == ["ok", "ok"]
 
 
@@ -53,7 +53,7 @@ def test_no_criu(is_privileged: bool, severity: str) -> None:
     assert "CRIU 4.2 or newer" in one.remedy
 
 
-def test_a_criu_that_cannot_work_here() -> None:
+def test_a_criu_that_does_not_work_here() -> None:
     failure = CriuError(
         "CRIU 4.2.1 cannot work here: no", phase="check", reason="Kernel lacks it", hint="another kernel"
     )
@@ -62,18 +62,18 @@ def test_a_criu_that_cannot_work_here() -> None:
     assert "Kernel lacks it" in one.evidence
 
 
-def test_a_criu_that_is_too_old_for_the_kernel() -> None:
-    """Only one that GPUCR_CRIU names gets as far as this."""
+def test_a_criu_too_old_for_the_kernel() -> None:
+    """Only a CRIU named by GPUCR_CRIU gets this far."""
     one = only(engine.check(replace(CRIU, install=replace(INSTALL, version=(4, 1, 1)))))
     assert (one.severity, one.what) == ("warning", "CRIU 4.1.1 is too old for this kernel")
 
 
-def test_without_privileges_nothing_is_known_of_it() -> None:
+def test_without_privileges_criu_cannot_be_checked() -> None:
     found = engine.check(replace(CRIU, is_privileged=False, has_nftables=False))
     assert severities(found) == ["unknown", "unknown"]
 
 
-def test_the_helpers_criu_is_one() -> None:
+def test_the_helpers_criu_counts() -> None:
     install = replace(INSTALL, origin="helper", path=Path("/run/gpucr-helper/socket"), is_unprivileged=True)
     found = engine.check(replace(CRIU, install=install, is_privileged=False))
     assert severities(found) == ["ok", "warning"]
@@ -85,7 +85,7 @@ def test_the_ways_to_lock_a_network() -> None:
     assert only(engine.check(replace(CRIU, has_nftables=False))).severity == "warning"
 
 
-def test_looking_where_no_criu_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_checking_without_criu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     monkeypatch.delenv(criu_install_module.ENVIRONMENT_VARIABLE, raising=False)
@@ -95,7 +95,7 @@ def test_looking_where_no_criu_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
 
 @pytest.mark.criu
-def test_looking_at_criu(criu_install: CriuInstall) -> None:
+def test_checking_a_real_criu(criu_install: CriuInstall) -> None:
     facts = engine.look()
     assert facts.install == criu_install
     assert facts.is_privileged == processes.can_checkpoint_processes()
@@ -168,7 +168,7 @@ def test_a_user_namespace() -> None:
 
 
 def _seen(first: str, *wrapper: str) -> str:
-    """What `privileges.look` sees in a process of its own that does ``first``."""
+    """What `privileges.look` sees in a separate process that runs ``first``."""
     program = f"import ctypes, os\nfrom gpucr.checkups import privileges\n{first}\nprint(privileges.look())"
     arguments = [*wrapper, sys.executable, "-c", program]
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=60, check=False)
@@ -177,21 +177,21 @@ def _seen(first: str, *wrapper: str) -> str:
 
 
 @pytest.mark.root
-def test_looking_as_nobody() -> None:
+def test_checking_as_nobody() -> None:
     assert "effective=0," in _seen(f"os.setuid({NOBODY_UID})")
 
 
 @pytest.mark.root
-def test_looking_from_a_user_namespace() -> None:
+def test_checking_from_a_user_namespace() -> None:
     assert "in_user_namespace=True" in _seen("os_error = ctypes.CDLL(None).unshare(0x10000000); assert os_error == 0")
 
 
 @pytest.mark.root
-def test_looking_from_under_a_filter() -> None:
+def test_checking_under_a_filter() -> None:
     assert "seccomp=2" in _seen("from gpucr.linux import seccomp; seccomp.refuse_io_uring()")
 
 
-def test_looking_at_yama(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_checking_yama(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(tracing, "PTRACE_SCOPE", tmp_path / "scope")
     assert privileges.look().ptrace_scope is None
     (tmp_path / "scope").write_text("2\n")
@@ -203,7 +203,7 @@ def test_looking_at_yama(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
 KERNEL = KernelFacts("6.18", "x86_64", True, True, ("pid", "mnt", "net", "ipc", "time"), ())
 
 
-def test_a_kernel_that_has_it_all() -> None:
+def test_a_kernel_with_every_feature() -> None:
     assert severities(kernel.check(KERNEL)) == ["ok", "ok"]
 
 
@@ -219,13 +219,13 @@ def test_a_kernel_that_has_it_all() -> None:
         ({"forbidden": ("time",)}, "warning", "time namespaces"),
     ],
 )
-def test_a_kernel_that_lacks_something(change: dict[str, Any], severity: str, says: str) -> None:
+def test_a_kernel_that_lacks_a_feature(change: dict[str, Any], severity: str, says: str) -> None:
     one = only(kernel.check(replace(KERNEL, **change)))
     assert one.severity == severity
     assert says in one.what
 
 
-def test_looking_at_the_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_checking_the_real_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def refuse() -> tuple[()]:
         raise OSError(errno.ENOENT, "no such protocol")
 
@@ -251,12 +251,12 @@ def test_huge_pages_that_are_denied() -> None:
     assert (one.severity, one.repair) == ("warning", "huge-pages-shared")
 
 
-def test_no_tmpfs_of_gpucrs_own() -> None:
+def test_no_private_tmpfs() -> None:
     one = only(memory.check(replace(MEMORY, why_small="no tmpfs with huge pages can be made")))
     assert (one.severity, one.repair) == ("warning", None)
 
 
-def test_a_user_does_not_see_what_root_would_get() -> None:
+def test_a_user_cannot_tell_what_root_would_get() -> None:
     assert only(memory.check(replace(MEMORY, why_small="not permitted", is_privileged=False))).severity == "unknown"
 
 
@@ -266,7 +266,7 @@ def test_no_huge_pages_in_private_memory(policy: str | None, repair: str | None)
     assert (one.severity, one.repair) == ("warning", repair)
 
 
-def test_memory_that_is_reserved() -> None:
+def test_reserved_memory() -> None:
     assert only(memory.check(replace(MEMORY, reserved_bytes=32 * GIB))).what.startswith("32.0 GiB of host memory")
 
 
@@ -285,7 +285,7 @@ def test_a_cgroup_with_too_little(is_hard: bool) -> None:
     assert ("kill" in one.consequence) is is_hard
 
 
-def test_looking_at_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_checking_real_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     policy = tmp_path / "shmem_enabled"
     policy.write_text("always within_size advise never [deny] force\n")
     monkeypatch.setattr(memory, "SHARED_POLICY", policy)
@@ -343,25 +343,25 @@ def test_a_folder_that_cannot_be_written(was_named: bool, severity: str) -> None
         ({"is_direct": False}, "page cache"),
     ],
 )
-def test_a_disk_that_is_not_the_best(change: dict[str, Any], says: str) -> None:
+def test_a_slower_disk(change: dict[str, Any], says: str) -> None:
     one = only(storage.check(replace(STORAGE, **change)))
     assert one.severity == "warning"
     assert says in one.what
 
 
-def test_looking_at_a_disk(tmp_path: Path) -> None:
+def test_checking_a_real_disk(tmp_path: Path) -> None:
     facts = storage.look(tmp_path, [], was_named=True)
     assert (facts.folder, facts.problem) == (tmp_path, None)
     assert facts.free_bytes > 0
     assert list(tmp_path.iterdir()) == []
 
 
-def test_looking_at_memory_that_poses_as_a_disk() -> None:
+def test_checking_a_memory_backed_folder() -> None:
     assert storage.look(Path("/dev/shm"), [], was_named=True).is_memory
 
 
 @pytest.mark.root
-def test_looking_at_a_disk_that_is_mounted_read_only(tmp_path: Path) -> None:
+def test_checking_a_read_only_disk(tmp_path: Path) -> None:
     look = (
         f"from gpucr.checkups import storage; print(storage.look(Path({str(tmp_path)!r}), [], was_named=True).problem)"
     )
@@ -375,7 +375,7 @@ def test_looking_at_a_disk_that_is_mounted_read_only(tmp_path: Path) -> None:
 
 
 @pytest.mark.root
-def test_looking_at_a_folder_of_someone_else() -> None:
+def test_checking_another_users_folder() -> None:
     code = (
         "import os\nfrom pathlib import Path\nfrom gpucr.checkups import storage\n"
         f"os.setuid({NOBODY_UID}); print(storage.look(Path('/proc/self'), [], was_named=True).problem)\n"
@@ -419,7 +419,7 @@ def test_crun_on_a_hybrid_machine() -> None:
     assert severities(runtimes.check(replace(RUNTIMES, is_hybrid=True, found=("runc",)))) == ["ok"]
 
 
-def test_looking_for_runtimes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_finding_real_runtimes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("podman", "runc"):
         (tmp_path / name).write_text("#!/bin/sh\n")
         (tmp_path / name).chmod(0o755)
@@ -427,7 +427,7 @@ def test_looking_for_runtimes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     assert runtimes.look().found == ("runc", "podman")
 
 
-def test_a_configuration_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_unreadable_configuration(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "runc.conf").mkdir()
     read = criu_config.status
     monkeypatch.setattr(criu_config, "status", lambda: read(tmp_path))
@@ -436,7 +436,7 @@ def test_a_configuration_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch, tm
     assert f"{tmp_path}/runc.conf cannot be read: Is a directory" in one.evidence
 
 
-def test_a_configuration_that_only_root_can_read() -> None:
+def test_a_configuration_only_root_can_read() -> None:
     problem = NotPermitted("CRIU's configuration in /etc/criu cannot be read: Permission denied", pid=1)
     one = only(runtimes.check(replace(RUNTIMES, hook=None, problem=problem)))
     assert (one.severity, one.remedy) == ("unknown", "sudo gpucr doctor")
@@ -446,7 +446,7 @@ def test_a_configuration_that_only_root_can_read() -> None:
 # --- capabilities -----------------------------------------------------------------------------------------------
 
 
-def test_what_a_program_has_that_is_started() -> None:
+def test_capabilities_of_a_started_program() -> None:
     assert replace(ROOT, effective=0, permitted=0).after_exec() == ALL
     assert replace(ROOT, bounding=5, inheritable=2).after_exec() == 7
     assert replace(ROOT, permitted=3, no_new_privs=True).after_exec() == 3
@@ -462,7 +462,7 @@ def test_names_of_capabilities() -> None:
 
 
 @pytest.mark.root
-def test_the_prediction_is_what_the_kernel_does() -> None:
+def test_the_prediction_matches_the_kernel() -> None:
     """Of a bounding set without CAP_SYS_BOOT (22)."""
     code = (
         "import ctypes, subprocess, sys\nfrom gpucr.linux import capabilities\n"

@@ -49,7 +49,7 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plugin:
 
 
 def restore_thread(plugin: Plugin, pid: int) -> int:
-    """-1 where the plugin would take the process for one without CUDA."""
+    """-1 if the plugin would take the process for one without CUDA."""
     code, answer = plugin("--get-restore-tid", "--pid", str(pid))
     return int(answer) if code == 0 else -1
 
@@ -62,7 +62,7 @@ def state_word(plugin: Plugin, pid: int) -> str:
 
 
 class Frozen:
-    """A process as CRIU has it: every thread seized and stopped; the restore thread alone can be let run."""
+    """A process as CRIU holds it: every thread seized and stopped; only the restore thread can be resumed."""
 
     def __init__(self, pid: int) -> None:
         self.threads = {tid: TracedThread.seize(tid) for tid in processes.threads(pid)}
@@ -85,7 +85,7 @@ class Frozen:
 
 
 def paused(plugin: Plugin, pid: int) -> None:
-    """What the plugin does with a process that CRIU is about to freeze. The state is asked of the restore thread."""
+    """What the plugin does with a process that CRIU is about to freeze. The restore thread gives the state."""
     tid = restore_thread(plugin, pid)
     assert state_word(plugin, tid) == "running"
     assert plugin("--action", "lock", "--pid", str(pid), "--timeout", "10000") == (0, "")
@@ -145,7 +145,7 @@ def test_dump_that_fails_before_the_checkpoint(plugin: Plugin, counter: CounterF
     assert program.ask() == 101
 
 
-def test_a_frozen_process_without_cuda_is_passed_over(plugin: Plugin, process_without_cuda: int) -> None:
+def test_a_frozen_process_without_cuda_is_skipped(plugin: Plugin, process_without_cuda: int) -> None:
     frozen = Frozen(process_without_cuda)
     try:
         assert restore_thread(plugin, process_without_cuda) == -1
@@ -163,11 +163,11 @@ def test_restore_thread_of_a_stopped_process(plugin: Plugin, counter: CounterFac
     assert state_word(plugin, program.pid) == "running"
 
 
-def test_process_without_cuda_is_passed_over(plugin: Plugin, process_without_cuda: int) -> None:
+def test_a_process_without_cuda_is_skipped(plugin: Plugin, process_without_cuda: int) -> None:
     assert restore_thread(plugin, process_without_cuda) == -1
 
 
-def test_lock_that_runs_out_of_time_can_be_unlocked_or_not(plugin: Plugin, counter: CounterFactory) -> None:
+def test_a_lock_timeout_with_and_without_unlock(plugin: Plugin, counter: CounterFactory) -> None:
     program = counter("--mib", "4")
     program.send("busy 600000")
     code, answer = plugin("--action", "lock", "--pid", str(program.pid), "--timeout", "50")

@@ -1,4 +1,4 @@
-"""The drop-in cuda-checkpoint: exact stdout, stderr and exit code of everything that it can be asked."""
+"""The drop-in cuda-checkpoint: exact stdout, stderr and exit code of every request."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_actions_and_states(counter: CounterFactory) -> None:
     assert program.ask() == 101
 
 
-def test_toggle_there_and_back(counter: CounterFactory) -> None:
+def test_toggle_twice(counter: CounterFactory) -> None:
     program = counter("--mib", "4")
     assert run("--toggle", "--pid", str(program.pid)) == SILENT_SUCCESS
     assert state_of(program) == "checkpointed\n"
@@ -258,7 +258,7 @@ def test_ctrl_c_in_a_toggle_leaves_the_process_running(
     assert program.send("verify") == "ok"
 
 
-def test_output_that_nobody_can_take() -> None:
+def test_output_that_cannot_be_written() -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run([sys.executable, "-c", START, "--help"], stdout=full, stderr=subprocess.PIPE, check=False)
     assert (done.returncode, done.stderr) == (1, b"")

@@ -36,7 +36,7 @@ pytestmark = [pytest.mark.root, pytest.mark.usefixtures("sim_only")]
 def found(
     request: pytest.FixtureRequest, counter: CounterFactory, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Counter, str]:
-    """A process in one of the states; the tool that has led it there has ended."""
+    """A process in one of the states; the tool that put it there has ended."""
     monkeypatch.setenv("GPUCR_SIM_DRIVER", "615")
     program = counter("--mib", "4")
     done = command.python(BEGIN, program.pid, request.param)
@@ -44,7 +44,7 @@ def found(
     return program, request.param
 
 
-def test_cuda_checkpoint_names_them_and_changes_nothing(found: tuple[Counter, str]) -> None:
+def test_cuda_checkpoint_names_the_states_and_changes_nothing(found: tuple[Counter, str]) -> None:
     program, state = found
     pid, text = str(program.pid), "the operation cannot be performed in the present state"
     assert run("--get-state", "--pid", pid) == (0, f"{state}\n", "")
@@ -54,7 +54,7 @@ def test_cuda_checkpoint_names_them_and_changes_nothing(found: tuple[Counter, st
     assert run("--get-state", "--pid", pid) == (0, f"{state}\n", "")
 
 
-def test_a_process_names_them_and_says_who_can_end_them(found: tuple[Counter, str]) -> None:
+def test_a_process_names_the_states_and_says_what_can_end_them(found: tuple[Counter, str]) -> None:
     program, state = found
     process = gpucr.Process(program.pid)
     assert process.state == state

@@ -1,4 +1,4 @@
-"""What each canary meets. Known for driver 580, from NCCL jobs and peer copies on two H200; the simulator follows that.
+"""The outcome of each canary. Known for driver 580, from NCCL jobs and peer copies on two H200, like the simulator.
 
 On hardware these also tell whether a machine is as that one: where it is not, the simulator and the rules are wrong.
 """
@@ -17,12 +17,12 @@ TIMEOUT_S = 600.0
 
 @pytest.fixture
 def on_driver_580(platform: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """GPUs that reach each other and driver 580, of which alone it is known."""
+    """GPUs that reach each other and driver 580, the only one for which it is known."""
     if platform == "sim":
         monkeypatch.setenv("GPUCR_SIM_PEERS", "1")
     version = gpus.driver_version() or ""
     if not version.startswith("580."):
-        pytest.skip(f"known of driver 580 only, not of {version}")
+        pytest.skip(f"known for driver 580 only, not for {version}")
 
 
 def measured(driver: CudaDriver, name: str) -> CanaryResult:
@@ -33,12 +33,12 @@ def measured(driver: CudaDriver, name: str) -> CanaryResult:
 
 
 @pytest.mark.parametrize("name", ["plain", "streams_and_graphs", "pinned", "shared_memory_ranks", "interposer"])
-def test_what_every_driver_brings_back(driver: CudaDriver, name: str) -> None:
+def test_memory_every_driver_restores(driver: CudaDriver, name: str) -> None:
     result = measured(driver, name)
     assert (result.outcome, result.detail) == (CanaryOutcome.COMES_BACK, "")
 
 
-def test_managed_memory_is_refused_and_nothing_is_lost(driver: CudaDriver) -> None:
+def test_managed_memory_is_refused_without_loss(driver: CudaDriver) -> None:
     result = measured(driver, "managed")
     assert result.outcome is CanaryOutcome.REFUSED
     assert (result.action, result.result, result.state) == ("checkpoint", 801, "locked")
@@ -52,7 +52,7 @@ def test_peer_copies_are_lost(on_driver_580: None, driver: CudaDriver, platform:
 
 
 @pytest.mark.parametrize(("name", "codes"), [("legacy_ipc", {1}), ("vmm_export", {801, 999})])
-def test_memory_that_processes_share_is_lost(
+def test_memory_shared_between_processes_is_lost(
     on_driver_580: None, driver: CudaDriver, name: str, codes: set[int]
 ) -> None:
     result = measured(driver, name)

@@ -36,9 +36,7 @@ def resume(driver: CudaDriver, pid: int, gpu_map: GpuMap | None = None) -> None:
     driver.unlock(pid)
 
 
-def test_staging_is_one_new_anonymous_mapping_and_goes_with_restore(
-    driver: CudaDriver, counter: CounterFactory
-) -> None:
+def test_staging_is_one_new_anonymous_mapping_until_restore(driver: CudaDriver, counter: CounterFactory) -> None:
     program = counter("--mib", "64")
     driver.lock(program.pid)
     before = read_maps(program.pid)
@@ -128,7 +126,7 @@ def test_partial_gpu_map_is_refused_and_a_correct_retry_works(
     assert program.send("verify") == "ok"
 
 
-def test_two_gpus_cannot_go_to_one(driver: CudaDriver, counter: CounterFactory, two_gpus: tuple[Gpu, Gpu]) -> None:
+def test_two_gpus_cannot_map_to_one(driver: CudaDriver, counter: CounterFactory, two_gpus: tuple[Gpu, Gpu]) -> None:
     program = counter("--mib", "4")
     suspend(driver, program.pid)
     refused(driver, program.pid, complete_map({two_gpus[1].uuid: two_gpus[0].uuid}))
@@ -136,10 +134,10 @@ def test_two_gpus_cannot_go_to_one(driver: CudaDriver, counter: CounterFactory, 
     assert program.ask() == 101
 
 
-def test_a_process_that_is_shown_one_gpu_goes_to_another(
+def test_a_process_that_sees_one_gpu_moves_to_another(
     driver: CudaDriver, counter: CounterFactory, two_gpus: tuple[Gpu, Gpu]
 ) -> None:
-    """The driver wants a place for the GPU that is hidden as well. And back: it calls them by their new UUIDs then."""
+    """The driver needs a target for the hidden GPU too. On the way back it uses the new UUIDs."""
     first, second = two_gpus
     program = counter("--mib", "4", env={"CUDA_VISIBLE_DEVICES": first.uuid})
     swapped = complete_map({first.uuid: second.uuid, second.uuid: first.uuid})
@@ -161,7 +159,7 @@ def test_unknown_gpu_in_the_map(driver: CudaDriver, counter: CounterFactory) -> 
 
 
 def complete_map(changes: dict[str, str]) -> GpuMap:
-    """A map that names every GPU, each onto itself but for the changes."""
+    """A map of every GPU onto itself, except for the changes."""
     return GpuMap(tuple((gpu.uuid, changes.get(gpu.uuid, gpu.uuid)) for gpu in gpus.list_gpus()))
 
 

@@ -1,4 +1,4 @@
-"""What the driver says about pids that are no CUDA process, and what gpucr makes of it."""
+"""The driver's results for pids without CUDA, and gpucr's interpretation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What two processes share over CUDA IPC: what of it comes back, and what shows of it. Known for driver 580."""
+"""Sharing between two processes over CUDA IPC: what comes back, and what is visible. Known for driver 580."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ MAPS_THE_FILE = {  # of the first process's events
 def on_driver_580(platform: str) -> None:
     version = gpus.driver_version() or ""
     if not version.startswith("580."):
-        pytest.skip(f"known of driver 580 only, not of {version}")
+        pytest.skip(f"known for driver 580 only, not for {version}")
 
 
-def test_every_case_is_known() -> None:
+def test_every_case_is_covered() -> None:
     assert OUTCOMES.keys() == cuda_ipc.CASES.keys()
 
 
 @pytest.mark.parametrize("case", OUTCOMES)
-def test_what_comes_back(driver: CudaDriver, case: str) -> None:
+def test_memory_that_is_restored(driver: CudaDriver, case: str) -> None:
     row = cuda_ipc.measure(driver, case)
     assert row["before"] == "A right, B right"
     assert row["outcome"].endswith(OUTCOMES[case])
@@ -73,13 +73,13 @@ def test_what_comes_back(driver: CudaDriver, case: str) -> None:
 
 
 @pytest.mark.parametrize("case", cuda_ipc.IMPORTER_ENDS)
-def test_the_owner_comes_back_when_the_other_one_has_ended(driver: CudaDriver, case: str) -> None:
+def test_the_owner_is_restored_after_the_importer_has_ended(driver: CudaDriver, case: str) -> None:
     row = cuda_ipc.measure(driver, case, end_importer=True)
     assert row["outcome"] == "1 processes come back"
     assert row["after"].startswith("A right")
 
 
-def test_memory_of_another_gpu_is_lost_as_well(driver: CudaDriver) -> None:
+def test_memory_on_another_gpu_is_lost_too(driver: CudaDriver) -> None:
     if len(gpus.list_gpus()) < 2:
         pytest.skip("needs 2 GPUs")
     row = cuda_ipc.measure(driver, "memory_open", second_gpu=True)

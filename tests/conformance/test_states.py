@@ -86,7 +86,7 @@ def test_data_survives_two_rounds(driver: CudaDriver, counter: CounterFactory) -
 
 
 @pytest.mark.parametrize("state", [LOCKED, CHECKPOINTED])
-def test_calls_block_and_go_on_after_unlock(driver: CudaDriver, counter: CounterFactory, state: CudaState) -> None:
+def test_calls_block_until_unlock(driver: CudaDriver, counter: CounterFactory, state: CudaState) -> None:
     program = counter("--mib", "4")
     bring_to(driver, state, program.pid)
     program.post()
@@ -95,7 +95,7 @@ def test_calls_block_and_go_on_after_unlock(driver: CudaDriver, counter: Counter
     assert program.answer() == "101"
 
 
-def test_lock_gives_up_while_work_is_pending(driver: CudaDriver, counter: CounterFactory) -> None:
+def test_lock_times_out_while_work_is_pending(driver: CudaDriver, counter: CounterFactory) -> None:
     program = counter("--mib", "4")
     program.send("busy 3000")
     with pytest.raises(LockTimeout) as caught:
@@ -107,7 +107,7 @@ def test_lock_gives_up_while_work_is_pending(driver: CudaDriver, counter: Counte
     assert program.ask() == 101
 
 
-def test_lock_timeout_is_no_obstacle_to_an_idle_process(driver: CudaDriver, counter: CounterFactory) -> None:
+def test_an_idle_process_locks_within_any_timeout(driver: CudaDriver, counter: CounterFactory) -> None:
     pid = counter().pid
     driver.lock(pid, timeout_ms=10_000)
     assert driver.state(pid) == LOCKED
@@ -124,7 +124,7 @@ def test_managed_memory_is_refused_and_unlock_recovers(driver: CudaDriver, count
     assert program.ask() == 101
 
 
-def test_restore_thread_is_a_task_of_the_target(driver: CudaDriver, counter: CounterFactory) -> None:
+def test_the_restore_thread_is_a_task_of_the_target(driver: CudaDriver, counter: CounterFactory) -> None:
     pid = counter().pid
     thread_ids = set()
     for state in (RUNNING, LOCKED, CHECKPOINTED):

@@ -1,4 +1,4 @@
-"""VMM memory, as the interposer relies on it: what can be exported, what a pointer tells, what a checkpoint allows."""
+"""VMM memory, as the interposer relies on it: exports, pointer attributes, and what a checkpoint allows."""
 
 from __future__ import annotations
 
@@ -79,12 +79,12 @@ def line(process: subprocess.Popen[str]) -> str:
     return process.stdout.readline().strip()
 
 
-def test_what_was_imported_is_not_exported_again(driver: CudaDriver, begin: Begin) -> None:
+def test_imported_memory_is_not_exported_again(driver: CudaDriver, begin: Begin) -> None:
     process = begin("print(result(export, take(export(create()))), result(export, create(handles=0)), flush=True)")
     assert line(process) == "1 1"
 
 
-def test_a_pointer_tells_of_its_range(driver: CudaDriver, begin: Begin) -> None:
+def test_a_pointers_attributes_give_its_range(driver: CudaDriver, begin: Begin) -> None:
     process = begin("""
 plain, mapped = u64(cuda.allocate(4 << 20)), reserve()
 show(create(), mapped)
@@ -96,9 +96,7 @@ for start, bytes_ in ((plain, 4 << 20), (mapped, 2 << 20)):
     assert [line(process), line(process)] == ["2 0 True True 1", "2 0 True True 0"]
 
 
-def test_memory_whose_handles_and_descriptors_left_the_process_comes_back_at_its_address(
-    driver: CudaDriver, begin: Begin
-) -> None:
+def test_memory_exported_and_released_is_mapped_again_at_its_address(driver: CudaDriver, begin: Begin) -> None:
     here, there = socket.socketpair()
     process = begin("""
 import socket

@@ -191,14 +191,14 @@ class Container:
         return "\n".join(re.findall(r"^gpucr: .*", text, re.MULTILINE))
 
     def state(self) -> dict[str, Any]:
-        """What the runtime knows of it."""
+        """What the runtime knows about it."""
         done = self.runtime("state", self.name)
         assert done.returncode == 0, done.stderr
         found: dict[str, Any] = json.loads(done.stdout)
         return found
 
     def exists(self) -> bool:
-        """Whether the runtime knows it, in whatever state."""
+        """Whether the runtime knows it, in any state."""
         return self.runtime("state", self.name).returncode == 0
 
     def ask(self, index: int = 0) -> int:

@@ -122,7 +122,7 @@ class Containerd:
         assert self.ctr("containers", "rm", "web").returncode == 0
 
     def status(self) -> str:
-        """What containerd says of the container's processes: RUNNING, STOPPED, ...; empty if it has none."""
+        """What containerd says about the container's processes: RUNNING, STOPPED, ...; empty if it has none."""
         lines = self.ctr("tasks", "ls").stdout.splitlines()
         return next((line.split()[-1] for line in lines if line.startswith("web ")), "")
 

@@ -55,13 +55,13 @@ class Schema:
         schema = self._resolved(schema)
         for several in ("oneOf", "anyOf"):
             if several in schema and not any(not [*self.problems(value, each, where)] for each in schema[several]):
-                yield f"{where}: {value!r} is none of {several}"
+                yield f"{where}: {value!r} is not one of {several}"
         kinds = schema.get("type", [])
         kinds = [kinds] if isinstance(kinds, str) else kinds
         if kinds and not any(_is(value, kind) for kind in kinds):
             yield f"{where}: {value!r} is not {' or '.join(kinds)}"
         if "enum" in schema and value not in schema["enum"]:
-            yield f"{where}: {value!r} is none of {schema['enum']}"
+            yield f"{where}: {value!r} is not one of {schema['enum']}"
         if isinstance(value, dict):
             yield from (f"{where}: there is no {name}" for name in schema.get("required") or () if name not in value)
             for name, item in value.items():

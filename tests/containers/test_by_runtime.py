@@ -115,7 +115,7 @@ def test_a_container_is_dumped_and_restored(container: StartContainer, tmp_path:
 
 
 @both_runtimes
-def test_a_container_names_a_job(container: StartContainer) -> None:
+def test_a_container_can_name_a_job(container: StartContainer) -> None:
     """It is suspended and resumed as any tree: the runtime has nothing to do with it."""
     made = container("--mib", "4", with_hook=False)
     named = ("--container", made.name, "--runtime-root", made.runtime_root)
@@ -129,7 +129,7 @@ def test_a_container_names_a_job(container: StartContainer) -> None:
     assert "there is no container no-such" in done.stderr
 
 
-def test_a_dump_that_fails_leaves_the_container_and_no_folder(container: StartContainer, tmp_path: Path) -> None:
+def test_a_failed_dump_leaves_the_container_and_no_folder(container: StartContainer, tmp_path: Path) -> None:
     made = container("--mib", "4", faults="checkpoint=999", with_hook=False)
     made.ask()
     done = dump(made, tmp_path / "snapshot")
@@ -140,7 +140,7 @@ def test_a_dump_that_fails_leaves_the_container_and_no_folder(container: StartCo
     assert made.ask() == 102
 
 
-def test_what_is_no_container_is_refused(container: StartContainer, tmp_path: Path) -> None:
+def test_an_unknown_container_is_refused(container: StartContainer, tmp_path: Path) -> None:
     made = container("--no-cuda", with_hook=False)
     to = tmp_path / "snapshot"
     done = gpucr(made, "dump", "--container", "nobody", "--runtime-root", made.runtime_root, "--to", to)
@@ -153,7 +153,7 @@ def test_what_is_no_container_is_refused(container: StartContainer, tmp_path: Pa
     assert not to.exists()
 
 
-def test_podmans_container_is_not_taken_from_it(container: StartContainer, tmp_path: Path) -> None:
+def test_podmans_container_needs_podman(container: StartContainer, tmp_path: Path) -> None:
     made = container("--no-cuda", with_hook=False, annotations={"io.container.manager": "libpod"})
     to = tmp_path / "snapshot"
     done = dump(made, to, "--runtime", "runc")
@@ -167,7 +167,7 @@ def test_podmans_container_is_not_taken_from_it(container: StartContainer, tmp_p
     assert "leave --runtime-root out" in done.stderr
 
 
-def test_a_dump_that_fails_when_the_container_has_ended_keeps_what_there_is(
+def test_a_dump_that_fails_after_the_container_has_ended_keeps_its_files(
     container: StartContainer, tmp_path: Path
 ) -> None:
     made = container("--mib", "4", with_hook=False)
@@ -192,7 +192,7 @@ def test_a_dump_that_fails_when_the_container_has_ended_keeps_what_there_is(
         pytest.param(signal.SIGTERM, True, marks=long),
     ],
 )
-def test_a_dump_that_is_interrupted_leaves_the_container_and_no_folder(
+def test_an_interrupted_dump_leaves_the_container_and_no_folder(
     container: StartContainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, everybody: bool
 ) -> None:
     monkeypatch.setenv("GPUCR_SIM_FIXED_COST_MS", "1500")  # device memory takes its time
@@ -229,7 +229,7 @@ except gpucr.Interrupted as error:
 
 
 @long
-def test_a_dump_that_is_cancelled_leaves_the_container_and_no_folder(
+def test_a_cancelled_dump_leaves_the_container_and_no_folder(
     container: StartContainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GPUCR_SIM_FIXED_COST_MS", "1500")
@@ -249,7 +249,7 @@ def test_a_dump_that_is_cancelled_leaves_the_container_and_no_folder(
     assert made.ask() == 102
 
 
-def test_a_restore_that_is_interrupted_is_ended(
+def test_an_interrupted_restore_is_ended(
     container: StartContainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GPUCR_SIM_FIXED_COST_MS", "1500")  # else it may be complete by then
@@ -298,7 +298,7 @@ except gpucr.Interrupted as error:
 
 
 @long
-def test_a_restore_that_is_cancelled_is_ended(
+def test_a_cancelled_restore_is_ended(
     container: StartContainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GPUCR_SIM_FIXED_COST_MS", "1500")
@@ -330,7 +330,7 @@ def _before_criu(container: Container, line: str) -> None:
     changed.replace(program)  # the runtime may be just starting the other one
 
 
-def test_a_folder_is_kept_where_the_container_ends_after_the_dump_seemed_to_fail(
+def test_the_folder_is_kept_if_the_container_ends_after_the_dump_seemed_to_fail(
     process_without_cuda: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def checkpoint(_record: object, images: Path, _interrupts: object, *, leave_running: bool) -> None:
@@ -349,7 +349,7 @@ def test_a_folder_is_kept_where_the_container_ends_after_the_dump_seemed_to_fail
     assert (tmp_path / "snapshot" / "images" / "inventory.img").exists()
 
 
-def test_a_container_that_has_lost_a_process_is_not_as_it_was(
+def test_a_container_that_lost_a_process_counts_as_changed(
     process_without_cuda: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with python("import os, signal; os.fork(); print('ready', flush=True); signal.pause()") as root:
@@ -377,7 +377,7 @@ def _job_that_computes(child: Child) -> Job:
 @pytest.mark.parametrize(
     "error", [NotPermitted("no", pid=1), DriverError("no", pid=1, action="state", result=304), OSError(24, "no")]
 )
-def test_an_error_that_lasts_does_not_mean_that_the_container_has_ended(
+def test_a_lasting_error_does_not_mean_the_container_has_ended(
     monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     def fail(_: int) -> None:
@@ -392,7 +392,7 @@ def test_an_error_that_lasts_does_not_mean_that_the_container_has_ended(
         by_runtime._wait_until_back(_job_that_computes(child))
 
 
-def test_an_error_that_passes_is_waited_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_temporary_error_is_waited_out(monkeypatch: pytest.MonkeyPatch) -> None:
     with python("import signal; print('ready', flush=True); signal.pause()") as child:
         job = _job_that_computes(child)
         answers: list[Any] = [OSError(24, "no"), NotPermitted("no", pid=1), None]
@@ -409,7 +409,7 @@ def test_an_error_that_passes_is_waited_out(monkeypatch: pytest.MonkeyPatch) -> 
         assert answers == []
 
 
-def test_a_container_that_has_ended_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_ended_container_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selection, "claimed_job", lambda _: pytest.fail("asked"))
     with python("import signal; print('ready', flush=True); signal.pause()") as child:
         job = _job_that_computes(child)
@@ -433,7 +433,7 @@ exit 1
 """
 
 
-def test_no_criu_is_at_work_when_the_runtime_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_criu_is_left_when_the_runtime_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, text in (("criu", CRIU), ("runtime", RUNTIME)):
         (tmp_path / name).write_text(text.format(folder=tmp_path))
         (tmp_path / name).chmod(0o755)
@@ -446,7 +446,7 @@ def test_no_criu_is_at_work_when_the_runtime_was_killed(tmp_path: Path, monkeypa
     assert list((tmp_path / "data" / "gpucr").iterdir()) == []
 
 
-def test_a_runtime_that_cannot_checkpoint_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_runtime_without_checkpoint_support_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, text in (("criu", CRIU), ("crun", "#!/bin/sh\necho unknown command checkpoint >&2\nexit 1\n")):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
@@ -463,7 +463,7 @@ RUNC = 'time="2026-11-22T16:00:00Z" level=warning msg='
 
 
 @pytest.mark.parametrize("has_own_log", [True, False])
-def test_the_reason_that_criu_gives_is_told(tmp_path: Path, has_own_log: bool) -> None:
+def test_crius_reason_is_reported(tmp_path: Path, has_own_log: bool) -> None:
     line = "Error (criu/files-ext.c:98): Can't dump file 5 of that type [600] (unknown anon_inode:[io_uring])"
     log, said = tmp_path / "dump.log", tmp_path / "runtime.log"
     if has_own_log:
@@ -479,7 +479,7 @@ def test_the_reason_that_criu_gives_is_told(tmp_path: Path, has_own_log: bool) -
     assert "USE_LIBUV=0" in str(error.hint)
 
 
-def test_without_a_reason_of_criu_the_runtimes_last_line_is_told(tmp_path: Path) -> None:
+def test_without_crius_reason_the_runtimes_last_line_is_reported(tmp_path: Path) -> None:
     said = tmp_path / "runtime.log"
     said.write_text(f'{RUNC}"first"\n{RUNC}"cgroup \\"a\\" is frozen"\n')
     error = runtime_call.failure(ContainerRecord("runc", None, "web", "/b", OPTIONS), "dump", tmp_path / "none", said)
@@ -489,7 +489,7 @@ def test_without_a_reason_of_criu_the_runtimes_last_line_is_told(tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", ["a:b", "my data", "a#b"])
-def test_a_folder_that_a_path_cannot_name_is_told(name: str, container: StartContainer, tmp_path: Path) -> None:
+def test_an_unnameable_folder_is_reported(name: str, container: StartContainer, tmp_path: Path) -> None:
     made = container("--mib", "1", with_hook=False)
     made.environment["XDG_DATA_HOME"] = str(tmp_path / name)
     done = dump(made, tmp_path / "snapshot")
@@ -500,9 +500,7 @@ def test_a_folder_that_a_path_cannot_name_is_told(name: str, container: StartCon
     assert made.ask() == 101
 
 
-def test_what_is_said_to_be_dumped_is_on_disk(
-    process_without_cuda: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reported_dump_is_on_disk(process_without_cuda: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[Path] = []
     sync = durable.sync
 
@@ -525,7 +523,7 @@ def test_what_is_said_to_be_dumped_is_on_disk(
     assert wanted <= set(synced)
 
 
-def test_nowhere_to_put_programs_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_folder_for_programs_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "data").touch()
     (tmp_path / "criu").write_text(CRIU)
     (tmp_path / "criu").chmod(0o755)
@@ -538,7 +536,7 @@ def test_nowhere_to_put_programs_is_told(tmp_path: Path, monkeypatch: pytest.Mon
         pass
 
 
-def test_a_folder_that_cannot_be_made_is_told(container: StartContainer, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created_is_reported(container: StartContainer, tmp_path: Path) -> None:
     made = container("--no-cuda", with_hook=False)
     where = tmp_path / "where"
     where.mkdir()
@@ -552,7 +550,7 @@ def test_a_folder_that_cannot_be_made_is_told(container: StartContainer, tmp_pat
     assert made.ask() == 101
 
 
-def test_a_container_without_gpu_state_is_not_taken_for_an_unfinished_dump(
+def test_a_container_without_gpu_state_does_not_look_like_an_unfinished_dump(
     container: StartContainer, tmp_path: Path
 ) -> None:
     made = container("--no-cuda", with_hook=False)

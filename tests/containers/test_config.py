@@ -26,7 +26,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "criu"
 
 
-def test_install_keeps_what_is_configured_and_can_be_repeated(folder: Path) -> None:
+def test_install_keeps_settings_and_can_be_repeated(folder: Path) -> None:
     folder.mkdir()
     config = folder / "runc.conf"
     config.write_bytes(OTHERS)
@@ -49,7 +49,7 @@ def test_install_keeps_what_is_configured_and_can_be_repeated(folder: Path) -> N
     assert not criu_config.status(folder).is_installed
 
 
-def test_what_only_gpucr_has_made_is_removed(folder: Path) -> None:
+def test_only_gpucrs_own_files_are_removed(folder: Path) -> None:
     install(None, folder)
     assert sorted(path.name for path in folder.iterdir()) == ["gpucr-hook", "runc.conf"]
     criu_config.uninstall(folder)
@@ -57,7 +57,7 @@ def test_what_only_gpucr_has_made_is_removed(folder: Path) -> None:
     assert {change.what for change in criu_config.uninstall(folder)} == {"unchanged"}
 
 
-def test_a_file_that_would_hide_runcs_from_crun_is_not_made(folder: Path) -> None:
+def test_a_file_that_would_hide_runcs_from_crun_is_not_created(folder: Path) -> None:
     install("crun", folder)
     assert not (folder / "crun.conf").exists()
     assert b"gpucr-hook" in (folder / "runc.conf").read_bytes()
@@ -70,7 +70,7 @@ def test_cruns_own_file_is_used_where_it_has_one(folder: Path) -> None:
     assert [path.name for path in criu_config.status(folder).configured] == ["runc.conf", "crun.conf"]
 
 
-def test_the_script_is_never_in_force_twice(folder: Path) -> None:
+def test_the_script_is_never_active_twice(folder: Path) -> None:
     install("runc", folder)
     install("criu", folder)
     assert [path.name for path in criu_config.status(folder).configured] == ["default.conf"]
@@ -93,7 +93,7 @@ def test_the_script_does_nothing_at_most_hooks_and_starts_gpucr_at_the_others(fo
     assert done.stderr.startswith("gpucr: error: this is a hook for CRIU to call")
 
 
-def test_a_script_of_another_gpucr_is_told(folder: Path) -> None:
+def test_another_gpucrs_script_is_reported(folder: Path) -> None:
     install("runc", folder)
     script = folder / "gpucr-hook"
     script.write_text(script.read_text().replace(sys.executable, "/nowhere/python"))
@@ -107,7 +107,7 @@ def test_a_script_of_another_gpucr_is_told(folder: Path) -> None:
     assert "/nowhere/python is gone" in done.stderr
 
 
-def test_a_folder_that_others_can_write_is_refused(tmp_path: Path) -> None:
+def test_a_folder_writable_by_others_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "open"
     folder.mkdir()
     folder.chmod(0o777)
@@ -119,19 +119,19 @@ def test_a_folder_that_others_can_write_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["a relative path", "relative"])
-def test_a_path_that_criu_cannot_read_is_refused(name: str) -> None:
+def test_a_path_criu_cannot_read_is_refused(name: str) -> None:
     with pytest.raises(InvalidRequest, match="cannot be the folder of CRIU's action script"):
         criu_config.install("runc", Path(name))
 
 
 @pytest.mark.parametrize("name", ["/etc/a b", "/etc/a#b", '/etc/a"b'])
-def test_a_path_that_criu_would_cut_short_is_refused(name: str) -> None:
+def test_a_path_criu_would_truncate_is_refused(name: str) -> None:
     with pytest.raises(InvalidRequest, match="cannot be the folder of CRIU's action script"):
         criu_config.install("runc", Path(name))
 
 
 @pytest.mark.parametrize("which", ["the package", "the interpreter"])
-def test_a_gpucr_below_a_folder_that_others_can_write_is_refused(
+def test_a_gpucr_below_a_folder_writable_by_others_is_refused(
     which: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inner = tmp_path / "open" / "inner"
@@ -151,7 +151,7 @@ def test_a_gpucr_below_a_folder_that_others_can_write_is_refused(
 @pytest.mark.parametrize(
     "edited", ['action-script "{}"  # GPUs', "action-script {}# GPUs", "  action-script={}", "action-script\t'{}'"]
 )
-def test_a_line_that_was_edited_is_known_again(edited: str, folder: Path) -> None:
+def test_an_edited_line_is_recognised(edited: str, folder: Path) -> None:
     install("runc", folder)
     config = folder / "runc.conf"
     config.write_text(f"tcp-established\n{edited.format(folder / criu_config.SCRIPT_NAME)}\n")
@@ -163,7 +163,7 @@ def test_a_line_that_was_edited_is_known_again(edited: str, folder: Path) -> Non
 
 
 @pytest.mark.parametrize("line", ["# action-script {}", "action-script {}-of-mine", "action-script /opt/other # {}"])
-def test_a_line_of_somebody_elses_stays(line: str, folder: Path) -> None:
+def test_a_foreign_line_is_kept(line: str, folder: Path) -> None:
     folder.mkdir()
     config = folder / "runc.conf"
     text = line.format(folder / criu_config.SCRIPT_NAME) + "\n"
@@ -174,7 +174,7 @@ def test_a_line_of_somebody_elses_stays(line: str, folder: Path) -> None:
     assert config.read_text() == text
 
 
-def test_a_link_stays_one_and_what_it_leads_to_names_no_script_afterwards(folder: Path, tmp_path: Path) -> None:
+def test_a_link_is_kept_and_its_target_names_no_script_afterwards(folder: Path, tmp_path: Path) -> None:
     folder.mkdir()
     (tmp_path / "managed.conf").touch()
     (folder / "runc.conf").symlink_to(tmp_path / "managed.conf")
@@ -185,7 +185,7 @@ def test_a_link_stays_one_and_what_it_leads_to_names_no_script_afterwards(folder
     assert (tmp_path / "managed.conf").read_bytes() == b""
 
 
-def test_a_file_that_cannot_be_read_is_told(folder: Path) -> None:
+def test_an_unreadable_file_is_reported(folder: Path) -> None:
     (folder / "runc.conf").mkdir(parents=True)
     for name in ("status", "install", "uninstall"):
         done = run("hook", name, "--config-dir", folder, *(["--force"] if name == "install" else []))
@@ -211,7 +211,7 @@ def test_the_command(folder: Path) -> None:
     }  # fmt: skip
 
 
-def test_a_call_that_is_not_criu_is_refused() -> None:
+def test_a_call_not_from_criu_is_refused() -> None:
     done = run("hook", "run", env={"CRTOOLS_SCRIPT_ACTION": "pre-dump", "CRTOOLS_IMAGE_DIR": "/etc"})
     assert done.returncode == 2
     assert "this is a hook for CRIU to call" in done.stderr
@@ -229,7 +229,7 @@ def call_hook(folder: Path, preparation: str, **variables: str) -> subprocess.Co
 
 
 @pytest.mark.parametrize("preparation", ["exec 0<&- 1>&- 2>&-", "exec 2>/dev/full"])
-def test_a_log_that_cannot_be_written_decides_nothing(preparation: str, folder: Path) -> None:
+def test_an_unwritable_log_changes_nothing(preparation: str, folder: Path) -> None:
     install("runc", folder)
     here = f"/proc/{os.getpid()}/fd/0"  # no folder of images: nothing to do at these hooks
     for hook in ("post-dump", "pre-restore", "post-resume"):
@@ -239,7 +239,7 @@ def test_a_log_that_cannot_be_written_decides_nothing(preparation: str, folder: 
     assert done.returncode == 2
 
 
-def test_what_the_system_refuses_is_one_line_of_gpucrs(folder: Path) -> None:
+def test_a_system_error_is_one_line(folder: Path) -> None:
     install("runc", folder)
     image_dir = f"/proc/{os.getpid()}/fd/999999"
     done = call_hook(folder, ":", CRTOOLS_SCRIPT_ACTION="pre-dump", CRTOOLS_IMAGE_DIR=image_dir, CRTOOLS_INIT_PID="1")

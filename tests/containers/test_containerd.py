@@ -34,7 +34,7 @@ def containerd(sim_only: None, criu_install: CriuInstall, tmp_path: Path) -> Ite
     started.close()
 
 
-def test_a_container_goes_on_and_comes_back_from_a_checkpoint_image(containerd: Containerd, tmp_path: Path) -> None:
+def test_a_container_continues_and_is_restored_from_a_checkpoint_image(containerd: Containerd, tmp_path: Path) -> None:
     containerd.run()
     assert containerd.ask() == ["101"] * 3
     done = containerd.ctr("containers", "checkpoint", "--task", "web", REFERENCE)
@@ -69,7 +69,7 @@ def test_a_container_is_ended_by_a_checkpoint_into_a_folder(containerd: Containe
     assert len(part.manifest.processes) == 3
 
 
-def test_a_failure_fails_the_command_and_leaves_the_container_as_it_was(containerd: Containerd) -> None:
+def test_a_failure_fails_the_command_and_leaves_the_container_unchanged(containerd: Containerd) -> None:
     containerd.run(faults="checkpoint#1=999")
     assert containerd.ask() == ["101"] * 3
     done = containerd.ctr("containers", "checkpoint", "--task", "web", REFERENCE)

@@ -23,7 +23,7 @@ def gpu_part(container: Container) -> Snapshot:
 
 
 @pytest.mark.parametrize(("runtime", "counters"), _RUNTIMES_AND_COUNTERS, indirect=["runtime"])
-def test_a_container_comes_back_and_again(container: StartContainer, counters: int) -> None:
+def test_a_container_is_restored_repeatedly(container: StartContainer, counters: int) -> None:
     made = container("--mib", "4", *(THREE if counters == 3 else ()), counters=counters)
     assert [made.ask(index) for index in range(counters)] == [101] * counters
 
@@ -47,7 +47,7 @@ def test_a_container_comes_back_and_again(container: StartContainer, counters: i
 
 
 @both_runtimes
-def test_a_container_that_is_left_running_goes_on(container: StartContainer) -> None:
+def test_a_container_left_running_continues(container: StartContainer) -> None:
     made = container("--mib", "4", *THREE, counters=3)
     assert made.ask() == 101
     done = made.checkpoint("--leave-running")

@@ -53,7 +53,7 @@ def run(words: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 @both_runtimes
-def test_a_runtime_that_is_told_nothing_calls_gpucr(
+def test_a_runtime_without_its_own_configuration_calls_gpucr(
     around: tuple[str, ...], installed: Path, container: StartContainer
 ) -> None:
     made = container("--mib", "4", "--fork", "1", counters=2, configured=False, around=around)

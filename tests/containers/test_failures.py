@@ -41,7 +41,7 @@ def assert_runs_on(container: Container, number: int, *, part: bool = False) -> 
     )
 
 
-def test_a_failure_before_the_dump_leaves_it_as_it_was(container: StartContainer) -> None:
+def test_a_failure_before_the_dump_leaves_it_unchanged(container: StartContainer) -> None:
     made = container("--mib", "4", *THREE, counters=3, faults="checkpoint#1=999")
     made.ask()
     done = made.checkpoint()
@@ -52,7 +52,7 @@ def test_a_failure_before_the_dump_leaves_it_as_it_was(container: StartContainer
     assert made.checkpoint().returncode == 0  # the fault was the first time's
 
 
-def test_a_failure_after_the_dump_leaves_it_as_it_was(container: StartContainer) -> None:
+def test_a_failure_after_the_dump_leaves_it_unchanged(container: StartContainer) -> None:
     lose = 'test $CRTOOLS_SCRIPT_ACTION != post-dump || rm -r "$CRTOOLS_IMAGE_DIR/gpucr/device"'
     made = container("--mib", "4", sabotage=lose)
     made.ask()
@@ -64,7 +64,7 @@ def test_a_failure_after_the_dump_leaves_it_as_it_was(container: StartContainer)
 
 
 @long
-def test_a_dump_that_is_done_again_can_be_restored(container: StartContainer) -> None:
+def test_a_repeated_dump_can_be_restored(container: StartContainer) -> None:
     twice = """test $CRTOOLS_SCRIPT_ACTION = post-dump || exit 0
     test -e "$CRTOOLS_IMAGE_DIR/once" || rm -r "$CRTOOLS_IMAGE_DIR/gpucr/device"
     touch "$CRTOOLS_IMAGE_DIR/once" """
@@ -76,7 +76,7 @@ def test_a_dump_that_is_done_again_can_be_restored(container: StartContainer) ->
     assert_comes_back(made, 102)
 
 
-def test_a_criu_that_is_killed_leaves_it_as_it_was(container: StartContainer) -> None:
+def test_a_killed_criu_leaves_it_unchanged(container: StartContainer) -> None:
     made = container("--mib", "4", *THREE, counters=3, sabotage=KILL_CRIU)
     made.ask()
     assert made.checkpoint().returncode != 0
@@ -84,7 +84,7 @@ def test_a_criu_that_is_killed_leaves_it_as_it_was(container: StartContainer) ->
     assert_cannot_be_restored(made)
 
 
-def test_an_attendant_that_is_killed_leaves_it_as_it_was(container: StartContainer) -> None:
+def test_a_killed_attendant_leaves_it_unchanged(container: StartContainer) -> None:
     made = container("--mib", "4", sabotage=KILL_ATTENDANT)
     made.ask()
     assert made.checkpoint().returncode != 0
@@ -105,7 +105,7 @@ def sockets_of_ended_crius() -> set[Path]:
     return {path for path, criu in ends.items() if not processes.is_alive(criu)}
 
 
-def test_what_cannot_be_restored_is_refused_before_there_is_a_process(container: StartContainer) -> None:
+def test_an_unrestorable_checkpoint_is_refused_before_any_process_starts(container: StartContainer) -> None:
     made = container("--mib", "4")
     assert made.checkpoint().returncode == 0
     manifest = made.images / "gpucr" / "manifest.json"
@@ -143,7 +143,7 @@ def test_a_failure_at_the_end_of_a_restore_ends_the_container(container: StartCo
     assert made.verify() == ["ok"] * 3
 
 
-def test_a_hook_that_is_killed_while_it_restores_leaves_no_container(container: StartContainer) -> None:
+def test_a_hook_killed_during_a_restore_leaves_no_container(container: StartContainer) -> None:
     made = container("--mib", "4", faults="restore=hang")
     assert made.checkpoint().returncode == 0
     with ThreadPoolExecutor() as other:
@@ -188,7 +188,7 @@ def podmans(container: StartContainer) -> Callable[..., Container]:
     return start
 
 
-def test_where_podman_keeps_its_checkpoint_the_next_one_replaces_it(podmans: Callable[..., Container]) -> None:
+def test_the_next_checkpoint_replaces_the_one_podman_keeps(podmans: Callable[..., Container]) -> None:
     made = podmans("--mib", "4")
     for number in (101, 102):
         assert made.ask() == number
@@ -201,7 +201,7 @@ def test_where_podman_keeps_its_checkpoint_the_next_one_replaces_it(podmans: Cal
 
 
 @long
-def test_a_checkpoint_that_is_not_replaced_after_all_can_be_restored(podmans: Callable[..., Container]) -> None:
+def test_an_unreplaced_checkpoint_can_be_restored(podmans: Callable[..., Container]) -> None:
     made = podmans("--mib", "4", faults="checkpoint#2=999")
     assert made.checkpoint("--leave-running").returncode == 0
     assert_runs_on(made, 101, part=True)
@@ -213,7 +213,7 @@ def test_a_checkpoint_that_is_not_replaced_after_all_can_be_restored(podmans: Ca
     assert_comes_back(made, 101)
 
 
-def test_a_checkpoint_whose_images_are_overwritten_is_no_more(podmans: Callable[..., Container]) -> None:
+def test_a_checkpoint_with_overwritten_images_is_invalid(podmans: Callable[..., Container]) -> None:
     kill = f"""test -e "$CRTOOLS_IMAGE_DIR/../go" || exit 0
     {KILL_ATTENDANT}"""
     made = podmans("--mib", "4", sabotage=kill)
@@ -225,7 +225,7 @@ def test_a_checkpoint_whose_images_are_overwritten_is_no_more(podmans: Callable[
 
 
 @long
-def test_a_container_without_gpu_state_takes_the_place_of_one_with(
+def test_a_container_without_gpu_state_replaces_one_with(
     podmans: Callable[..., Container], container: StartContainer
 ) -> None:
     first = podmans("--mib", "4")
@@ -236,7 +236,7 @@ def test_a_container_without_gpu_state_takes_the_place_of_one_with(
     assert names_of_parts(first) == set()
 
 
-def test_a_dump_without_gpu_state_that_fails_leaves_nothing_to_be_restored(podmans: Callable[..., Container]) -> None:
+def test_a_failed_dump_without_gpu_state_leaves_nothing_to_restore(podmans: Callable[..., Container]) -> None:
     """Its images may be overwritten or not: the older checkpoint's would come back without their GPU state."""
     made = podmans("--mib", "4", "--cpu-parent", "--fork", "1", counters=2, sabotage=KILL_CRIU_ONCE_TOLD)
     assert made.checkpoint("--leave-running").returncode == 0
@@ -250,7 +250,7 @@ def test_a_dump_without_gpu_state_that_fails_leaves_nothing_to_be_restored(podma
     assert names_of_parts(made) == set()
 
 
-def test_a_dump_that_failed_is_not_forgotten_by_one_without_gpu_state(container: StartContainer) -> None:
+def test_a_failed_dump_stays_recorded_after_one_without_gpu_state(container: StartContainer) -> None:
     made = container("--mib", "4", "--cpu-parent", "--fork", "1", counters=2, sabotage=KILL_CRIU_ONCE_TOLD)
     (made.folder / "go").touch()
     for _ in range(2):
@@ -300,7 +300,7 @@ def test_two_gpu_parts_are_refused(container: StartContainer) -> None:
     assert running_in(made) == []
 
 
-def test_a_second_dump_into_the_folder_takes_nothing_from_the_first(
+def test_a_second_dump_into_the_folder_leaves_the_first_intact(
     podmans: Callable[..., Container], tmp_path: Path
 ) -> None:
     """As when podman was killed, its CRIU continues, and the user tries again."""

@@ -21,7 +21,7 @@ def has_its_agent(pid: int) -> bool:
         return agent.own_pid == 1 and agent.close_gate(5).is_empty
 
 
-def test_its_agent_is_reached_and_is_there_again_after_a_restore(
+def test_its_agent_is_reachable_also_after_a_restore(
     container: StartContainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gpucr.interposer.library._SHIPPED", compiled_interposer())

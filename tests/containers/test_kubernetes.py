@@ -39,7 +39,7 @@ def the(kind: str, file: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("document", [each for _, each in OBJECTS], ids=[name for name, _ in OBJECTS])
-def test_every_object_fits_its_schema(document: dict[str, Any]) -> None:
+def test_every_object_matches_its_schema(document: dict[str, Any]) -> None:
     assert problems(document) == []
 
 
@@ -61,18 +61,18 @@ def spec(document: dict[str, Any]) -> dict[str, Any]:
         (lambda d: d["spec"]["updateStrategy"]["rollingUpdate"].update(maxUnavailable=[]), "maxUnavailable"),
     ],
 )
-def test_a_mistake_would_be_seen(change: Callable[[dict[str, Any]], object], problem: str) -> None:
+def test_a_mistake_is_detected(change: Callable[[dict[str, Any]], object], problem: str) -> None:
     document = the("DaemonSet", "node.yaml")
     change(document)
     assert re.search(problem, "\n".join(problems(document)))
 
 
-def test_a_kind_of_another_version_would_be_seen() -> None:
+def test_a_kind_of_another_version_is_detected() -> None:
     with pytest.raises(LookupError, match="no schema of DaemonSet in apps/v1beta1"):
         problems({**the("DaemonSet", "node.yaml"), "apiVersion": "apps/v1beta1"})
 
 
-def test_names_that_must_be_the_same_are() -> None:
+def test_matching_names_are_equal() -> None:
     daemon = the("DaemonSet", "node.yaml")
     namespace = the("Namespace", "node.yaml")["metadata"]["name"]
     assert daemon["spec"]["selector"]["matchLabels"].items() <= daemon["spec"]["template"]["metadata"]["labels"].items()
@@ -92,7 +92,7 @@ def test_names_that_must_be_the_same_are() -> None:
     assert "/opt/gpucr-node/install" in image
 
 
-def test_the_job_asks_the_kubelet_without_showing_its_token(tmp_path: Path) -> None:
+def test_the_job_calls_the_kubelet_without_revealing_its_token(tmp_path: Path) -> None:
     (container,) = spec(the("Job", "checkpoint.yaml"))["containers"]
     (account := tmp_path / "account").mkdir()
     (account / "token").write_text("a-secret-token")
@@ -146,7 +146,7 @@ def test_the_installer_copies_gpucr_sets_it_up_and_waits(tmp_path: Path, group: 
         subprocess.run(["sh", "-nc", script], check=True, timeout=DEADLINE_S)
 
 
-def test_the_commands_that_it_calls_are_gpucrs() -> None:
+def test_its_commands_exist_in_gpucr() -> None:
     for words in (("hook", "install"), ("hook", "status"), ("criu",), ("doctor",)):
         assert run(*words, "--help").returncode == 0
     said = run("criu", "--help").stdout + run("hook", "install", "--help").stdout

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.criu
 
 
 def used_criu(container: Container, action: str) -> str:
-    """What CRIU says of itself in its log."""
+    """What CRIU says about itself in its log."""
     log = Path(container.work / f"{action}.log").read_text(errors="replace")
     return next(line.partition("Version: ")[2].split()[0] for line in log.splitlines() if "Version: " in line)
 
@@ -54,7 +54,7 @@ def test_a_container_is_left_running_ended_and_restored(container: StartContaine
         made.end()
 
 
-def test_a_socket_that_it_cannot_dump_leaves_the_container_as_it_was(
+def test_a_socket_it_cannot_dump_leaves_the_container_unchanged(
     container: StartContainer, criu_4_1_1: CriuInstall
 ) -> None:
     if least_version() <= criu_4_1_1.version:

@@ -33,7 +33,7 @@ def checkpoint_paused(container: Container, *, is_paused_after: bool = True) -> 
     return done
 
 
-def test_a_paused_container_is_dumped_paused_and_goes_on_when_it_is_resumed(container: StartContainer) -> None:
+def test_a_paused_container_is_dumped_paused_and_continues_when_resumed(container: StartContainer) -> None:
     made = container("--mib", "4", *THREE, counters=3)
     assert made.ask() == 101
     done = checkpoint_paused(made)
@@ -74,7 +74,7 @@ LOSE = 'test $CRTOOLS_SCRIPT_ACTION != post-dump || rm -r "$CRTOOLS_IMAGE_DIR/gp
     ],
     ids=["before the dump", "after the dump", "CRIU is killed"],
 )  # fmt: skip
-def test_a_paused_container_whose_dump_fails_is_as_it_was_when_it_is_resumed(
+def test_a_paused_container_is_unchanged_after_a_failed_dump(
     container: StartContainer, faults: str, sabotage: str, is_paused_after: bool
 ) -> None:
     made = container("--mib", "4", *THREE, counters=3, faults=faults, sabotage=sabotage)
@@ -95,7 +95,7 @@ def test_a_paused_container_without_cuda_stays_paused(container: StartContainer)
 
 
 @long
-def test_an_attendant_that_is_killed_leaves_a_paused_container_as_it_was(container: StartContainer) -> None:
+def test_a_killed_attendant_leaves_a_paused_container_unchanged(container: StartContainer) -> None:
     made = container("--mib", "4", sabotage=KILL_ATTENDANT)
     made.ask()
     assert checkpoint_paused(made, is_paused_after=False).returncode != 0

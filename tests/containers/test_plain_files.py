@@ -24,7 +24,7 @@ def content(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_scattered_and_gathered_again(images: Path) -> None:
+def test_scattered_and_gathered(images: Path) -> None:
     for _ in range(2):  # the script may be configured twice
         plain_files.scatter(images)
     assert content(images) == {
@@ -37,7 +37,7 @@ def test_scattered_and_gathered_again(images: Path) -> None:
     assert content(images) == FILES
 
 
-def test_a_gathering_that_was_cut_off_is_gone_on_with(images: Path) -> None:
+def test_an_interrupted_gathering_is_resumed(images: Path) -> None:
     plain_files.scatter(images)
     (images / "gpucr" / "device").mkdir(parents=True)
     (images / "gpucr.device.13.0").rename(images / "gpucr" / "device" / "13.0")
@@ -45,14 +45,14 @@ def test_a_gathering_that_was_cut_off_is_gone_on_with(images: Path) -> None:
     assert content(images) == FILES
 
 
-def test_what_cannot_be_moved_is_an_error(images: Path) -> None:
+def test_a_file_that_cannot_be_moved_is_an_error(images: Path) -> None:
     plain_files.scatter(images)
     (images / "gpucr").write_text("in the way")
     with pytest.raises(SnapshotError, match="cannot be moved: File exists"):
         plain_files.gather(images)
 
 
-def test_wanted_by_containerd_alone(tmp_path: Path) -> None:
+def test_used_only_by_containerd(tmp_path: Path) -> None:
     assert plain_files.are_wanted(Path("/tmp/ctrd-checkpoint123"))
     assert plain_files.are_wanted(Path("/run/user/0/ctd-checkpoint123"))
     assert not plain_files.are_wanted(tmp_path)

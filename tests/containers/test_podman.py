@@ -1,4 +1,4 @@
-"""`gpucr dump --container` of a container of podman's, which podman knows of afterwards too."""
+"""`gpucr dump --container` of a container of podman's, which podman knows about afterwards too."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_container_is_dumped_and_restored_by_podman(podman: Podman, web: Podma
     assert "podman does not know the container" in done.stdout
 
 
-def test_what_fails_leaves_it_as_it_was(podman: Podman, web: PodmanContainer, tmp_path: Path) -> None:
+def test_a_failure_leaves_it_unchanged(podman: Podman, web: PodmanContainer, tmp_path: Path) -> None:
     web.ask()
     to = tmp_path / "snapshot"
     own = Path(web.state()["StaticDir"]) / "checkpoint"
@@ -107,7 +107,7 @@ def test_what_fails_leaves_it_as_it_was(podman: Podman, web: PodmanContainer, tm
 
 @pytest.mark.parametrize("podman", [True], indirect=True, ids=["hook"])
 @both_runtimes
-def test_it_is_exported_again_and_again_while_it_runs(podman: Podman, web: PodmanContainer, tmp_path: Path) -> None:
+def test_it_is_exported_repeatedly_while_it_runs(podman: Podman, web: PodmanContainer, tmp_path: Path) -> None:
     archives = [tmp_path / "first.tar", tmp_path / "second.tar"]
     for number, archive in enumerate(archives, 101):
         assert web.ask() == str(number)
@@ -150,7 +150,7 @@ def other_podman(
     return make
 
 
-def test_a_podman_that_writes_elsewhere_is_not_believed(
+def test_a_podman_that_writes_elsewhere_is_not_trusted(
     other_podman: Callable[[str, str], None], tmp_path: Path
 ) -> None:
     other_podman("echo /usr/bin/conmon", "exit 0")
@@ -159,7 +159,7 @@ def test_a_podman_that_writes_elsewhere_is_not_believed(
     assert list((tmp_path / "kept").iterdir()) == []
 
 
-def test_a_podman_that_says_nothing_of_its_monitor_is_not_asked(
+def test_a_podman_that_does_not_report_its_monitor_is_not_used(
     other_podman: Callable[[str, str], None], tmp_path: Path
 ) -> None:
     other_podman("exit 1", f"touch {tmp_path}/called")

@@ -39,11 +39,11 @@ while True:
 
 
 def wait_for(condition: Callable[[], Any], what: str) -> Any:
-    """Poll until ``condition`` gives something true, and return that."""
+    """Poll until ``condition`` returns something true, and return that."""
     deadline = time.monotonic() + DEADLINE_S
     while not (value := condition()):
         if time.monotonic() > deadline:
-            pytest.fail(f"waited {DEADLINE_S:g} s in vain for {what}")
+            pytest.fail(f"waited {DEADLINE_S:g} s without success for {what}")
         time.sleep(0.002)
     return value
 
@@ -79,7 +79,7 @@ class Program:
         return [self.pid, *(child.pid for child in psutil.Process(self.pid).children(recursive=True))]
 
     def beats(self) -> int:
-        """How often the loop went round."""
+        """How many times the loop has run."""
         return int((self.folder / "beat").read_bytes() or b"0")
 
     def assert_undisturbed(self, pids: list[int] | None = None) -> None:
@@ -88,7 +88,7 @@ class Program:
             assert status_of(pid, "TracerPid") == "0"
             assert status_of(pid, "State")[0] in "SRD"
         seen = self.beats()
-        wait_for(lambda: self.beats() > seen + 5, "the program to go on")
+        wait_for(lambda: self.beats() > seen + 5, "the program to continue")
 
     def wait_gone(self, pids: list[int]) -> None:
         """Reap the program and wait until all these pids are free."""
@@ -96,7 +96,7 @@ class Program:
         wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "the pids to become free")
 
     def end(self) -> None:
-        """Kill the tree, also one that was restored."""
+        """Kill the tree, including a restored one."""
         pids = [pid for pid in processes.all_pids() if self._is_ours(pid)]
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):

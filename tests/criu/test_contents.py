@@ -1,4 +1,4 @@
-"""gpucr.criu.contents: what is read of CRIU's images is what the kernel said of the processes before the dump."""
+"""gpucr.criu.contents: data read from CRIU's images matches the kernel's data before the dump."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def _kind(flags: str, path: str) -> str:
 
 
 @pytest.mark.criu
-def test_memory_is_what_the_kernel_said(workspace: Workspace, start: StartProgram) -> None:
+def test_memory_matches_the_kernels_figures(workspace: Workspace, start: StartProgram) -> None:
     program = start(MEMORY)
     root, child = program.tree()
     before = {pid: mapped(pid) for pid in (root, child)}
@@ -149,7 +149,7 @@ def test_threads_and_names(workspace: Workspace, start: StartProgram) -> None:
 
 
 @pytest.mark.criu
-def test_descriptors_are_what_the_kernel_said(workspace: Workspace, start: StartProgram) -> None:
+def test_descriptors_match_the_kernels(workspace: Workspace, start: StartProgram) -> None:
     program = start(FILES)
     targets = {file.fd: file.target for file in processes.open_files(program.pid)}
     ports = list(map(int, (program.folder / "ports").read_text().split()))
@@ -186,7 +186,7 @@ def test_descriptors_are_what_the_kernel_said(workspace: Workspace, start: Start
 
 
 @pytest.mark.parametrize("kind", ["fifo", "folder", "link"])
-def test_what_lies_in_the_place_of_an_image_is_named(tmp_path: Path, kind: str) -> None:
+def test_another_kind_of_file_instead_of_an_image_is_reported(tmp_path: Path, kind: str) -> None:
     image = tmp_path / "pstree.img"
     if kind == "fifo":
         os.mkfifo(image)
@@ -200,7 +200,7 @@ def test_what_lies_in_the_place_of_an_image_is_named(tmp_path: Path, kind: str) 
 
 
 @pytest.mark.criu
-def test_an_image_that_is_gone_takes_only_its_own_with_it(workspace: Workspace, start: StartProgram) -> None:
+def test_a_missing_image_hides_only_its_own_contents(workspace: Workspace, start: StartProgram) -> None:
     program = start(MEMORY)
     root, child = program.tree()
     workspace.dump(program)

@@ -67,21 +67,21 @@ def test_every_known_failure_is_produced_by_a_test() -> None:
     assert {name for _, name in parametrized} == {failure.name for failure in KNOWN_FAILURES}
 
 
-def test_what_the_message_says_about_the_file() -> None:
+def test_the_message_about_the_file() -> None:
     diagnosis = diagnose(error("File tmp/log has bad size 7 (expect 3)"))
     assert diagnosis.meaning == "the file tmp/log has changed since the dump (size)"
 
 
-def test_harmless_error_is_not_the_reason() -> None:
+def test_a_harmless_error_is_not_the_reason() -> None:
     diagnosis = diagnose(HARMLESS + error("something new") + error("a consequence"))
     assert (diagnosis.reason, diagnosis.meaning, diagnosis.hint) == ("something new", "something new", None)
 
 
-def test_known_failure_after_an_unknown_line() -> None:
+def test_a_known_failure_after_an_unknown_line() -> None:
     assert "io_uring" in diagnose(error("something new") + error("unsupported anon_inode:[io_uring]")).meaning
 
 
-def test_warning_where_no_error_is_known() -> None:
+def test_a_warning_if_no_error_is_known() -> None:
     warning = "(00.1) Warn  (compel/src/lib/infect.c:132): Unable to interrupt task: 77 (Operation not permitted)\n"
     assert "traced" in diagnose(warning + error("Unable to detach from 77: No such process")).meaning
     assert "io_uring" in diagnose(warning + error("unsupported anon_inode:[io_uring]")).meaning
@@ -97,5 +97,5 @@ def test_no_error_in_the_log(log: str) -> None:
     assert diagnose("").reason == "it wrote no reason"
 
 
-def test_criu_that_never_started() -> None:
+def test_a_criu_that_never_started() -> None:
     assert "libnet.so.1" in diagnose("criu: error while loading shared libraries: libnet.so.1: cannot open").reason

@@ -133,7 +133,7 @@ def test_images_folder_holds_images_only(workspace: Workspace, start: StartProgr
     }
 
 
-def test_hooks_come_in_order_and_tell_what_is_frozen(workspace: Workspace, start: StartProgram) -> None:
+def test_hooks_run_in_order_and_report_what_is_frozen(workspace: Workspace, start: StartProgram) -> None:
     program = start()
     pids = program.tree()
     seen: list[tuple[str, int, str]] = []
@@ -197,7 +197,7 @@ os.kill(pid, 9)
         assert words[:3] == ["restored", str(pid), "True"]
         assert words[3].startswith("/dev/pts/")
         assert os.tcgetpgrp(terminal_fd) == shell_pid, "the terminal stays with who restored, who reads from it below"
-        wait_for(lambda: int(beat.read_bytes()) > seen + 5, "the program to go on")
+        wait_for(lambda: int(beat.read_bytes()) > seen + 5, "the program to continue")
         os.write(terminal_fd, b"\n")
         assert _read_word(terminal_fd) == "read"
         wait_for(lambda: not is_running(pid), "the program to end")

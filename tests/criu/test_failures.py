@@ -22,7 +22,7 @@ pytestmark = pytest.mark.criu
 
 
 def failing_dump(workspace: Workspace, program: Program, **keywords: Any) -> CriuError:
-    """The error of a dump that must fail; the program must not have noticed."""
+    """The error of a dump that must fail without the program noticing."""
     with pytest.raises(CriuError) as caught:
         workspace.dump(program, **keywords)
     program.assert_undisturbed()
@@ -90,7 +90,7 @@ def test_deleted_file_above_the_limit(workspace: Workspace, start: StartProgram)
     program.assert_undisturbed()
 
 
-def test_unix_connection_to_the_outside(workspace: Workspace, start: StartProgram, tmp_path: Path) -> None:
+def test_a_unix_connection_to_the_outside(workspace: Workspace, start: StartProgram, tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(tmp_path / "socket"))
         listener.listen()
@@ -173,7 +173,7 @@ def test_pid_in_use(workspace: Workspace, start: StartProgram) -> None:
     program.assert_undisturbed()
 
 
-def test_file_that_has_grown(workspace: Workspace, start: StartProgram) -> None:
+def test_a_file_that_has_grown(workspace: Workspace, start: StartProgram) -> None:
     program = start("log = open('log', 'w')\nlog.write('one')\nlog.flush()\n")
     dump_and_end(workspace, program)
     with (program.folder / "log").open("a") as log:
@@ -234,7 +234,7 @@ def test_missing_images_folder(workspace: Workspace, start: StartProgram) -> Non
     program.assert_undisturbed()
 
 
-def test_log_of_a_failure_is_kept(workspace: Workspace) -> None:
+def test_the_log_of_a_failure_is_kept(workspace: Workspace) -> None:
     error = failing_restore(workspace)
     assert error.log_path == str(workspace.logs / "restore.log")
     assert "inventory" in Path(error.log_path).read_text()

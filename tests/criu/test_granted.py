@@ -1,4 +1,4 @@
-"""The parts of which a granted CRIU is made. tests/operations/test_ordinary_user.py uses one."""
+"""The parts that make up a granted CRIU. tests/operations/test_ordinary_user.py uses one."""
 
 from __future__ import annotations
 
@@ -44,23 +44,23 @@ def test_a_relocated_program_runs_with_its_own_loader_and_libraries(tmp_path: Pa
     )  # its exit code is the program's own
     assert f"{tmp_path}/lib" in looked.stderr
     own_loader.unlink()
-    with pytest.raises(FileNotFoundError):  # what the kernel says of a loader that is not there
+    with pytest.raises(FileNotFoundError):  # what the kernel says about a loader that is missing
         subprocess.run([copy], check=False)
 
 
 @pytest.mark.parametrize("size_bytes", [0, 3, 64, 200, 1000, 5000, 20000])
-def test_a_program_that_is_cut_off_is_refused(size_bytes: int) -> None:
+def test_a_truncated_program_is_refused(size_bytes: int) -> None:
     with pytest.raises(NotRelocatable):
         relocated(PROGRAM.read_bytes()[:size_bytes], "/lib/loader", "/lib")
 
 
-def test_what_is_no_such_program_is_refused() -> None:
+def test_an_unsuitable_program_is_refused() -> None:
     for data in (b"#!/bin/sh\nexit 0\n" * 9, PROGRAM.read_bytes().replace(b"\x7fELF\x02", b"\x7fELF\x01", 1)):
         with pytest.raises(NotRelocatable, match="of another kind"):
             relocated(data, "/lib/loader", "/lib")
 
 
-def test_no_damage_gets_through_as_another_exception() -> None:
+def test_damage_raises_only_the_documented_exception() -> None:
     whole = PROGRAM.read_bytes()
     for place in range(16, 64 + 13 * 56):
         damaged = bytearray(whole)
@@ -96,7 +96,7 @@ def reachable() -> Iterator[Path]:
         yield Path(folder)
 
 
-def test_a_granted_capability_is_all_that_such_a_program_gets(reachable: Path) -> None:
+def test_a_relocated_program_gets_only_the_granted_capability(reachable: Path) -> None:
     if os.geteuid() != 0:
         pytest.skip("only root gives capabilities to files")
     cat = reachable / "cat"
@@ -117,7 +117,7 @@ def core(*, uid: int, bounding: list[int]) -> bytes:
     return head(CORE) + encoded(images_pb2.Core(thread_core=images_pb2.Thread(creds=creds)))
 
 
-def test_bounding_sets_become_full_and_all_else_stays(tmp_path: Path) -> None:
+def test_bounding_sets_are_filled_and_the_rest_is_unchanged(tmp_path: Path) -> None:
     unknown = b"\x98\x06\x05"  # field 99, a number: one that gpucr does not know
     plain = core(uid=4001, bounding=[0xFEFFFFFF, 0x1FF])
     body = plain[12:] + unknown
@@ -136,8 +136,8 @@ def test_bounding_sets_become_full_and_all_else_stays(tmp_path: Path) -> None:
     assert list(found) == [0xFFFFFFFF, 0xFFFFFFFF]
 
 
-def test_python_is_a_program_that_can_be_relocated(tmp_path: Path) -> None:
-    """A large one, and one that is built otherwise than the system's."""
+def test_python_can_be_relocated(tmp_path: Path) -> None:
+    """A large program, built differently from the system's."""
     python = Path(sys.executable).resolve()
     copy = tmp_path / "python"
     copy.write_bytes(relocated(python.read_bytes(), loader_of(python), str(tmp_path)))

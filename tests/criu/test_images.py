@@ -1,4 +1,4 @@
-"""gpucr.criu.images: what CRIU wrote is read, changed if it is meant to be, and else comes back as it was."""
+"""gpucr.criu.images: CRIU's images are read, changed where intended, and otherwise kept unchanged."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def files_of(parsed: FilesImage) -> list[tuple[str, int, int | None]]:
     ]
 
 
-def test_what_is_not_known_survives() -> None:
+def test_unknown_fields_survive() -> None:
     data = image(file("/log", os.O_RDWR, 5, 5))
     parsed = FilesImage.parse(data)
     assert parsed.encode() == data
@@ -65,7 +65,7 @@ def test_what_is_not_known_survives() -> None:
     assert parsed.is_changed
 
 
-def test_positions_in_files_of_another_size() -> None:
+def test_file_positions_beyond_another_size() -> None:
     def adapted(flags: int, pos: int, present_bytes: int, size: int | None = 100) -> tuple[int, int | None]:
         parsed = FilesImage.parse(image(file("/log", flags, pos, size), file("/other", flags, pos, size)))
         parsed.adapt_to_sizes({"/log": (100, present_bytes)})
@@ -74,9 +74,9 @@ def test_positions_in_files_of_another_size() -> None:
         ((_, pos, size), _) = files_of(parsed)
         return pos, size
 
-    assert adapted(os.O_WRONLY, 100, 150) == (150, 150), "a writer at the end goes on at the end"
+    assert adapted(os.O_WRONLY, 100, 150) == (150, 150), "a writer at the end continues at the end"
     assert adapted(os.O_RDWR, 120, 150) == (150, 150), "as one that was behind it"
-    assert adapted(os.O_WRONLY, 40, 150) == (40, 150), "another goes on where it was"
+    assert adapted(os.O_WRONLY, 40, 150) == (40, 150), "another continues where it was"
     assert adapted(os.O_RDONLY, 100, 150) == (100, 150), "a reader reads what is new"
     assert adapted(os.O_WRONLY, 100, 30) == (30, 30), "no hole"
     assert adapted(os.O_WRONLY, 40, 30) == (30, 30)
@@ -129,14 +129,14 @@ def test_damage(data: bytes, says: str) -> None:
         FilesImage.parse(data)
 
 
-def test_sockets_that_cannot_be() -> None:
+def test_impossible_sockets() -> None:
     entry = images_pb2.FileEntry.FromString(INSIDE[0])
     entry.isk.family = socket.AF_INET6
     with pytest.raises(ImageError, match="no address that can be"):
         FilesImage.parse(image(entry.SerializeToString())).tcp_sockets()
 
 
-def test_an_image_that_is_too_large(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_oversized_image(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(images, "MAX_IMAGE_BYTES", 100)
     (tmp_path / images.NAME).write_bytes(image(*INSIDE))
     with pytest.raises(ImageError, match="larger than 100 bytes"):
@@ -144,7 +144,7 @@ def test_an_image_that_is_too_large(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 
 @pytest.mark.parametrize("can_link", [True, False])
-def test_a_changed_image_is_put_among_the_others(
+def test_a_changed_image_is_placed_beside_the_others(
     can_link: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "snapshot" / "images"
@@ -169,7 +169,7 @@ def test_a_changed_image_is_put_among_the_others(
 
 
 @pytest.mark.criu
-def test_what_criu_writes_is_read_and_written_alike(workspace: Workspace, start: StartProgram) -> None:
+def test_crius_images_round_trip(workspace: Workspace, start: StartProgram) -> None:
     program = start(
         "import socket\nlog = open('log', 'w')\nlog.write('x' * 70)\nlog.flush()\n"
         "listener = socket.create_server(('127.0.0.1', 0))\n"

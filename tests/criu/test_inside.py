@@ -1,4 +1,4 @@
-"""CRIU inside a sandbox: the same care for the job as outside, and pids that are translated."""
+"""CRIU inside a sandbox: the same guarantees for the job as outside, and translated pids."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Job:
 
     def wait_beats(self) -> None:
         seen = self.beats()
-        wait_for(lambda: self.beats() > seen + 5, "the program to go on")
+        wait_for(lambda: self.beats() > seen + 5, "the program to continue")
 
     def images_bytes(self) -> int:
         return sum(path.stat().st_size for path in self.images.iterdir())
@@ -103,7 +103,7 @@ def make_job(tmp_path: Path) -> Iterator[type[Job]]:
     end_all_in(tmp_path)
 
 
-def test_pids_are_the_callers(make_job: type[Job], tmp_path: Path) -> None:
+def test_pids_are_those_of_the_callers_namespace(make_job: type[Job], tmp_path: Path) -> None:
     job = make_job(tmp_path, CODE)
     hooks: list[tuple[str, int]] = []
     job.dump(on_notify=lambda hook, pid: hooks.append((hook, pid)))
@@ -130,7 +130,7 @@ def test_a_dump_that_ends_the_job(make_job: type[Job], tmp_path: Path) -> None:
     assert not any(map(is_running, tree))
 
 
-def test_nothing_that_was_put_in_the_place_of_criu_is_run(make_job: type[Job], tmp_path: Path) -> None:
+def test_a_program_put_in_place_of_criu_is_not_run(make_job: type[Job], tmp_path: Path) -> None:
     program, ran = tmp_path / "program", tmp_path / "ran"
     program.write_text(f"#!/bin/sh\ntouch {ran}\n")
     program.chmod(0o755)
@@ -169,14 +169,14 @@ def when_writing(job: Job, action: Callable[[], None]) -> threading.Thread:
     return thread
 
 
-def test_deadline_while_memory_is_written(make_job: type[Job], tmp_path: Path) -> None:
+def test_the_deadline_passes_while_memory_is_written(make_job: type[Job], tmp_path: Path) -> None:
     job = make_job(tmp_path, CODE + LARGE)
     with pytest.raises(DeadlineExceeded):
         job.dump(deadline=time.monotonic() + 0.15)
     job.assert_undisturbed()
 
 
-def test_killed_criu_leaves_the_job_running(make_job: type[Job], tmp_path: Path) -> None:
+def test_a_killed_criu_leaves_the_job_running(make_job: type[Job], tmp_path: Path) -> None:
     job = make_job(tmp_path, CODE + LARGE)
     watcher = when_writing(job, lambda: os.kill(job.criu_pid(), signal.SIGKILL))
     with pytest.raises(CriuError, match="SIGKILL"):
@@ -185,7 +185,7 @@ def test_killed_criu_leaves_the_job_running(make_job: type[Job], tmp_path: Path)
     job.assert_undisturbed()
 
 
-def test_killed_criu_leaves_nothing_of_a_restore(make_job: type[Job], tmp_path: Path) -> None:
+def test_a_killed_criu_leaves_nothing_of_a_restore(make_job: type[Job], tmp_path: Path) -> None:
     job = make_job(tmp_path, CODE + LARGE)
     job.dump()
     with job.empty() as made:
@@ -221,15 +221,15 @@ def test_failing_restore_hook(make_job: type[Job], tmp_path: Path, hook: str) ->
     job.assert_undisturbed()
 
 
-def test_a_process_that_is_not_inside(make_job: type[Job], tmp_path: Path) -> None:
+def test_a_process_outside_the_sandbox(make_job: type[Job], tmp_path: Path) -> None:
     job = make_job(tmp_path, CODE)
     job.pid = os.getpid()
     with pytest.raises(ProcessNotFound, match="in the sandbox"):
         job.dump()
 
 
-def test_a_criu_that_is_not_there_inside(make_job: type[Job], tmp_path: Path) -> None:
-    """As where it lies on a file system that the sandbox does not see."""
+def test_a_criu_not_visible_inside(make_job: type[Job], tmp_path: Path) -> None:
+    """As when it is on a file system that the sandbox does not see."""
     job = make_job(tmp_path, CODE)
     job.install = type(job.install)(("/dev/shm/criu",), (4, 2, 0), "path", Path("/dev/shm/criu"))
     with pytest.raises(CriuError, match="could not be started") as caught:
@@ -238,7 +238,7 @@ def test_a_criu_that_is_not_there_inside(make_job: type[Job], tmp_path: Path) ->
     job.assert_undisturbed()
 
 
-def test_a_sandbox_that_has_ended(make_job: type[Job], tmp_path: Path) -> None:
+def test_an_ended_sandbox(make_job: type[Job], tmp_path: Path) -> None:
     job = make_job(tmp_path, CODE)
     job.dump()
     made = job.empty()
@@ -247,7 +247,7 @@ def test_a_sandbox_that_has_ended(make_job: type[Job], tmp_path: Path) -> None:
         job.restore(made)
 
 
-def test_a_new_file_in_place_of_one_that_is_open(make_job: type[Job], tmp_path: Path) -> None:
+def test_an_output_replaced_by_the_restore_is_dumped_again(make_job: type[Job], tmp_path: Path) -> None:
     job = make_job(tmp_path, CODE + "print('old', flush=True)\n")
     job.dump()
     new = tmp_path / "new"

@@ -23,7 +23,7 @@ def nothing_to_find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def fake(path: Path, script: str) -> Path:
-    """A program in CRIU's place: these tests are about choosing, not about CRIU."""
+    """A stand-in for CRIU: these tests are about the choice, not about CRIU."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(0o755)
@@ -37,21 +37,21 @@ def fake_unpacked(version: str) -> Path:
     return root
 
 
-def test_none(tmp_path: Path) -> None:
+def test_no_criu(tmp_path: Path) -> None:
     with pytest.raises(CriuUnavailable, match="no `criu` on PATH") as caught:
         find_criu()
     assert "gpucr criu" in str(caught.value.hint)
     assert caught.value.exit_code == 4
 
 
-def test_path(tmp_path: Path) -> None:
+def test_criu_on_path(tmp_path: Path) -> None:
     criu = fake(tmp_path / "bin/criu", "echo Version: 4.2\necho GitID: v4.2")
     found = find_criu()
     assert (found.version, found.origin, found.path) == ((4, 2, 0), "path", criu)
     assert found.version_text == "4.2"
 
 
-def test_it_is_asked_once_and_again_when_it_is_another_one(tmp_path: Path) -> None:
+def test_criu_is_probed_once_and_again_when_replaced(tmp_path: Path) -> None:
     asked = tmp_path / "asked"
     fake(tmp_path / "bin/criu", f"echo >>{asked}; echo Version: 4.2")
     assert [find_criu().version for _ in range(2)] == [(4, 2, 0)] * 2
@@ -61,12 +61,12 @@ def test_it_is_asked_once_and_again_when_it_is_another_one(tmp_path: Path) -> No
     assert asked.read_text() == "\n\n"
 
 
-def test_a_bad_line_in_the_configuration_of_every_criu_hides_none(tmp_path: Path) -> None:
+def test_a_bad_line_in_crius_configuration_does_not_hide_criu(tmp_path: Path) -> None:
     fake(tmp_path / "bin/criu", 'case "$*" in *--no-default-config*) echo Version: 4.2 ;; *) exit 1 ;; esac')
     assert find_criu().version == (4, 2, 0)
 
 
-def test_environment_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_variable_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake(tmp_path / "bin/criu", "echo Version: 4.2")
     mine = fake(tmp_path / "mine", "echo Version: 4.1.1")
     monkeypatch.setenv("GPUCR_CRIU", str(mine))
@@ -74,7 +74,7 @@ def test_environment_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert (found.command, found.version, found.origin) == ((str(mine),), (4, 1, 1), "environment")
 
 
-def test_environment_is_never_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_variable_is_never_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake(tmp_path / "bin/criu", "echo Version: 4.2")
     monkeypatch.setenv("GPUCR_CRIU", str(tmp_path / "missing"))
     with pytest.raises(CriuUnavailable, match="missing does not start") as caught:
@@ -91,13 +91,13 @@ def test_environment_is_never_passed_over(tmp_path: Path, monkeypatch: pytest.Mo
         ("exit 3", "exit status 3"),
     ],
 )
-def test_unusable_on_path_is_told(tmp_path: Path, script: str, said: str) -> None:
+def test_an_unusable_criu_on_path_is_reported(tmp_path: Path, script: str, said: str) -> None:
     fake(tmp_path / "bin/criu", script)
     with pytest.raises(CriuUnavailable, match=said):
         find_criu()
 
 
-def test_provided_takes_the_place_of_an_unusable_one(tmp_path: Path) -> None:
+def test_a_provided_criu_replaces_an_unusable_one(tmp_path: Path) -> None:
     fake(tmp_path / "bin/criu", "echo Version: 3.17.1")
     root = fake_unpacked("4.1.1")
     found = find_criu()
@@ -105,7 +105,7 @@ def test_provided_takes_the_place_of_an_unusable_one(tmp_path: Path) -> None:
     assert found.command[1] == "--library-path"
 
 
-def test_newest_provided_that_starts() -> None:
+def test_the_newest_provided_criu_that_starts() -> None:
     fake_unpacked("4.1.1")
     fake_unpacked("4.2.1")
     broken = fake_unpacked("4.3")
@@ -115,7 +115,7 @@ def test_newest_provided_that_starts() -> None:
     assert found.version == (4, 2, 1)
 
 
-def test_kernel_may_need_a_newer_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernel_may_need_a_newer_criu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(install, "least_version", lambda: (4, 2, 0))
     fake(tmp_path / "bin/criu", "echo Version: 4.1.1")
     with pytest.raises(CriuUnavailable, match=r"needs 4\.2 or newer"):
@@ -132,7 +132,7 @@ def test_version_text() -> None:
     assert [version_text(v) for v in ((4, 1, 1), (4, 2, 0))] == ["4.1.1", "4.2"]
 
 
-def test_least_version_is_what_this_kernel_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_minimum_version_is_what_this_kernel_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The probe sees what the kernel does, so it cannot be wrong about a kernel with a back-ported change."""
     monkeypatch.undo()
     major, minor = (int(part) for part in os.uname().release.split(".")[:2])
@@ -148,7 +148,7 @@ def given_to_another_user(path: Path) -> None:
     os.chown(path, 65534, 65534)
 
 
-def test_what_another_user_can_replace_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_criu_another_user_can_replace_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     criu = fake(tmp_path / "home" / "bin" / "criu", f"touch {tmp_path}/ran; echo Version: 4.2")
     (tmp_path / "link").symlink_to(criu)
     given_to_another_user(tmp_path / "home")
@@ -162,7 +162,7 @@ def test_what_another_user_can_replace_is_not_run(tmp_path: Path, monkeypatch: p
     assert not (tmp_path / "ran").exists()
 
 
-def test_one_on_path_that_another_user_can_replace_is_passed_over(tmp_path: Path) -> None:
+def test_a_criu_on_path_another_user_can_replace_is_skipped(tmp_path: Path) -> None:
     criu = fake(tmp_path / "bin/criu", f"touch {tmp_path}/ran; echo Version: 4.2")
     criu.chmod(0o777)
     with pytest.raises(CriuUnavailable, match=r"is not run: every user \(mode 0777\) can change 'criu'"):
@@ -173,8 +173,8 @@ def test_one_on_path_that_another_user_can_replace_is_passed_over(tmp_path: Path
 
 
 @pytest.mark.parametrize("inner", ["", "4.2-some/usr", "4.2-some/usr/lib/x86_64-linux-gnu/libsome.so"])
-def test_provided_ones_that_another_user_can_change(inner: str) -> None:
-    """HOME of another user, as with sudo; or a part of it is theirs."""
+def test_provided_criu_another_user_can_change(inner: str) -> None:
+    """HOME belongs to another user, as with sudo, or a part of it does."""
     root = fake_unpacked("4.2")
     (root / "usr/lib/x86_64-linux-gnu/libsome.so").touch()
     given_to_another_user(provided_folder() / inner)

@@ -37,7 +37,7 @@ for page in range(0, len(memory), 4096):
 
 
 class HookError(Exception):
-    """What a caller's callback may raise."""
+    """An exception from a caller's callback."""
 
 
 def images_size_bytes(images: Path) -> int:
@@ -83,8 +83,8 @@ def test_failing_dump_hook(workspace: Workspace, start: StartProgram, hook: str,
     program.assert_undisturbed(pids)
 
 
-def test_deadline_at_every_point_up_to_the_memory(workspace: Workspace, start: StartProgram) -> None:
-    """The deadline is moved on, dump by dump, until it falls into the writing of memory."""
+def test_the_deadline_passes_at_every_point_up_to_the_memory(workspace: Workspace, start: StartProgram) -> None:
+    """The deadline moves later with each dump, until it passes while memory is written."""
     program = start(TREE + LARGE)
     pids = program.tree()
     for delay_ms in range(0, 10_000, 15):
@@ -99,7 +99,7 @@ def test_deadline_at_every_point_up_to_the_memory(workspace: Workspace, start: S
     assert 8 << 20 < images_size_bytes(workspace.images) < 500 << 20
 
 
-def test_deadline_while_a_hook_blocks(workspace: Workspace, start: StartProgram) -> None:
+def test_the_deadline_passes_while_a_hook_blocks(workspace: Workspace, start: StartProgram) -> None:
     program = start(TREE)
     pids = program.tree()
     deadline = time.monotonic() + 0.3
@@ -113,7 +113,9 @@ def test_deadline_while_a_hook_blocks(workspace: Workspace, start: StartProgram)
     program.assert_undisturbed(pids)
 
 
-def test_deadline_while_a_task_does_not_stop(workspace: Workspace, start: StartProgram, tmp_path: Path) -> None:
+def test_the_deadline_passes_while_a_task_does_not_stop(
+    workspace: Workspace, start: StartProgram, tmp_path: Path
+) -> None:
     """The parent of a vfork child is in an uninterruptible sleep, in which ptrace cannot stop it."""
     source = tmp_path / "vfork.c"
     source.write_text("#include <unistd.h>\nint main(void) { if (vfork() == 0) for (;;) pause(); return 0; }\n")
@@ -182,7 +184,7 @@ def test_criu_ignores_a_stray_ctrl_c_and_term(workspace: Workspace, start: Start
     program.assert_undisturbed(pids)
 
 
-def test_killed_criu_leaves_the_tree_running(workspace: Workspace, start: StartProgram) -> None:
+def test_a_killed_criu_leaves_the_tree_running(workspace: Workspace, start: StartProgram) -> None:
     program = start(TREE + LARGE)
     pids = program.tree()
     watcher = when_writing(workspace.images, lambda: only_criu(program.pid).kill())
@@ -212,7 +214,7 @@ def test_failing_restore_hook(workspace: Workspace, start: StartProgram, hook: s
 
 
 @pytest.mark.parametrize("delay_s", sample([0.0, 0.02, 0.05, 0.1, 0.2], 4))
-def test_deadline_of_a_restore(workspace: Workspace, start: StartProgram, delay_s: float) -> None:
+def test_the_deadline_of_a_restore(workspace: Workspace, start: StartProgram, delay_s: float) -> None:
     program = start(TREE + LARGE)
     pids = program.tree()
     workspace.dump(program)
@@ -222,7 +224,7 @@ def test_deadline_of_a_restore(workspace: Workspace, start: StartProgram, delay_
     wait_for(lambda: not any(is_running(pid) for pid in pids), "the killed tasks to be gone")
 
 
-def test_killed_criu_leaves_nothing_of_a_restore(workspace: Workspace, start: StartProgram) -> None:
+def test_a_killed_criu_leaves_nothing_of_a_restore(workspace: Workspace, start: StartProgram) -> None:
     program = start(TREE + LARGE)
     pids = program.tree()
     workspace.dump(program)
@@ -244,7 +246,7 @@ def test_killed_criu_leaves_nothing_of_a_restore(workspace: Workspace, start: St
     wait_for(lambda: not any(is_running(pid) for pid in pids), "the restored tasks to end")
 
 
-def test_dump_of_a_process_that_ends(workspace: Workspace, criu: Criu) -> None:
+def test_a_process_ends_during_the_dump(workspace: Workspace, criu: Criu) -> None:
     child = subprocess.Popen(["sleep", "3600"], start_new_session=True)
 
     def end(hook: str, _pid: int) -> None:

@@ -1,4 +1,4 @@
-"""What is looked at before a dump, on real processes."""
+"""The checks before a dump, on real processes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_session_leader_outside() -> None:
         child.wait()
 
 
-def test_process_that_is_gone() -> None:
+def test_an_ended_process() -> None:
     child = subprocess.Popen(["true"])
     child.wait()
     assert choose_dump_options([child.pid], leave_running=False) == DumpOptions(False, False, 1 << 20, "skip")
@@ -68,7 +68,7 @@ def test_deleted_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.criu
-def test_deleted_file_that_is_only_mapped(tmp_path: Path) -> None:
+def test_a_deleted_file_that_is_only_mapped(tmp_path: Path) -> None:
     import mmap
 
     path = tmp_path / "mapped"
@@ -80,7 +80,7 @@ def test_deleted_file_that_is_only_mapped(tmp_path: Path) -> None:
 
 
 def test_connections() -> None:
-    """In a process of its own: that of the tests may still have connections of others (to object stores)."""
+    """In a separate process: the tests' own may still have other connections (to object stores)."""
     code = (
         "import os, socket\n"
         "from gpucr.criu.options import has_connections\n"
@@ -96,7 +96,7 @@ def test_connections() -> None:
     assert parent == str(has_connections([os.getpid()]))
 
 
-def test_sockets_that_have_no_connection() -> None:
+def test_sockets_without_a_connection() -> None:
     """The tables of the whole machine are not read for them."""
     code = (
         "import os, socket\n"
@@ -118,7 +118,7 @@ def test_connections_over_ipv6() -> None:
         assert has_connections([os.getpid()])
 
 
-def test_network_lock_method_is_not_skipped_with_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_network_lock_is_not_skipped_with_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     answers = iter([True, False])
 
@@ -135,7 +135,7 @@ def test_network_lock_method_is_not_skipped_with_connections(monkeypatch: pytest
     assert asked == [(install, "network_lock_nftables")] * 2
 
 
-def test_an_ordinary_users_criu_silences_no_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_ordinary_users_criu_locks_no_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda name: f"/sbin/{name}")
     install = CriuInstall(("criu",), (4, 2, 1), "granted", Path("criu"), is_unprivileged=True)
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()):

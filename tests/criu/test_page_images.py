@@ -1,4 +1,4 @@
-"""gpucr.criu.page_images: pieces follow addresses, and what is not understood is left out."""
+"""gpucr.criu.page_images: pieces follow addresses, and unknown images are skipped."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_piece_is_a_window_of_addresses(tmp_path: Path) -> None:
     assert cuts(tmp_path, (4, 1, PRESENT), (6, 1, PRESENT), (8, 1, PRESENT), (400, 1, PRESENT), pages=4) == [0, 2, 3]
 
 
-def test_a_page_more_changes_one_piece(tmp_path: Path) -> None:
+def test_an_added_page_changes_one_piece(tmp_path: Path) -> None:
     def ends(*runs: tuple[int, int, int], pages: int) -> list[int]:
         return [pages - start for start in cuts(tmp_path, *runs, pages=pages)]
 
@@ -57,11 +57,11 @@ def test_a_page_more_changes_one_piece(tmp_path: Path) -> None:
     assert before[1:] == after[1:]
 
 
-def test_pages_that_are_elsewhere_do_not_count(tmp_path: Path) -> None:
+def test_pages_in_parent_images_do_not_count(tmp_path: Path) -> None:
     assert cuts(tmp_path, (4, 4, PRESENT), (8, 100, PARENT), (108, 4, PRESENT), pages=8) == [0, 4]
 
 
-def test_images_that_are_not_understood_are_left_out(tmp_path: Path) -> None:
+def test_unknown_images_are_skipped(tmp_path: Path) -> None:
     good = pagemap(1, (4, 8, PRESENT))
     for data, pages in (
         (good, 7),
@@ -78,14 +78,14 @@ def test_images_that_are_not_understood_are_left_out(tmp_path: Path) -> None:
     assert page_images.cuts(tmp_path, PIECE) == {}
 
 
-def test_a_map_of_more_than_there_is_asks_for_nothing(tmp_path: Path) -> None:
+def test_a_map_larger_than_its_pages_is_ignored(tmp_path: Path) -> None:
     write(tmp_path, 1, pagemap(1, (4, 1 << 31, PRESENT)), 8)
     assert page_images.cuts(tmp_path, PIECE) == {}
 
 
 @settings(deadline=None, database=None, max_examples=60)
 @given(st.data())
-def test_any_bytes_are_a_map_or_refused(data: st.DataObject) -> None:
+def test_arbitrary_bytes_are_a_map_or_refused(data: st.DataObject) -> None:
     whole = pagemap(1, (4, 8, PRESENT), (40, 3, PARENT), (50, 1, PRESENT))
     if data.draw(st.booleans()):
         place = data.draw(st.integers(0, len(whole) - 1))
@@ -105,7 +105,7 @@ def test_any_bytes_are_a_map_or_refused(data: st.DataObject) -> None:
 
 
 @pytest.mark.criu
-def test_the_images_of_this_criu_are_understood(process_without_cuda: int, tmp_path: Path) -> None:
+def test_this_crius_images_are_understood(process_without_cuda: int, tmp_path: Path) -> None:
     import gpucr
 
     gpucr.dump(process_without_cuda, tmp_path / "s", leave_running=True)

@@ -155,7 +155,7 @@ def test_second_call_fetches_nothing(mirror: Mirror) -> None:
 
 
 @needs_apt
-def test_release_that_is_too_old_or_missing_is_passed_over(mirror: Mirror) -> None:
+def test_a_release_that_is_too_old_or_missing_is_skipped(mirror: Mirror) -> None:
     mirror.publish("new", "4.2.1", loader_for("4.2.1"))
     assert provide_criu().version == (4, 2, 1)
     shutil.rmtree(provided_folder())
@@ -173,7 +173,7 @@ def test_no_release_has_it(mirror: Mirror) -> None:
 
 
 @needs_apt
-def test_criu_that_does_not_start_is_not_put_in_place(mirror: Mirror) -> None:
+def test_a_criu_that_does_not_start_is_not_installed(mirror: Mirror) -> None:
     mirror.publish("old", "4.1.1", "#!/bin/sh\necho broken >&2\nexit 1\n")
     with pytest.raises(CriuUnavailable, match="broken"):
         provide_criu()
@@ -205,7 +205,7 @@ def test_tampered_release_is_refused(mirror: Mirror) -> None:
 @pytest.mark.parametrize(
     "period_s", [(-2 * DAY_S, -DAY_S), (DAY_S, 2 * DAY_S)], ids=["a mirror that stood still", "a clock that is slow"]
 )
-def test_a_release_of_another_time_is_refused(
+def test_a_release_from_another_time_is_refused(
     mirror: Mirror, monkeypatch: pytest.MonkeyPatch, period_s: tuple[float, float]
 ) -> None:
     monkeypatch.setattr(apt, "_carried_settings", list)  # this machine's could allow it
@@ -256,7 +256,7 @@ def test_tampered_package_is_refused(mirror: Mirror) -> None:
 
 
 @needs_apt
-def test_interrupted_fetch_leaves_nothing(mirror: Mirror) -> None:
+def test_an_interrupted_fetch_leaves_nothing(mirror: Mirror) -> None:
     mirror.publish("old", "4.1.1", loader_for("4.1.1"))
 
     def interrupt(line: str) -> None:
@@ -269,7 +269,7 @@ def test_interrupted_fetch_leaves_nothing(mirror: Mirror) -> None:
 
 
 @needs_apt
-def test_what_a_killed_fetch_has_left_is_removed(mirror: Mirror) -> None:
+def test_leftovers_of_a_killed_fetch_are_removed(mirror: Mirror) -> None:
     mirror.publish("old", "4.1.1", loader_for("4.1.1"))
     (provided_folder() / ".fetch-killed/apt").mkdir(parents=True)
     provide_criu()
@@ -277,7 +277,7 @@ def test_what_a_killed_fetch_has_left_is_removed(mirror: Mirror) -> None:
 
 
 @needs_apt
-def test_two_at_once(mirror: Mirror) -> None:
+def test_two_concurrent_fetches(mirror: Mirror) -> None:
     mirror.publish("old", "4.1.1", loader_for("4.1.1"))
     found: list[CriuInstall] = []
     downloads: list[str] = []

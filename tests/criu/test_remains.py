@@ -1,4 +1,4 @@
-"""What a killed CRIU has left of a tree is ended to the last task."""
+"""The remains of a tree after a killed CRIU are ended, to the last task."""
 
 from __future__ import annotations
 
@@ -37,9 +37,7 @@ def is_running(pid: int) -> bool:
     return stat is not None and stat.status != "Z"
 
 
-def test_a_task_that_was_forked_meanwhile(
-    tasks: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_task_forked_meanwhile(tasks: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch) -> None:
     """CRIU's first task makes the second; it may do so after that one was looked for and before it is killed itself."""
     parent, child = tasks
     pids = [parent.pid]
@@ -56,9 +54,7 @@ def test_a_task_that_was_forked_meanwhile(
     assert not is_running(child.pid)
 
 
-def test_older_processes_that_have_these_pids_are_left_alone(
-    tmp_path: Path, tasks: list[subprocess.Popen[bytes]]
-) -> None:
+def test_older_processes_with_these_pids_are_left_alone(tmp_path: Path, tasks: list[subprocess.Popen[bytes]]) -> None:
     for task in tasks:
         add_to_tree(tmp_path, task.pid)
     pids = task_pids(tmp_path)

@@ -1,4 +1,4 @@
-"""The messages: field numbers are CRIU's, and the generated code is what rpc.proto says."""
+"""The messages: field numbers are CRIU's, and the generated code matches rpc.proto."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gpucr.criu import rpc_pb2
 PROTO = Path(rpc_pb2.__file__).with_name("rpc.proto")
 
 
-def test_generated_code_is_of_this_proto() -> None:
+def test_generated_code_matches_the_proto() -> None:
     """Compared by content, since newer protocs write other text around it."""
     written: dict[str, dict[str, int]] = {}
     for kind, name, body in re.findall(

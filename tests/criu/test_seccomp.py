@@ -39,7 +39,7 @@ while True:
 
 
 @pytest.mark.parametrize("leave_running", [False, True])
-def test_a_job_that_is_refused_io_uring(leave_running: bool, start: StartProgram, workspace: Workspace) -> None:
+def test_a_job_with_io_uring_denied(leave_running: bool, start: StartProgram, workspace: Workspace) -> None:
     program = start(FILTERED, LOOP)
     pids = program.tree()
     workspace.dump(program, leave_running=leave_running)
@@ -50,7 +50,7 @@ def test_a_job_that_is_refused_io_uring(leave_running: bool, start: StartProgram
     program.wait_gone(pids)
     seen = program.beats()
     assert workspace.restore() == program.pid
-    wait_for(lambda: program.beats() > seen + 5, "the program to go on")
+    wait_for(lambda: program.beats() > seen + 5, "the program to continue")
     for pid in pids:
         assert len(os.listdir(f"/proc/{pid}/task")) == (2 if pid == program.pid else 1)
         assert status_of(pid, "Seccomp") == "2"

@@ -1,4 +1,4 @@
-"""Canaries are taken through a checkpoint, and what became of them is what the driver did to them."""
+"""Canaries are taken through a checkpoint, and their outcome shows what the driver does."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def no_canary_is_left() -> bool:
 
 
 def canaries() -> list[int]:
-    """Those of this test: another one may run some at the same time."""
+    """This test's canaries: other tests may run some at the same time."""
     return [pid for pid in processes_of_this_test() if is_canary(pid)]
 
 
@@ -82,7 +82,7 @@ def test_newer_drivers(
     assert {name: measure(driver, name).outcome for name in outcomes} == outcomes
 
 
-def test_what_the_machine_lacks(driver: CudaDriver, sim: pytest.MonkeyPatch) -> None:
+def test_features_the_machine_lacks(driver: CudaDriver, sim: pytest.MonkeyPatch) -> None:
     sim.setenv("GPUCR_SIM_PEERS", "0")
     result = measure(driver, "peer_access")
     assert (result.outcome, result.detail) == (NOT_POSSIBLE, "needs GPUs that can reach each other's memory")
@@ -93,7 +93,7 @@ def test_what_the_machine_lacks(driver: CudaDriver, sim: pytest.MonkeyPatch) -> 
 # --- an end before the end ---------------------------------------------------------------------------------------
 
 
-def test_a_probe_that_is_cancelled_keeps_nothing(driver: CudaDriver, sim: pytest.MonkeyPatch) -> None:
+def test_a_cancelled_probe_keeps_nothing(driver: CudaDriver, sim: pytest.MonkeyPatch) -> None:
     cancel, measured = gpucr.Cancellation(), list[str]()
 
     def cancel_after_the_first(result: CanaryResult) -> None:
@@ -107,8 +107,8 @@ def test_a_probe_that_is_cancelled_keeps_nothing(driver: CudaDriver, sim: pytest
     assert gpucr.last_probe().results == ()
 
 
-def test_a_canary_that_is_waited_for_is_ended(driver: CudaDriver, sim: pytest.MonkeyPatch) -> None:
-    """It stands still, and would until its time is over."""
+def test_cancelling_ends_a_stopped_canary(driver: CudaDriver, sim: pytest.MonkeyPatch) -> None:
+    """It is stopped, and would be until it times out."""
     cancel, real = gpucr.Cancellation(), canary.Canary.wait_ready
 
     def stop_and_cancel(self: canary.Canary) -> None:
@@ -197,7 +197,7 @@ def test_a_vault_that_does_not_start(driver: CudaDriver, sim: pytest.MonkeyPatch
     [("", COMES_BACK, None), ("checkpoint=801", REFUSED, "checkpoint"), ("restore=2", LOST, "restore"),
      ("complete#1=999", LOST, "checkpoint"), ("complete#2=999", LOST, "restore")],
 )  # fmt: skip
-def test_memory_that_the_driver_hands_over(
+def test_memory_in_custom_storage(
     driver: CudaDriver, sim: pytest.MonkeyPatch, faults: str, outcome: CanaryOutcome, action: str | None
 ) -> None:
     sim.setenv("GPUCR_SIM_DRIVER", "615")
@@ -207,7 +207,7 @@ def test_memory_that_the_driver_hands_over(
 
 
 @pytest.mark.root
-def test_a_driver_that_hands_nothing_over(driver: CudaDriver, sim: pytest.MonkeyPatch) -> None:
+def test_a_driver_without_custom_storage(driver: CudaDriver, sim: pytest.MonkeyPatch) -> None:
     result = measure(driver, "custom_storage")
     assert result.outcome is NOT_POSSIBLE
     assert "this driver has no custom storage" in result.detail
@@ -224,7 +224,7 @@ def test_a_driver_call_that_hangs(driver: CudaDriver, sim: pytest.MonkeyPatch, f
     assert result.action == faults.partition("=")[0]
 
 
-def test_one_of_a_pair_hangs(driver: CudaDriver, sim: pytest.MonkeyPatch) -> None:
+def test_one_process_of_a_pair_hangs(driver: CudaDriver, sim: pytest.MonkeyPatch) -> None:
     sim.setenv("GPUCR_SIM_FAULTS", "restore=hang")
     assert measure(driver, "shared_memory_ranks", timeout_s=2).outcome is TIMED_OUT
 
@@ -233,10 +233,10 @@ def test_one_of_a_pair_hangs(driver: CudaDriver, sim: pytest.MonkeyPatch) -> Non
     ("owner", "name", "faults"),
     [(gang, "discover", ""), (canary.Canary, "ask", ""), (canary.Canary, "ask", "checkpoint=801")],
 )
-def test_time_that_runs_out_between_two_actions(
+def test_the_time_limit_passes_between_two_actions(
     driver: CudaDriver, sim: pytest.MonkeyPatch, owner: object, name: str, faults: str
 ) -> None:
-    """Then the canary is killed: what is seen of it after that is nothing that the driver has done."""
+    """Then the canary is killed, and its later state says nothing about the driver."""
     sim.setenv("GPUCR_SIM_FAULTS", faults)
     real, is_late = getattr(owner, name), False
 
@@ -258,7 +258,7 @@ def test_time_that_runs_out_between_two_actions(
     assert is_late
 
 
-def test_a_canary_that_never_gets_ready(driver: CudaDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_canary_never_becomes_ready(driver: CudaDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(canary, "_BOOTSTRAP", "import signal; signal.pause()")
     result = measure(driver, "plain", timeout_s=0.5)
     assert (result.outcome, result.action) == (TIMED_OUT, None)
@@ -280,7 +280,7 @@ def test_a_canary_that_does_not_start(
     assert (result.outcome, result.detail) == (NOT_POSSIBLE, f"the canary could not be started: {says}")
 
 
-def test_data_that_comes_back_wrong(driver: CudaDriver, sim: pytest.MonkeyPatch) -> None:
+def test_data_that_is_restored_wrong(driver: CudaDriver, sim: pytest.MonkeyPatch) -> None:
     """The program notices it, even if the driver does not."""
     spoil = (
         "import sys; sys.path[:0] = sys.argv[2:]\n"
@@ -298,7 +298,7 @@ def test_data_that_comes_back_wrong(driver: CudaDriver, sim: pytest.MonkeyPatch)
     assert "device memory does not hold what was written before the checkpoint" in result.detail
 
 
-def test_a_prober_that_is_killed_leaves_no_canary(sim_only: None, tmp_path: Path) -> None:
+def test_a_killed_probe_leaves_no_canary(sim_only: None, tmp_path: Path) -> None:
     pid = os.fork()
     if pid == 0:
         os.environ["GPUCR_SIM_FAULTS"] = "checkpoint=hang"
@@ -324,7 +324,7 @@ def test_probe_measures_all_and_keeps_it(sim: pytest.MonkeyPatch, state_home: Pa
     assert gpucr.last_probe() == report
 
 
-def test_only_one_is_measured_again_and_the_others_stay(sim: pytest.MonkeyPatch) -> None:
+def test_one_canary_can_be_measured_again_alone(sim: pytest.MonkeyPatch) -> None:
     first = gpucr.probe(["plain"], canary_timeout_s=LONG_S)
     assert [result.name for result in first.results] == ["plain"]
     second = gpucr.probe(["managed"], canary_timeout_s=LONG_S)
@@ -334,7 +334,7 @@ def test_only_one_is_measured_again_and_the_others_stay(sim: pytest.MonkeyPatch)
     assert [result.outcome for result in gpucr.probe(["plain"], canary_timeout_s=LONG_S).results] == [LOST, REFUSED]
 
 
-def test_another_driver_has_nothing_measured(sim: pytest.MonkeyPatch) -> None:
+def test_another_driver_has_no_results(sim: pytest.MonkeyPatch) -> None:
     gpucr.probe(["plain"], canary_timeout_s=LONG_S)
     sim.setenv("GPUCR_SIM_DRIVER", "610")
     assert gpucr.last_probe().results == ()
@@ -350,17 +350,17 @@ def test_results_that_cannot_be_kept(sim: pytest.MonkeyPatch, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("time_s", [0, -1, float("inf"), float("nan")])
-def test_a_time_that_cannot_be_meant(time_s: float) -> None:
+def test_an_invalid_time_limit(time_s: float) -> None:
     with pytest.raises(gpucr.InvalidRequest, match="cannot run for"):
         gpucr.probe(canary_timeout_s=time_s)
 
 
-def test_a_name_that_is_no_canarys() -> None:
+def test_an_unknown_canary() -> None:
     with pytest.raises(gpucr.InvalidRequest, match="no canary 'parrot'"):
         gpucr.probe(["parrot"])
 
 
-def test_what_preflight_can_rely_on(sim: pytest.MonkeyPatch, driver: CudaDriver) -> None:
+def test_results_preflight_can_use(sim: pytest.MonkeyPatch, driver: CudaDriver) -> None:
     assert operation.measurements(driver) == {}
     assert operation.measurements(None) == {}
     gpucr.probe(["plain", "peer_access", "managed"], canary_timeout_s=LONG_S)

@@ -1,4 +1,4 @@
-"""Results are believed only when they are exactly as they were written."""
+"""Results are used only if they are exactly as written."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PEERS = CanaryResult(
 REPORT = ProbeReport(MACHINE, (PLAIN, PEERS), None)
 
 
-def test_what_is_written_is_read_again(tmp_path: Path) -> None:
+def test_results_round_trip(tmp_path: Path) -> None:
     path = store.save(REPORT, tmp_path / "probes")
     assert store.load(MACHINE, tmp_path / "probes") == replace(REPORT, path=str(path))
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -45,7 +45,7 @@ def test_another_machine_has_no_results(tmp_path: Path, other: MeasuredMachine) 
     assert store.load(other, tmp_path) == ProbeReport(other, (), None)
 
 
-def test_nothing_was_written(tmp_path: Path) -> None:
+def test_no_results(tmp_path: Path) -> None:
     assert store.load(MACHINE, tmp_path / "nowhere") == ProbeReport(MACHINE, (), None)
 
 
@@ -97,9 +97,7 @@ def _result(**members: Any) -> Callable[[Path], object]:
         (_result(measured_at="yesterday"), "results[0].measured_at: expected `str` matching"),
     ],
 )
-def test_what_is_not_as_it_was_written_is_left_out(
-    tmp_path: Path, damage: Callable[[Path], object], reason: str
-) -> None:
+def test_damaged_results_are_ignored(tmp_path: Path, damage: Callable[[Path], object], reason: str) -> None:
     path = store.save(REPORT, tmp_path)
     if os.geteuid() != 0 and "chown" in repr(damage.__code__.co_names):
         pytest.skip("needs root, to give a file away")
@@ -111,7 +109,7 @@ def test_what_is_not_as_it_was_written_is_left_out(
     assert reason.lower() in found.problem.lower()
 
 
-def test_a_write_that_fails_leaves_the_old_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_keeps_the_old_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store.save(REPORT, tmp_path)
 
     def full(fd: int) -> None:

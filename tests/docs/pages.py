@@ -24,7 +24,7 @@ def page(name: str) -> str:
 
 
 def section(text: str, heading: str) -> str:
-    """What stands under a heading, up to the next one of the same or a higher rank."""
+    """The text under a heading, up to the next one of the same or a higher level."""
     begin = re.search(rf"^(#+) {re.escape(heading)}$", text, re.MULTILINE)
     assert begin is not None, f"there is no heading {heading!r}"
     rest = text[begin.end() :]
@@ -33,7 +33,7 @@ def section(text: str, heading: str) -> str:
 
 
 def of_command(text: str, name: str) -> str:
-    """What is said of a command: a section, or else the row of a table that begins with it."""
+    """The description of a command: a section, or else the table row that begins with it."""
     if re.search(rf"^#+ {re.escape(name)}$", text, re.MULTILINE):
         return section(text, name)
     row = re.search(rf"^\| `{re.escape(name)}[ `].*$", text, re.MULTILINE)
@@ -47,7 +47,7 @@ def without_fences(text: str) -> str:
 
 
 def fences(text: str) -> str:
-    """What is in code fences: commands to type, and what they print."""
+    """The content of code fences: commands to type, and their output."""
     return "\n".join(_FENCE.findall(text))
 
 

@@ -1,4 +1,4 @@
-"""What a page's console blocks show is typed into a shell, and its answers are compared with the page.
+"""Type the commands of a page's console blocks into a shell, and compare the output with the page.
 
 ``python -m tests.docs.sessions PAGE`` shows what a page's commands print now, for whoever brings the page up to date.
 """
@@ -145,7 +145,7 @@ def _stable(line: str) -> str:
 
 
 def differences(typed: Typed, answer: Answer) -> list[str]:
-    """What the page shows and the command did not print, or the other way round.
+    """Lines that the page shows and the command did not print, or vice versa.
 
     All of stdout must be on the page. Of stderr, what the page shows must have been said.
     """

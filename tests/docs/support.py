@@ -19,7 +19,7 @@ MODULES = (gpu_memory, interposed, gpu_use, processes, outside, machine, users)
 
 
 def facts(module: ModuleType) -> dict[str, Fact]:
-    """What a module of `gpucr.diagnosis.preflight.support` knows, by name and in its order."""
+    """The facts in a module of `gpucr.diagnosis.preflight.support`, by name and in order."""
     return {name: value for name, value in vars(module).items() if isinstance(value, Fact)}
 
 

@@ -1,4 +1,4 @@
-"""The fragments of the changelog are such that a release can be made of them."""
+"""A release can be made from the changelog fragments."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ _HEADINGS = sorted({" ".join(name.split()[:2]) for name in COMMANDS if name != "
 
 
 @pytest.mark.parametrize("name", _HEADINGS)
-def test_every_command_is_described_with_options_that_it_has(name: str) -> None:
+def test_every_command_is_described_with_its_real_options(name: str) -> None:
     """The options themselves are in the help and on the site's page that is made of it (test_site.py)."""
     described = without_fences(of_command(_COMMANDS_PAGES, name))
     below = [each for each in COMMANDS if f"{each} ".startswith(f"{name} ")]
@@ -183,14 +183,14 @@ def _kinds(described: str) -> set[str]:
     return {{"object": "map"}.get(word, word) for word in words} - {"null"}
 
 
-def test_a_key_has_one_type_in_all_commands() -> None:
+def test_a_key_has_the_same_type_in_all_commands() -> None:
     types: dict[str, set[str]] = {}
     for _heading, path, described in _all_fields():
         types.setdefault(path.rpartition(".")[2].rstrip("[]"), set()).update(_kinds(described))
     assert {key: kinds for key, kinds in types.items() if len(kinds) > 1} == {}
 
 
-def test_the_same_words_are_used_in_all_keys() -> None:
+def test_keys_use_consistent_words() -> None:
     """``size_bytes`` and not ``bytes``, ``command_line`` and not ``command``; units at the end; no ``is_``."""
     instead = {
         "bytes": "size_bytes", "size": "size_bytes", "command": "command_line", "duration_s": "seconds",

@@ -1,4 +1,4 @@
-"""What a shell is told when it completes a command line of gpucr."""
+"""What a shell is offered when it completes a command line of gpucr."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_files(words: str) -> None:
 
 
 def test_every_path_is_completed() -> None:
-    """No option or argument that is a path, by what it is called, is left to guess."""
+    """Every option or argument whose name suggests a path is completed as one."""
     names = {"DIR", "FILE", "STORE", "STORE#NAME", "DIR|STORE[#NAME]", "STORE[#NAME]|DIR", "STORE[#NAME]"}
     for name, each in COMMANDS.items():
         for parameter in each.params:
@@ -144,7 +144,7 @@ def test_bash_completes_paths(tmp_path: Path) -> None:
         bash.close()
 
 
-def test_nothing_is_offered_and_nothing_said_where_nothing_can_be_known(tmp_path: Path) -> None:
+def test_without_information_completion_is_empty_and_silent(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.touch()
     nowhere = {"XDG_STATE_HOME": str(blocked)}
@@ -152,7 +152,7 @@ def test_nothing_is_offered_and_nothing_said_where_nothing_can_be_known(tmp_path
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_the_script_is_one_of_its_shell(shell: str, tmp_path: Path) -> None:
+def test_the_script_is_valid_in_its_shell(shell: str, tmp_path: Path) -> None:
     done = command.run("completion", shell)
     assert (done.returncode, f"_GPUCR_COMPLETE={shell}_complete" in done.stdout) == (0, True)
     if shutil.which(shell) is None:

@@ -44,7 +44,7 @@ def test_every_class_has_a_code_of_its_own() -> None:
 
 
 def test_every_blocking_finding_has_a_code_of_its_own() -> None:
-    """But for those that the doctor alone has: nothing is refused because of them."""
+    """Except those of the doctor alone, which refuse nothing."""
     findings = [
         (file, call)
         for file, call in _calls()
@@ -58,28 +58,28 @@ def test_every_blocking_finding_has_a_code_of_its_own() -> None:
         assert not may_block or given & {"code", "about"}, f"{file.name}:{call.lineno}"
 
 
-def test_every_code_has_a_page_and_every_page_a_code() -> None:
+def test_every_code_has_a_section_and_every_section_a_code() -> None:
     codes = {error.code for error in error_classes()} | _given_codes() | {each.code for each in KNOWN_FAILURES}
     assert codes == set(PAGES)
     assert all(_CODE.fullmatch(code) for code in codes)
 
 
 @pytest.mark.parametrize("code", PAGES)
-def test_a_page_says_what_why_and_what_to_do(code: str) -> None:
+def test_a_section_says_what_why_and_what_to_do(code: str) -> None:
     what, *rest = PAGES[code].split("\n\n")
     assert what.endswith(".")
     assert [paragraph.partition(" ")[0] for paragraph in rest] == ["**Why.**", "**Do.**"]
     assert "](" not in PAGES[code]
 
 
-def test_a_blocking_findings_code_is_that_of_the_refusal() -> None:
+def test_a_refusal_has_the_code_of_its_blocking_finding() -> None:
     finding = Finding("blocking", "what", "evidence", "consequence", "remedy", code="GPUCR-MIG")
     with pytest.raises(Unsupported) as caught:
         require_no_blocking([Finding("warning", "w", "e", "c", "r"), finding])
     assert caught.value.code == "GPUCR-MIG"
 
 
-def test_a_dry_run_shows_the_codes_of_what_blocks(
+def test_a_dry_run_shows_the_codes_of_blocking_findings(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     blocking = Finding("blocking", "what", "evidence", "consequence", "remedy", code="GPUCR-MIG")
@@ -101,7 +101,7 @@ def test_a_failure_of_criu_has_the_code_of_its_reason() -> None:
     assert CriuError("x", phase="dump", code=unknown.code).code == "GPUCR-CRIU"
 
 
-def test_why_is_what_the_cause_adds() -> None:
+def test_the_reason_adds_to_the_message() -> None:
     def failure(cause: BaseException) -> GpucrError:
         error = SnapshotError("the folder /a cannot be made", path="/a")
         error.__cause__ = cause
@@ -153,9 +153,7 @@ def test_an_error_on_stderr_and_in_json() -> None:
         (("dump", "1", "--to", "{place}/plain#a", "--encrypt"), "GPUCR-NOT-ENCRYPTED"),
     ],
 )
-def test_what_fails_with_a_store_is_shown_as_everything_else(
-    tmp_path: Path, arguments: tuple[str, ...], code: str
-) -> None:
+def test_store_errors_are_shown_like_any_other(tmp_path: Path, arguments: tuple[str, ...], code: str) -> None:
     (tmp_path / "key").write_bytes(bytes(32))
     init_store(tmp_path / "plain")
     init_store(tmp_path / "encrypted", key=Secret.key_file(bytes(32)))
@@ -178,17 +176,19 @@ def test_a_bad_command_line_in_json(arguments: tuple[str, ...]) -> None:
     assert done.stderr.endswith("code:  GPUCR-BAD-REQUEST\n")
 
 
-def test_without_json_nothing_is_on_stdout() -> None:
+def test_without_json_stdout_is_empty() -> None:
     assert run("suspend", 2**22 + 1).stdout == ""
 
 
 @pytest.mark.parametrize(("is_printed", "objects"), [(False, 1), (True, 0)])
-def test_never_two_objects(is_printed: bool, objects: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_adds_an_object_only_if_none_was_printed(
+    is_printed: bool, objects: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     failures.show(InvalidRequest("x"), JsonWanted(is_wanted=True, is_printed=is_printed))
     assert capsys.readouterr().out.count('"schema"') == objects
 
 
-def test_one_object_where_a_command_prints_its_own_and_then_fails(tmp_path: Path) -> None:
+def test_a_command_that_prints_and_then_fails_prints_one_object(tmp_path: Path) -> None:
     broken = tmp_path / "criu"
     broken.write_text("#!/bin/sh\ncase $1 in --version|-V) echo Version: 4.2.1;; *) echo broken; exit 1;; esac\n")
     broken.chmod(0o755)
@@ -211,7 +211,7 @@ def test_explain_without_a_code_lists_all() -> None:
     assert "GPU work was pending for too long" in "\n".join(listed)
 
 
-def test_explain_of_a_code_that_is_none() -> None:
+def test_explain_of_an_unknown_code() -> None:
     done = run("explain", "lok-timeout")
     assert done.returncode == 2
     assert "did you mean GPUCR-LOCK-TIMEOUT" in done.stderr

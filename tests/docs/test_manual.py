@@ -34,7 +34,7 @@ def test_every_command_has_an_example_of_itself(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_the_examples_are_command_lines_that_can_be_parsed(name: str) -> None:
+def test_the_examples_can_be_parsed(name: str) -> None:
     """Each is parsed as it stands, down to its last sub-command. Nothing is run."""
     for line in _examples(name):
         for words in _CALL.findall(line):
@@ -50,7 +50,7 @@ def test_every_command_has_a_page() -> None:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_page_has_what_the_help_has(name: str) -> None:
+def test_a_page_contains_the_help(name: str) -> None:
     context = CONTEXTS[name]
     shown = _plain(manual.page(context))
     for parameter in context.command.get_params(context):
@@ -67,7 +67,7 @@ def _plain(page: str) -> str:
     return page.replace("\\&", "").replace("\\-", "-").replace("\\e", "\\")
 
 
-def test_no_line_of_text_is_taken_for_a_request() -> None:
+def test_no_line_of_text_becomes_a_roff_request() -> None:
     known = {"TH", "SH", "PP", "TP", "B", "BR", "nf", "fi"}
     for context in CONTEXTS.values():
         requests = re.findall(r"^[.'](\S*)", manual.page(context), re.MULTILINE)
@@ -75,7 +75,7 @@ def test_no_line_of_text_is_taken_for_a_request() -> None:
     assert manual._text(".hidden -x \\ 'y'") == "\\&.hidden \\-x \\e 'y'"
 
 
-def test_the_formatter_has_nothing_to_say(tmp_path: Path) -> None:
+def test_the_formatter_gives_no_warnings(tmp_path: Path) -> None:
     if shutil.which("groff") is None:
         pytest.skip("groff is not installed")
     pages = manual.write_pages(tmp_path)
@@ -85,7 +85,7 @@ def test_the_formatter_has_nothing_to_say(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_the_main_page_tells_exit_codes_and_error_codes() -> None:
+def test_the_main_page_lists_exit_codes_and_error_codes() -> None:
     shown = _plain(manual.page(CONTEXTS["gpucr"]))
     assert "\n10   failed, and the job could not be brought back to how it was\n" in shown
     assert "GPUCR-LOCK-TIMEOUT" in shown

@@ -1,4 +1,4 @@
-"""Links lead somewhere, and pages name only what is there."""
+"""Links have targets, and pages name only existing commands and options."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")])
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_every_relative_link_leads_somewhere(path: Path) -> None:
+def test_every_relative_link_has_a_target(path: Path) -> None:
     broken = []
     for link in _LINK.findall(without_fences(path.read_text())):
         file, _, anchor = link.partition("#")
@@ -49,7 +49,7 @@ def test_every_page_is_in_the_index() -> None:
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_the_commands_and_options_of_a_page_exist(path: Path) -> None:
-    """What people are told to type, in the text and in the examples."""
+    """In the text and in the examples."""
     text = path.read_text()
     typed = re.findall(r"`gpucr ([a-z]+)([^`\n]*)`", without_fences(text))
     typed += re.findall(r"^(?:[#$] )?gpucr ([a-z]+)(.*)$", fences(text), re.MULTILINE)

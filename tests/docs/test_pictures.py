@@ -1,4 +1,4 @@
-"""Pictures are there, can be read on every page, and show what was measured."""
+"""Pictures exist, are readable on every page, and show what was measured."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _shown(path: Path) -> list[tuple[Path, str]]:
     return found
 
 
-def test_every_picture_of_a_page_exists_and_is_said_in_words() -> None:
+def test_every_picture_on_a_page_exists_and_has_a_text_alternative() -> None:
     shown = [(path, *each) for path in PAGES for each in _shown(path)]
     assert len(shown) > 8
     wrong = [(str(path), target.name) for path, target, alt in shown if not target.is_file() or len(alt.split()) < 4]
@@ -43,12 +43,12 @@ def test_every_picture_is_on_a_page() -> None:
     assert {target for path in PAGES for target, _ in _shown(path)} == set(PICTURES)
 
 
-def test_every_picture_can_be_made_again() -> None:
+def test_every_picture_can_be_regenerated() -> None:
     assert {f"{name}.svg" for name in [*DRAWN, *RECORDED]} == {path.name for path in PICTURES}
 
 
 @pytest.mark.parametrize("picture", PICTURES, ids=lambda path: path.name)
-def test_a_picture_is_whole_says_what_it_shows_and_fits(picture: Path) -> None:
+def test_a_picture_is_complete_described_and_fits(picture: Path) -> None:
     root = ElementTree.parse(picture).getroot()  # noqa: S314 - a file of the repository
     assert root.tag == f"{_SVG}svg"
     assert root.findtext(f"{_SVG}title") == root.get("aria-label")
@@ -59,12 +59,12 @@ def test_a_picture_is_whole_says_what_it_shows_and_fits(picture: Path) -> None:
 
 
 @pytest.mark.parametrize("name", DRAWN)
-def test_a_drawing_is_what_its_script_draws(name: str) -> None:
+def test_a_drawing_matches_its_script(name: str) -> None:
     assert (FOLDER / f"{name}.svg").read_text() == DRAWN[name](), "python -m tests.docs.pictures --drawn"
 
 
 @pytest.mark.parametrize("name", RECORDED)
-def test_what_is_typed_in_a_recording_exists(name: str) -> None:
+def test_commands_in_a_recording_exist(name: str) -> None:
     root = ElementTree.parse(FOLDER / f"{name}.svg").getroot()  # noqa: S314 - a file of the repository
     typed = [" ".join((span.text or "").split()) for span in root.iter(f"{_SVG}tspan") if span.get("class") == "typed"]
     commands = [line.split(" ", 2) for line in typed if line.startswith("gpucr ")]
@@ -105,7 +105,7 @@ BARS = [name for name, draw in plots.PLOTS.items() if draw is plots.bars]
 
 
 @pytest.mark.parametrize("name", BARS)
-def test_bars_are_as_long_as_what_was_measured(name: str) -> None:
+def test_bars_are_as_long_as_the_measured_values(name: str) -> None:
     figures = plots.figures(plots.read(name))
     root = ElementTree.parse(FOLDER / f"{name}.svg").getroot()  # noqa: S314 - a file of the repository
     labels = [text.text or "" for text in root.findall(f"{_SVG}text")]
@@ -116,7 +116,7 @@ def test_bars_are_as_long_as_what_was_measured(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BARS)
-def test_what_is_plotted_is_on_the_page_of_benchmarks(name: str) -> None:
+def test_plotted_values_are_on_the_benchmarks_page(name: str) -> None:
     found = plots.read(name)
     assert all(found[key] for key in ("hardware", "driver", "date", "statistic"))
     text = page("benchmarks.md")
@@ -126,14 +126,14 @@ def test_what_is_plotted_is_on_the_page_of_benchmarks(name: str) -> None:
     assert {str(figure) for figure in plots.figures(found)} <= cells
 
 
-def test_the_simulated_intervals_are_on_the_page_of_benchmarks() -> None:
+def test_the_simulated_intervals_are_on_the_benchmarks_page() -> None:
     text = page("benchmarks.md")
     for row in plots.read("intervals")["rows"]:
         figures = [*row["fixed"].values(), row["automatic"], row["optimum"]]
         assert " | ".join([f"| {float(row['mtbf_h']):g} h", *(f"{100 * figure:.2f} %" for figure in figures)]) in text
 
 
-def test_a_recording_without_waits_shows_each_row_as_long_as_it_was_there() -> None:
+def test_a_recording_without_waits_shows_each_row_for_its_real_duration() -> None:
     hello, world = (Run("hello"),), (Run("wor", "green"), Run("ld"))
     picture = screen.draw("a title", [Frame(3, (hello,)), Frame(3.5, (hello, world)), Frame(60, ((), world))])
     assert "hello" in picture

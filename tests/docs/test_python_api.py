@@ -163,7 +163,7 @@ def test_the_example_of_progress(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert capsys.readouterr().out == "save it\nsave: 2000 of 2000 bytes, 0 s left\n"
 
 
-def test_the_errors_their_bases_exit_codes_and_data() -> None:
+def test_errors_with_their_bases_exit_codes_and_data() -> None:
     table = {row[0].strip("`"): row for row in rows(page("reference/errors.md")) if row[0].startswith("`")}
     assert {name: int(row[2]) for name, row in table.items()} == {e.__name__: e.exit_code for e in error_classes()}
     bases = {e.__name__: e.__bases__[0].__name__ for e in error_classes()}

@@ -76,14 +76,14 @@ def home(granted_user: OrdinaryUser) -> Iterator[Path]:
 
 @pytest.mark.criu
 @pytest.mark.parametrize("what", ["the tutorial", "the picture"])
-def test_they_are_the_same_for_an_ordinary_user(granted_user: OrdinaryUser, home: Path, what: str) -> None:
+def test_sessions_are_the_same_for_an_ordinary_user(granted_user: OrdinaryUser, home: Path, what: str) -> None:
     page = (DOCS / "tutorial.md").read_text()
     assert "## As an ordinary user" in page
     text = page if what == "the tutorial" else cast.as_page(cast.PICTURE.read_text())
     _are_as_shown(list(_by_a_user(typed_in(text))), home, granted_user)
 
 
-def test_what_is_drawn_can_be_read_back() -> None:
+def test_a_drawn_session_can_be_read_back() -> None:
     scenes = [("gpucr ps | head", ("PID  <&>", "", "  4"), 0.5), ("gpucr ps", (), 0.1)]
     picture = screen.draw("two commands", cast.frames(scenes))
     assert [(each.command, each.shown) for each in typed_in(cast.as_page(picture))[1:]] == [
@@ -99,7 +99,7 @@ def test_coming_from_elsewhere(sim_only: None, tmp_path: Path) -> None:
     _is_as_shown((DOCS / "how-to" / "come-from-elsewhere.md").read_text(), tmp_path / "home")
 
 
-def test_what_a_page_shows_is_read() -> None:
+def test_the_sessions_of_a_page_are_parsed() -> None:
     page = "text\n```console\n$ gpucr ps\nno process\n# gpucr x\n```\n```sh\nnot typed\n```\n```console\n# y\nb\n```\n"
     assert typed_in(page) == [Typed("gpucr ps", ("no process",)), Typed("gpucr x", ()), Typed("y", ("b",))]
 
@@ -113,11 +113,11 @@ def test_what_a_page_shows_is_read() -> None:
         (("error: a", "code:  GPUCR-MIG"), (), ("error: a", "code:  GPUCR-MPS")),
     ],
 )
-def test_a_difference_is_seen(shown: tuple[str, ...], stdout: tuple[str, ...], stderr: tuple[str, ...]) -> None:
+def test_a_difference_is_detected(shown: tuple[str, ...], stdout: tuple[str, ...], stderr: tuple[str, ...]) -> None:
     assert differences(Typed("gpucr", shown), Answer(stdout, stderr))
 
 
-def test_what_differs_from_run_to_run_is_none() -> None:
+def test_values_that_vary_between_runs_are_no_difference() -> None:
     shown = ("prepare    0.001   2.0 GiB", "GPU 0  GPU-dc1f8680-3355 Simulated, 16.0 GiB", "error: no 17")
     assert not differences(
         Typed("gpucr", shown),

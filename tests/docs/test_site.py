@@ -80,7 +80,7 @@ class _Links(HTMLParser):
             self.leads.append(href)
 
 
-def test_every_link_leads_to_a_page_and_a_place_on_it(site: Path) -> None:
+def test_every_link_has_its_page_and_anchor(site: Path) -> None:
     pages = {page.resolve(): _Links() for page in site.rglob("*.html")}
     for page, links in pages.items():
         links.feed(page.read_text())
@@ -107,7 +107,7 @@ def test_the_search_needs_no_server(site: Path) -> None:
     assert all(word in index for word in ("docs/how-to/training-job", "docs/benchmarks", "src/gpucr/error_codes"))
 
 
-def test_every_page_is_there_and_can_be_found(site: Path) -> None:
+def test_every_page_exists_and_can_be_found(site: Path) -> None:
     for page in DOCS.rglob("*.md"):
         assert (site / page.relative_to(ROOT)).with_suffix(".html").exists()
     assert (site / "src" / "gpucr" / "error_codes.html").exists()
@@ -125,7 +125,7 @@ def test_every_page_is_there_and_can_be_found(site: Path) -> None:
         assert f"../{name}.html" in index
 
 
-def test_the_page_of_options_has_all_of_them(site: Path) -> None:
+def test_the_options_page_lists_all_options(site: Path) -> None:
     text = unescape((site / "build" / "reference" / "options.html").read_text())
     for name, command in COMMANDS.items():
         shown = text.partition(f'id="{name.replace(" ", "-")}"')[2].partition("<section")[0]
@@ -136,7 +136,7 @@ def test_the_page_of_options_has_all_of_them(site: Path) -> None:
                 assert _letters(parameter.help or "") in _letters(re.sub(r"<[^>]*>", "", shown)), parameter.opts
 
 
-def test_the_page_of_functions_has_their_signatures_and_docstrings(site: Path) -> None:
+def test_the_functions_page_has_signatures_and_docstrings(site: Path) -> None:
     shown = _letters(re.sub(r"<[^>]*>", "", unescape((site / "build" / "reference" / "functions.html").read_text())))
     functions = [getattr(gpucr, name) for name in gpucr.__all__]
     functions = [function for function in functions if inspect.isfunction(function)]

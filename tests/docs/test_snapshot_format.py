@@ -84,14 +84,14 @@ def _write_snapshot(folder: Path) -> Path:
     return image
 
 
-def test_the_reader_of_the_page_reads_a_snapshot(tmp_path: Path) -> None:
+def test_the_pages_reader_reads_a_snapshot(tmp_path: Path) -> None:
     _write_snapshot(tmp_path)
     read = _reader()(tmp_path)
     assert [file["path"] for file in read["files"]] == ["images/empty.img", "images/pages-1.img"]
     assert [len(file["sha256"]) for file in read["files"]] == [0, 2]
 
 
-def test_the_reader_of_the_page_sees_damage(tmp_path: Path) -> None:
+def test_the_pages_reader_detects_damage(tmp_path: Path) -> None:
     image = _write_snapshot(tmp_path)
     with image.open("r+b") as stream:
         stream.seek(files.PIECE_BYTES + 1)
@@ -105,7 +105,7 @@ def test_the_reader_of_the_page_sees_damage(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size_bytes", [0, 4096, 20 * 8192 + 4096])
-def test_the_reader_of_the_page_reads_device_memory(size_bytes: int, tmp_path: Path) -> None:
+def test_the_pages_reader_reads_device_memory(size_bytes: int, tmp_path: Path) -> None:
     memory = b"".join(bytes(8192) if number % 3 == 0 else os.urandom(8192) for number in range(21))[:size_bytes]
     snapshot = samples.committed_with_device_data(tmp_path / "snap", memory, piece_bytes=8192)
     read = _reader()(snapshot.path)

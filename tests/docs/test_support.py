@@ -19,9 +19,9 @@ _SUPPORT = SOURCES / "diagnosis" / "preflight" / "support"
 _ROOMS = ("jobs", "snapshot", "containers", "operations", "diagnosis/preflight")
 
 
-def test_the_page_is_made_of_the_facts() -> None:
+def test_the_page_is_generated_from_the_facts() -> None:
     text = support.PAGE.read_text()
-    assert text == support.with_tables(text), "write it anew: python -m tests.docs.support"
+    assert text == support.with_tables(text), "write it again: python -m tests.docs.support"
 
 
 def test_a_changed_fact_changes_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,8 +43,8 @@ def test_the_program_uses_every_fact() -> None:
     assert [name for _, name in _FACTS if name not in used] == []
 
 
-def test_preflight_says_nothing_else() -> None:
-    """But for what was an error before: `gpucr ps --check` shows it among the findings."""
+def test_findings_are_made_only_from_the_facts() -> None:
+    """Except former errors, which `gpucr ps --check` shows among the findings."""
     found = {
         str(file.relative_to(SOURCES))
         for room in _ROOMS
@@ -59,13 +59,13 @@ def _makes_findings(file: Path) -> bool:
     return any(getattr(call, "attr", getattr(call, "id", "")) == "Finding" for call in calls)
 
 
-def test_what_is_refused_has_a_code_and_only_canaries_overrule() -> None:
+def test_a_refusal_has_a_code_and_only_canaries_override_it() -> None:
     for (_, name), fact in _FACTS.items():
         assert fact.code or fact.severity == "warning", name
         assert set(fact.unless) <= WHAT.keys(), name
 
 
-def test_a_fact_that_was_seen() -> None:
+def test_an_observed_fact() -> None:
     found = gpu_use.MIG.seen("NVML", 7, gpu="GPU-1", index=3)
     assert (found.severity, found.what, found.evidence, found.pid, found.code) == (
         "blocking", "GPU GPU-1 is partitioned (MIG)", "NVML", 7, "GPUCR-MIG",
@@ -77,6 +77,6 @@ def test_a_fact_that_was_seen() -> None:
     assert interposed.DMA_BUF.seen("", process="a").consequence == interposed.DMA_BUF.consequence
 
 
-def test_a_value_that_is_missing_is_a_failure() -> None:
+def test_a_missing_value_is_an_error() -> None:
     with pytest.raises(KeyError):
         machine.ARCHITECTURE.seen("")

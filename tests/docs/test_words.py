@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import click
@@ -31,11 +31,19 @@ _AVOID = re.compile(
       | for\ ever | anew | for\ want\ of             # forever; again; for lack of
       | pass(?:es|ed)?\ over | (?:is|are)\ none\ of  # skip; is not one of
       | may\ be\ had | cannot\ be\ had | which\ is\ had
+      | tells?\ of | says?\ of | (?:know|knows|known)\ of  # reports, says about, knows about
+      | in\ vain | half[ -]?way | up\ to\ now       # without success; midway; so far
+      | time\ is\ over | time\ was\ over | hinders?      # timed out; blocks, prevents
+      | that\ is\ none | is\ not\ there | are\ not\ there  # invalid; missing
+      | (?:take|takes|took|taken)\ hold\ of | (?:is|are|was|were)\ told(?=\ ?[.;:)])  # captures; is reported
+      | (?:was|were)\ not\ found\ out                  # is unknown
     )\b
     | \(apart\)
     """,
     re.IGNORECASE | re.VERBOSE,
 )
+# A name states the behaviour: "test_a_missing_file_is_reported", not "test_what_is_not_there_is_told".
+_AVOID_IN_NAMES = re.compile(r"^test_(?:what|who)_|_one_that_|_(?:is|are)_(?:told|said)(?:_|$)|_somebody|_that_is_none")
 _DECISIONS = DOCS / "adr"
 PAGES = sorted(
     path
@@ -100,12 +108,36 @@ def _literal(part: ast.expr) -> str:
     return part.value if isinstance(part, ast.Constant) and isinstance(part.value, str) else "{}"
 
 
-def test_messages_docstrings_and_comments() -> None:
-    found = []
-    for pattern, texts_of in (("*.py", texts), ("*.[ch]", c_comments)):
-        for file in sorted(SOURCES.rglob(pattern)):
-            for line, text in texts_of(file.read_text()):
-                found += [f"{file.relative_to(SOURCES)}:{line}: {words}" for words in avoided(text)]
+def is_avoided_name(name: str) -> bool:
+    """Whether the name of a test reads like a translation."""
+    return bool(_AVOID_IN_NAMES.search(name) or avoided(name.replace("_", " ")))
+
+
+def found_in(folder: Path, pattern: str, texts_of: Callable[[str], Iterator[tuple[int, str]]]) -> list[str]:
+    """The words to avoid in the files of a folder, each with its place."""
+    return [
+        f"{file.relative_to(ROOT)}:{line}: {words}"
+        for file in sorted(folder.rglob(pattern))
+        if file != Path(__file__)
+        for line, text in texts_of(file.read_text())
+        for words in avoided(text)
+    ]
+
+
+@pytest.mark.parametrize("folder", [SOURCES, ROOT / "tests", ROOT / "benchmarks"], ids=lambda folder: folder.name)
+def test_messages_docstrings_and_comments(folder: Path) -> None:
+    found = found_in(folder, "*.py", texts) + found_in(folder, "*.[ch]", c_comments)
+    assert not found, "\n".join(found)
+
+
+def test_names_of_tests() -> None:
+    found = [
+        f"{file.relative_to(ROOT)}:{node.lineno}: {node.name}"
+        for file in sorted((ROOT / "tests").rglob("test_*.py"))
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+        if is_avoided_name(node.name)
+    ]
     assert not found, "\n".join(found)
 
 
@@ -125,21 +157,31 @@ def test_messages_docstrings_and_comments() -> None:
         "these are passed over",
         "it is none of ours",
         "waits for ever",
+        "it tells of the reason",
+        "waited in vain",
+        "a file that is not there",
+        "the reason is told.",
     ],
 )
 def test_words_to_avoid_are_found(text: str) -> None:
     assert avoided(text)
 
 
+@pytest.mark.parametrize("name", ["test_what_is_no_pid", "test_one_that_fails", "test_a_reason_that_is_told"])
+def test_names_to_avoid_are_found(name: str) -> None:
+    assert is_avoided_name(name)
+    assert not is_avoided_name("test_one_process_on_two_gpus")
+
+
 @pytest.mark.parametrize(
     "text",
     ["the job keeps running", "marshalled", "it went only once", "the standard", "based on", "leave it as it is"],
 )
-def test_other_words_are_none(text: str) -> None:
+def test_other_words_are_accepted(text: str) -> None:
     assert avoided(text) == []
 
 
-def test_messages_docstrings_and_comments_are_read() -> None:
+def test_messages_docstrings_and_comments_are_extracted() -> None:
     source = '"""The job goes on."""\nraise Error(f"it {what} on stderr")  # all the\n\n# as far\n# as\n'
     assert sorted(texts(source)) == [(1, "The job goes on."), (2, "all the"), (2, "it {} on stderr"), (4, "as far as")]
     assert list(c_comments("/* as\n * far */\nint x; // mended\n")) == [(1, "/* as  far */"), (3, "// mended")]

@@ -1,4 +1,4 @@
-"""Result codes become errors that say which process, which action, what state it is in, and what to do."""
+"""Result codes become errors with the process, the action, its state, and what to do."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_hints(
 
 
 @pytest.mark.parametrize(("mode", "is_advised"), [(False, True), (True, False), (None, False)])
-def test_persistence_mode_is_advised_where_it_is_off(
+def test_persistence_mode_is_advised_when_off(
     driver: CudaDriver,
     counter: CounterFactory,
     sim_environment: SimEnvironment,
@@ -113,7 +113,9 @@ def test_persistence_mode_is_advised_where_it_is_off(
     assert ("persistence mode" in str(caught.value.hint)) is is_advised
 
 
-def test_failed_state_is_reported(driver: CudaDriver, counter: CounterFactory, sim_environment: SimEnvironment) -> None:
+def test_a_failed_state_is_reported(
+    driver: CudaDriver, counter: CounterFactory, sim_environment: SimEnvironment
+) -> None:
     pid = counter("--mib", "1", env=sim_environment(faults="checkpoint=999:failed")).pid
     driver.lock(pid)
     with pytest.raises(DriverError) as caught:
@@ -143,7 +145,7 @@ def test_no_library(tmp_path: Path) -> None:
     assert "570" in (caught.value.hint or "")
 
 
-def test_library_that_is_none(tmp_path: Path) -> None:
+def test_not_a_library(tmp_path: Path) -> None:
     damaged = tmp_path / "libcuda.so.1"
     damaged.write_bytes(b"\x7fELF")
     with pytest.raises(DriverUnavailable):
@@ -170,7 +172,7 @@ def test_capabilities(driver: CudaDriver) -> None:
     assert capabilities.gpu_map == (capabilities.cuda_version >= 13000)
 
 
-def test_gpu_map_needs_a_driver_that_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_map_needs_a_driver_that_supports_it(monkeypatch: pytest.MonkeyPatch) -> None:
     library = libcuda.load()
     monkeypatch.setattr(library, "version", lambda: (0, 12090))
     driver = CudaDriver(library)
@@ -179,7 +181,7 @@ def test_gpu_map_needs_a_driver_that_reads_it(monkeypatch: pytest.MonkeyPatch) -
         driver.restore(os.getpid(), GpuMap(((A_GPU, A_GPU),)))
 
 
-def test_restore_initializes_cuda_only_where_persistence_mode_is_off(
+def test_restore_initializes_cuda_only_if_persistence_mode_is_off(
     monkeypatch: pytest.MonkeyPatch, counter: CounterFactory
 ) -> None:
     library = libcuda.load()
@@ -231,7 +233,7 @@ def test_missing_context_of_a_zombie_is_a_missing_process(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("refusal", [libcuda.NOT_INITIALIZED, libcuda.OPERATING_SYSTEM])
-def test_thread_id_that_the_driver_refuses(monkeypatch: pytest.MonkeyPatch, refusal: int) -> None:
+def test_a_thread_id_the_driver_refuses(monkeypatch: pytest.MonkeyPatch, refusal: int) -> None:
     library = libcuda.load()
     answers = {os.getpid(): (libcuda.SUCCESS, libcuda.LOCKED)}
     monkeypatch.setattr(library, "process_state", lambda pid: answers.get(pid, (refusal, 0)))

@@ -1,4 +1,4 @@
-"""Failures of GPUs as NVML tells of them. The simulator has no events, so NVML's side is played here."""
+"""Failures of GPUs as NVML reports them. The simulator has no events, so NVML's side is played here."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def nvml() -> _Nvml:
     return _Nvml()
 
 
-def test_fatal_xids_are_told_once_and_mistakes_of_programs_are_not(nvml: _Nvml) -> None:
+def test_fatal_xids_are_reported_once_and_program_errors_are_not(nvml: _Nvml) -> None:
     failures = GpuFailures(nvml, object(), {"GPU-0": 0, "GPU-1": 1})
     nvml.events = [(0, 31), (1, 79), (0, 13)]
     assert failures() == [("GPU-1", "Xid 79, fallen off the bus")]
@@ -57,7 +57,7 @@ def test_fatal_xids_are_told_once_and_mistakes_of_programs_are_not(nvml: _Nvml) 
     assert 31 not in gpu_failures.FATAL_XIDS, "a page fault of the program's own"
 
 
-def test_a_lost_gpu_is_told_once(nvml: _Nvml, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_gpu_is_reported_once(nvml: _Nvml, monkeypatch: pytest.MonkeyPatch) -> None:
     failures = GpuFailures(nvml, object(), {"GPU-0": 0, "GPU-1": 1})
     nvml.lost = {1}
     assert failures() == [], "not asked at every look"
@@ -66,6 +66,6 @@ def test_a_lost_gpu_is_told_once(nvml: _Nvml, monkeypatch: pytest.MonkeyPatch) -
     assert failures() == []
 
 
-def test_where_nvml_has_no_events_there_are_no_failures(sim_only: None) -> None:
+def test_without_nvml_events_no_failures_are_reported(sim_only: None) -> None:
     with watched_gpu_failures() as failures:
         assert list(failures()) == []

@@ -126,26 +126,26 @@ A, B, C = "GPU-aaaa1111-0000-4000-8000-000000000000", "GPU-aaaa2222-0000-4000-80
         pytest.param("GPU-cc,GPU-aaaa2", [C, B]),
         pytest.param("", [], id="empty"),
         pytest.param("-1", []),
-        pytest.param("0,9,1", [A], id="the list ends at the first that is none"),
+        pytest.param("0,9,1", [A], id="the list ends at the first that is invalid"),
         pytest.param("0,GPU-aaaa,1", [A], id="a beginning that two have"),
         pytest.param("1,GPU-aaaa2,0", [B, A], id="one twice"),
         pytest.param("MIG-aaaa1111", []),
     ],
 )
-def test_what_cuda_visible_devices_shows(value: str | None, expected: list[str]) -> None:
+def test_gpus_that_cuda_visible_devices_shows(value: str | None, expected: list[str]) -> None:
     machine = [Gpu(index, uuid, "NVIDIA H200", 2, 1) for index, uuid in enumerate((A, B, C))]
     environment = {"PATH": "/bin"} if value is None else {"CUDA_VISIBLE_DEVICES": value}
     assert [gpu.uuid for gpu in gpus.visible_gpus(machine, environment)] == expected
 
 
-def test_indices_count_what_a_container_has() -> None:
+def test_indices_count_the_containers_gpus() -> None:
     machine = [Gpu(index, uuid, "NVIDIA H200", 2, 1) for index, uuid in enumerate((A, B, C))]
     assert gpus.visible_gpus(machine[1:], {"CUDA_VISIBLE_DEVICES": "1"}) == (machine[2],)
 
 
 @pytest.fixture
 def device_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What the driver tells of a machine whose GPUs B and A are nvidia0 and nvidia1, and C one of somewhere else."""
+    """The driver's data about a machine: GPU B is nvidia0, A is nvidia1, and C is elsewhere."""
     monkeypatch.setattr(gpus, "_DEVICES", tmp_path / "dev")
     monkeypatch.setattr(gpus, "_DRIVER_FACTS", tmp_path / "facts")
     (tmp_path / "dev").mkdir()
@@ -159,7 +159,7 @@ def device_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(("has", "expected"), [([0, 1], [A, B, C]), ([0], [B, C]), ([1], [A, C]), ([], [C])])
-def test_gpus_whose_device_file_a_container_has(has: list[int], expected: list[str], device_files: Path) -> None:
+def test_gpus_with_a_device_file_in_the_container(has: list[int], expected: list[str], device_files: Path) -> None:
     machine = [Gpu(index, uuid, "NVIDIA H200", 2, 1) for index, uuid in enumerate((A, B, C))]
     root = device_files / "root"
     (root / "dev").mkdir(parents=True)
@@ -168,7 +168,7 @@ def test_gpus_whose_device_file_a_container_has(has: list[int], expected: list[s
     assert [gpu.uuid for gpu in gpus.gpus_with_device_file(machine, root)] == expected
 
 
-def test_device_files_that_tell_nothing(device_files: Path) -> None:
+def test_inconclusive_device_files(device_files: Path) -> None:
     machine = (Gpu(0, B, "NVIDIA H200", 2, 1),)
     assert gpus.gpus_with_device_file(machine, device_files / "empty") == ()
     assert gpus.gpus_with_device_file(machine, device_files / ("n" * 300)) == machine  # cannot be looked into
@@ -180,7 +180,7 @@ def test_device_files_that_tell_nothing(device_files: Path) -> None:
     assert gpus.gpus_with_device_file(machine, device_files / "empty") == machine
 
 
-def test_what_an_older_nvml_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_queries_an_older_nvml_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     def mismatch(*_: object) -> None:
         raise pynvml.NVMLLibraryMismatchError("Unversioned function called")
 
@@ -188,7 +188,7 @@ def test_what_an_older_nvml_does_not_know(monkeypatch: pytest.MonkeyPatch) -> No
     assert {gpu.mig_enabled for gpu in gpus.list_gpus()} <= {False}
 
 
-def test_pairs_of_gpus_that_cannot_reach_each_other(sim_only: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_pairs_without_peer_access(sim_only: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GPUCR_SIM_GPUS", "3x1GiB")
     uuids = [gpu.uuid for gpu in gpus.list_gpus()]
     pairs = {frozenset((uuids[0], uuids[1])), frozenset((uuids[0], uuids[2])), frozenset((uuids[1], uuids[2]))}
@@ -211,7 +211,7 @@ def noting(name: str, events: list[str]) -> Callable[[], None]:
     return call
 
 
-def test_nvml_that_is_kept_open_is_started_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nvml_kept_open_is_initialised_once(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
     for name in ("nvmlInit", "nvmlShutdown"):
         monkeypatch.setattr(pynvml, name, noting(name, events))

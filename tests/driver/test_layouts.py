@@ -89,7 +89,7 @@ def test_result_codes(name: str, value: int) -> None:
     assert value == int(getattr(bindings.CUresult, name))
 
 
-def test_state_words_name_the_states_of_cuda_h() -> None:
+def test_state_words_match_cuda_h() -> None:
     theirs = {int(state): state.name.removeprefix("CU_PROCESS_STATE_").lower() for state in bindings.CUprocessState}
     # Bindings older than API 13.4 know only the first four.
     assert {value: libcuda.STATE_WORDS[value] for value in theirs} == theirs

@@ -1,4 +1,4 @@
-"""What gpucr itself uses of a GPU is told from programs that use one."""
+"""gpucr's own use of a GPU is distinguished from that of other programs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _MOMENTS = ("begun", "open", "closed", "own context")
         ("CUDA first", (False, False, False, False)),
     ],
 )
-def test_a_process_is_gpucrs_while_it_uses_cuda_for_gpucr_alone(order: str, expected: tuple[bool, ...]) -> None:
+def test_a_process_using_cuda_only_for_gpucr_is_marked(order: str, expected: tuple[bool, ...]) -> None:
     command = [sys.executable, "-c", PROGRAM, order, list_gpus()[0].uuid]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None
@@ -55,7 +55,7 @@ def test_a_process_is_gpucrs_while_it_uses_cuda_for_gpucr_alone(order: str, expe
             process.stdin.flush()
 
 
-def test_a_process_that_has_ended_is_nobodys() -> None:
+def test_an_ended_process_is_not_marked() -> None:
     with subprocess.Popen(["true"]) as process:
         process.wait()
     assert not own_use.is_gpucrs(process.pid, had_memory=False)

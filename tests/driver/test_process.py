@@ -1,4 +1,4 @@
-"""gpucr.Process: the argument rules of cuda.core.checkpoint.Process, and what goes beyond them."""
+"""gpucr.Process: the argument rules of cuda.core.checkpoint.Process, and its extensions."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_bad_gpu_mapping(counter: CounterFactory, mapping: Any, error: type[Exce
     assert program.send("verify") == "ok"
 
 
-def test_arguments_are_checked_before_a_driver_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arguments_are_checked_before_the_driver_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_driver() -> None:
         pytest.fail("the driver was loaded")
 
@@ -90,7 +90,7 @@ def test_pid_is_read_only() -> None:
         process.pid = 8  # type: ignore[misc]
 
 
-def test_the_round_of_states(counter: CounterFactory) -> None:
+def test_the_cycle_of_states(counter: CounterFactory) -> None:
     program = counter("--mib", "4")
     process = Process(program.pid)
     assert program.ask() == 101
@@ -107,7 +107,7 @@ def test_restore_thread_belongs_to_the_process(counter: CounterFactory) -> None:
     assert os.path.isdir(f"/proc/{program.pid}/task/{Process(program.pid).restore_thread_id}")
 
 
-def test_illegal_state_is_an_exception_of_its_own(counter: CounterFactory) -> None:
+def test_illegal_state_has_its_own_exception(counter: CounterFactory) -> None:
     program = counter()
     with pytest.raises(IllegalState) as caught:
         Process(program.pid).checkpoint()
@@ -119,7 +119,7 @@ def test_process_without_cuda(process_without_cuda: int) -> None:
         _ = Process(process_without_cuda).state
 
 
-def test_process_that_is_not_there() -> None:
+def test_a_missing_process() -> None:
     with pytest.raises(ProcessNotFound):
         _ = Process(2**31 - 1).state
 

@@ -77,7 +77,7 @@ def read_all(changed: dict[str, bytes]) -> None:
         assert PageMap.read(open_image("pagemap-7.img")).size_bytes >= 0
 
 
-def test_a_named_pipe_that_is_its_own_file() -> None:
+def test_a_named_pipe_in_its_own_file() -> None:
     entry = images_pb2.FileEntry(type=1, id=1)
     entry.fifo.pipe_id = 1
     entry.fifo.regf_id = 1

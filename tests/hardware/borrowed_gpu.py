@@ -57,7 +57,7 @@ def wait_for(condition: Callable[[], bool], what: str) -> None:
     end = time.monotonic() + LIMIT_S
     while not condition():
         if time.monotonic() > end:
-            sys.exit(f"waited {LIMIT_S:g} s in vain for {what}")
+            sys.exit(f"waited {LIMIT_S:g} s without success for {what}")
         time.sleep(0.05)
 
 
@@ -124,7 +124,7 @@ def main() -> None:
     rounds = []
     for kind in KINDS * options.rounds:
         before = steps_in(folder / "lent")
-        wait_for(lambda least=before: steps_in(folder / "lent") > least + 5, "the training to go on")  # type: ignore[misc]
+        wait_for(lambda least=before: steps_in(folder / "lent") > least + 5, "the training to continue")  # type: ignore[misc]
         rounds.append(borrow(kind, options.borrower or [sys.executable, "-c", FILL], folder))
     code = gpucr.wait_job(NAME, timeout_s=4 * LIMIT_S).exit_code
     same = (folder / "lent" / "losses").read_bytes() == (folder / "undisturbed" / "losses").read_bytes()

@@ -74,7 +74,7 @@ class Container:
         self.work.mkdir(parents=True)
         self._steps = steps
         self._may_step = pace.file_beside(self.work / "lines")
-        pace.let_go_on(self._may_step, pace.AHEAD)
+        pace.let_continue(self._may_step, pace.AHEAD)
         runc = find_runc()
         self._runc = [*runc, "--root", str(folder / "state")]
         self._environment = environment_for(folder, find_criu(), runc)
@@ -103,7 +103,7 @@ class Container:
         self._wait_lines(self._steps)
 
     def _wait_lines(self, count: int) -> None:
-        pace.let_go_on(self._may_step, count + pace.AHEAD)
+        pace.let_continue(self._may_step, count + pace.AHEAD)
         try:
             wait_for(lambda: len(self.lines()) >= count, _DEADLINE_S, f"line {count} of the program in the container")
         except Failed as error:

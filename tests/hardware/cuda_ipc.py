@@ -281,7 +281,7 @@ def running(case: str, second_gpu: bool) -> Iterator[tuple[subprocess.Popen[str]
 
 
 def ask(process: subprocess.Popen[str]) -> str:
-    """What both say of their memory."""
+    """What both say about their memory."""
     assert process.stdin is not None
     assert process.stdout is not None
     try:
@@ -294,7 +294,7 @@ def ask(process: subprocess.Popen[str]) -> str:
 
 
 def shown(pid: int) -> dict[str, int]:
-    """What may tell of sharing, counted: mappings by file and size, descriptors, and the GPU memory that NVML sees."""
+    """What may reveal sharing, counted: mappings by file and size, descriptors, and the GPU memory that NVML sees."""
     found: dict[str, int] = {}
     for mapping in memory.read_maps(pid):
         if mapping.path.startswith(("/dev/", "anon_inode", "/memfd")):

@@ -29,7 +29,7 @@ WIDTH, WIDTH_ON_CPU, LAYERS = 4096, 256, 4
 BATCH, BATCHES_A_EPOCH = 32, 16
 
 
-class GeneratedVectors(Dataset[torch.Tensor]):  # type: ignore[misc]  # torch is not there where types are checked
+class GeneratedVectors(Dataset[torch.Tensor]):  # type: ignore[misc]  # torch is missing where types are checked
     """Items that depend on their index only, made in the workers."""
 
     def __init__(self, ranks: int, width: int) -> None:

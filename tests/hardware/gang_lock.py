@@ -90,7 +90,7 @@ class Job:
         return [*torchrun, "-m", "tests.hardware.programs.ddp_loop", str(self.steps), "--work", program]
 
     def steps_done(self) -> list[int]:
-        """By each rank, as far as they have started."""
+        """By each rank that has started."""
         return [self._steps_in(path) for path in sorted(self.steps.glob("rank-*"))]
 
     def _steps_in(self, path: Path) -> int:

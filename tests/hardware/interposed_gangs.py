@@ -136,7 +136,7 @@ def thaw(driver: Driver, gang: Gang, times: Times, shared: sharing.Sharing, held
     with times.step("give back"):
         for agent in gang:
             agent.give_back(held[agent.pid], renew=True)
-    with times.step("share anew"):
+    with times.step("share again"):
         agents = {agent.pid: agent for agent in gang}
         fresh = {
             (agent.pid, each.block.index): each

@@ -59,7 +59,7 @@ SWAPPED = ("--gpu-map", "0=1,1=0")
 
 
 def measure_peer_access(limit_s: float) -> None:
-    """Whatever it finds: preflight goes by it. The doctor's exit code is about the machine."""
+    """Any result counts: preflight goes by it. The doctor's exit code is about the machine."""
     command = [sys.executable, "-m", "gpucr", "doctor", "--probe", "--only", "peer_access"]
     path = os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH"))))
     try:

@@ -87,7 +87,7 @@ class Training:
         self._log = folder / f"{name}.log"
         self._limit_s = limit_s
         self._may_step = folder / f"{name}.steps"
-        pace.let_go_on(self._may_step, pace.AHEAD)
+        pace.let_continue(self._may_step, pace.AHEAD)
         os.environ[pace.VARIABLE] = str(self._may_step)
         gpucr("run", option, "--name", name, "--log", self._log, "--json", "--", *command, limit_s=limit_s)
 
@@ -107,7 +107,7 @@ class Training:
     def wait_more(self, more: int) -> None:
         """Until it has written so many lines more."""
         wanted = len(self.lines()) + more
-        pace.let_go_on(self._may_step, wanted + pace.AHEAD)
+        pace.let_continue(self._may_step, wanted + pace.AHEAD)
         self.wait(lambda: len(self.lines()) >= wanted or self.has_ended(), f"line {wanted}")
         if len(self.lines()) < wanted:
             raise Failed(f"it ended after {len(self.lines())} lines: {self.lines()[-5:]}")
@@ -119,7 +119,7 @@ class Training:
 
     def wait_end(self, count: int) -> None:
         """Until it has written all lines, and ended."""
-        pace.let_go_on(self._may_step, count)
+        pace.let_continue(self._may_step, count)
         self.wait(lambda: len(self.lines()) >= count or self.has_ended(), f"line {count}")
         self.wait(self.has_ended, "its end")
 

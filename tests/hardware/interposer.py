@@ -101,7 +101,7 @@ class Program:
 
     def __init__(self, command: Sequence[str], environment: dict[str, str]) -> None:
         self._may_step = Path(tempfile.mkstemp(prefix="gpucr-steps-")[1])
-        pace.let_go_on(self._may_step, pace.AHEAD)
+        pace.let_continue(self._may_step, pace.AHEAD)
         self.lines: list[str] = []
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (open as long as the program)
         self._changed = threading.Condition()
@@ -125,7 +125,7 @@ class Program:
     def wait_lines(self, count: int, limit_s: float) -> bool:
         """False: it ended, or is stuck."""
         until = time.monotonic() + limit_s
-        pace.let_go_on(self._may_step, count + pace.AHEAD)
+        pace.let_continue(self._may_step, count + pace.AHEAD)
         with self._changed:
             while len(self.lines) < count and time.monotonic() < until and self.process.poll() is None:
                 self._changed.wait(0.2)
@@ -133,7 +133,7 @@ class Program:
 
     def finish(self, limit_s: float) -> int:
         """Let it do all of its steps."""
-        pace.let_go_on(self._may_step, pace.NO_LIMIT)
+        pace.let_continue(self._may_step, pace.NO_LIMIT)
         try:
             code = self.process.wait(limit_s)
         except subprocess.TimeoutExpired:

@@ -4,7 +4,7 @@
 
 A training of `gpucr run` is suspended, resumed, dumped while it keeps running, dumped and restored, in turn. Each time
 either gpucr or its guard gets SIGKILL at a random moment. Afterwards the job must be there, running or suspended, or
-gone with its snapshot whole; then it is brought back, and must go on. Every line of it must be the one of a run that
+gone with its snapshot whole; then it is brought back, and must continue. Every line of it must be the one of a run that
 nobody disturbed.
 
 Needs torch and a GPU; with `--program simulated` the training is one of driver calls alone, for the simulated driver

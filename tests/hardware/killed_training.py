@@ -51,7 +51,9 @@ def wait_for(condition: Callable[[], bool], what: str) -> None:
     while not condition():
         if time.monotonic() > end:
             log = SupervisedFolder(NAME).log_path
-            sys.exit(f"waited {LIMIT_S:g} s in vain for {what}:\n{log.read_text()[-4000:] if log.exists() else ''}")
+            sys.exit(
+                f"waited {LIMIT_S:g} s without success for {what}:\n{log.read_text()[-4000:] if log.exists() else ''}"
+            )
         time.sleep(0.1)
 
 

@@ -146,7 +146,7 @@ class Job:
         self.lines_path = folder / "lines"
         self.log_path = folder / "log"
         self._may_step = pace.file_beside(self.lines_path)
-        pace.let_go_on(self._may_step, pace.AHEAD)
+        pace.let_continue(self._may_step, pace.AHEAD)
         self.deadline_s = deadline_s
         with self.log_path.open("wb") as log:
             self._child = subprocess.Popen(
@@ -192,12 +192,12 @@ class Job:
 
     def wait_lines(self, count: int) -> None:
         """Let it continue, and wait until it has written that many lines."""
-        pace.let_go_on(self._may_step, count + pace.AHEAD)
+        pace.let_continue(self._may_step, count + pace.AHEAD)
         self._wait(lambda: len(self.lines()) >= count, f"line {count}")
 
     def wait_end(self) -> None:
         """Let it continue, and wait until it has ended by itself."""
-        pace.let_go_on(self._may_step, pace.NO_LIMIT)
+        pace.let_continue(self._may_step, pace.NO_LIMIT)
         wait_for(lambda: not self.is_running(), self.deadline_s, "the end of the program")
 
     def wait_gone(self) -> None:
@@ -205,7 +205,7 @@ class Job:
         wait_for(lambda: not self.is_running(), 10.0, "the end of the dumped processes")
 
     def kill(self) -> None:
-        """End whatever is left of it."""
+        """End what is left of it."""
         for pid in self.members():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -281,7 +281,7 @@ class Trial:
             yield job
 
     def _gpucr(self, phase: str, *arguments: str) -> dict[str, Any]:
-        """Call one command as a user does, note its time and what it says of itself."""
+        """Call one command as a user does, note its time and what it says about itself."""
         begin = time.monotonic()
         try:
             done = subprocess.run(

@@ -5,7 +5,7 @@
 PYTHON has gpucr, and the user must be able to read both (not below a closed /root). Root grants CRIU, and takes it back
 at the end unless it was granted before. With --helper nothing is granted: root's helper listens, and the user's job is
 in a sandbox that it makes. Then the user, without any capability, and root, each in a folder of their own:
-run, suspend, resume, freeze, thaw, dump, restore; after each the job must go on with its data. Prints a table of
+run, suspend, resume, freeze, thaw, dump, restore; after each the job must continue with its data. Prints a table of
 seconds. Exit code 1: something failed.
 """
 

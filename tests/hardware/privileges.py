@@ -107,7 +107,7 @@ def run(case: Case, scope: str, programs: Path) -> Result:
     try:
         if case.is_parent:
             done = _act([*actor, "--child", *case.target])
-            answer = str(done.pop("goes on", "nothing"))
+            answer = str(done.pop("continues", "nothing"))
             result.seen = done
         else:
             with target_of_owner(programs, case.target) as target:

@@ -97,7 +97,7 @@ class StoreUnderTest:
         job.wait_lines(before + CHECKED_STEPS)
         for line in job.lines()[before:]:
             if line != expected(line):
-                raise Failed(f"restored from {name} it goes on with {line!r}, not {expected(line)!r}")
+                raise Failed(f"restored from {name} it continues with {line!r}, not {expected(line)!r}")
         job.kill()
 
     @contextlib.contextmanager

@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.hardware import gang_lock
 
 
-def test_it_tells_what_came_back_and_what_was_lost(sim_only: None, tmp_path: Path) -> None:
+def test_it_reports_what_was_restored_and_lost(sim_only: None, tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     done = subprocess.run(
         [sys.executable, "tests/hardware/cuda_ipc.py", "--cases", "nothing,memory_open", "--json", str(report)],

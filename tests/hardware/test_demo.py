@@ -34,7 +34,7 @@ def command_lines_with(text: str) -> list[str]:
 
 
 @pytest.mark.criu
-def test_everything_holds_and_nothing_is_left(tmp_path: Path) -> None:
+def test_every_check_passes_and_nothing_is_left(tmp_path: Path) -> None:
     done = run_demo(tmp_path, "--json")
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
@@ -58,7 +58,7 @@ def test_keep_keeps_a_snapshot_that_can_be_inspected(tmp_path: Path) -> None:
     assert json.loads(inspected.stdout)["schema"] == "gpucr.inspect"
 
 
-def test_a_folder_that_holds_something_is_refused(tmp_path: Path) -> None:
+def test_a_nonempty_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "precious").touch()
     done = run_demo(tmp_path, "--keep", str(tmp_path))
     assert done.returncode == 2

@@ -14,7 +14,7 @@ from tests.hardware.programs import rank_place
 from tests.ranks import RanksFactory
 
 
-def test_it_locks_a_simulated_job_and_tells_how(sim_only: None, tmp_path: Path) -> None:
+def test_it_locks_a_simulated_job_and_reports_how(sim_only: None, tmp_path: Path) -> None:
     words = ["--program", "sim", "--ranks", "3", "--times", "4", "--out", str(tmp_path / "out")]
     done = subprocess.run(
         [sys.executable, "tests/hardware/gang_lock.py", *words],
@@ -35,7 +35,7 @@ class _Running:
         self.pid = pid
 
 
-def test_a_lock_that_fails_is_told_and_the_job_goes_on(ranks: RanksFactory, driver: CudaDriver) -> None:
+def test_a_failed_lock_is_reported_and_the_job_continues(ranks: RanksFactory, driver: CudaDriver) -> None:
     job = ranks(2)
     job.pause(0)
     job.wait_standstill()
@@ -46,7 +46,7 @@ def test_a_lock_that_fails_is_told_and_the_job_goes_on(ranks: RanksFactory, driv
     job.assert_goes_on()
 
 
-def test_ranks_that_share_gpus_say_that_they_are_on_different_hosts() -> None:
+def test_ranks_sharing_gpus_claim_different_hosts() -> None:
     assert [rank_place.place(rank, 2, 2) for rank in range(2)] == [(0, {}), (1, {})]
     placed = [rank_place.place(rank, 4, 2) for rank in range(4)]
     assert [gpu for gpu, _ in placed] == [0, 1, 0, 1]

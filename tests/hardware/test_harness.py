@@ -17,7 +17,7 @@ from tests.storm import long
 REFERENCE = [f"{step} {value}" for step, value in enumerate([7, 3, 9, 1, 4, 8])]
 
 
-def test_equal_lines_do_not_differ() -> None:
+def test_equal_lines_match() -> None:
     assert first_difference(list(REFERENCE), REFERENCE) is None
 
 
@@ -31,13 +31,13 @@ def test_equal_lines_do_not_differ() -> None:
         pytest.param([], "there are 0 lines", id="nothing"),
     ],
 )
-def test_a_difference_is_named(lines: list[str], words: str) -> None:
+def test_a_difference_is_reported(lines: list[str], words: str) -> None:
     difference = first_difference(lines, REFERENCE)
     assert difference is not None
     assert words in difference
 
 
-def test_a_restored_run_continues_between_the_bounds() -> None:
+def test_a_restored_run_continues_within_bounds() -> None:
     assert continuation_difference(REFERENCE[3:], REFERENCE, least=2, most=4) is None
 
 
@@ -49,7 +49,7 @@ def test_a_restored_run_continues_between_the_bounds() -> None:
         pytest.param([*REFERENCE[3:5], "5 0"], "line 2", id="a wrong value"),
     ],
 )
-def test_a_wrong_continuation_is_named(lines: list[str], words: str) -> None:
+def test_a_wrong_continuation_is_reported(lines: list[str], words: str) -> None:
     difference = continuation_difference(lines, REFERENCE, least=2, most=4)
     assert difference is not None
     assert words in difference
@@ -73,7 +73,7 @@ def test_a_hang_is_a_failure_and_nothing_is_left(tmp_path: Path) -> None:
     assert job.members() == []
 
 
-def test_a_program_that_ends_early_is_a_failure_with_its_last_words(tmp_path: Path) -> None:
+def test_a_program_that_ends_early_fails_with_its_last_output(tmp_path: Path) -> None:
     job = Job(python("raise SystemExit('no GPU here')"), tmp_path / "job", deadline_s=30.0)
     try:
         with pytest.raises(Failed, match="ended before line 1: no GPU here"):
@@ -134,7 +134,7 @@ def losses(*values: float) -> list[str]:
     return [f"{step} {value.hex()}" for step, value in enumerate(values)]
 
 
-def test_how_far_two_loss_curves_are_apart() -> None:
+def test_distance_of_two_loss_curves() -> None:
     reference = losses(0.5, 0.25, 0.125)
     assert whole_jobs.difference(list(reference), reference) == ("", 0.0)
     words, largest = whole_jobs.difference(losses(0.5, 0.25 + 2**-40, 0.125 - 2**-30), reference)
@@ -143,7 +143,7 @@ def test_how_far_two_loss_curves_are_apart() -> None:
     assert whole_jobs.difference(reference[:2], reference) == ("there are 2 lines, the reference has 3", None)
 
 
-def test_parts_that_need_more_gpus_are_left_out() -> None:
+def test_parts_that_need_more_gpus_are_skipped() -> None:
     assert whole_jobs.chosen_parts(None, 2) == [part for part in whole_jobs.PARTS if part != "four"]
     assert whole_jobs.chosen_parts(None, 4) == list(whole_jobs.PARTS)
     assert whole_jobs.chosen_parts(None, 0) == ["isolated", "shared"]
@@ -153,7 +153,7 @@ def test_parts_that_need_more_gpus_are_left_out() -> None:
 
 @pytest.fixture
 def parts(sim_only: None, tmp_path: Path, state_home: Path, monkeypatch: pytest.MonkeyPatch) -> whole_jobs.Parts:
-    """The parts on a simulated machine, with one process in the place of torchrun."""
+    """The parts on a simulated machine, with one process instead of torchrun."""
 
     def program(settings: whole_jobs.Settings, ranks: int, lines: Path) -> list[str]:
         options = ["--steps", str(settings.steps), "--pace", str(settings.pace_s), "--out", str(lines)]
@@ -177,7 +177,7 @@ def test_a_part_of_whole_jobs_on_the_simulated_driver(part: str, parts: whole_jo
 
 @long
 @pytest.mark.criu
-def test_a_part_that_goes_wrong_is_told_and_leaves_nothing(
+def test_a_failing_part_is_reported_and_leaves_nothing(
     parts: whole_jobs.Parts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(whole_jobs, "difference", lambda lines, reference: ("line 7 is another one", 0.5))
@@ -217,13 +217,13 @@ def test_a_part_of_stores_on_the_simulated_driver(store_parts: stores.Parts) -> 
 
 @long
 @pytest.mark.criu
-def test_what_goes_wrong_with_stores_is_told(store_parts: stores.Parts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_store_failures_are_reported(store_parts: stores.Parts, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stores, "_same_as", lambda job: lambda line: f"{line}0")
     store_parts.run("inference")
     monkeypatch.setattr(stores, "LIMIT", 0.0)
     store_parts.run("replicas")
     first, second = store_parts.rows
-    assert "restored from first it goes on with" in first.detail
+    assert "restored from first it continues with" in first.detail
     assert "too much was added" in second.detail
     assert not first.ok
     assert not second.ok
@@ -232,7 +232,7 @@ def test_what_goes_wrong_with_stores_is_told(store_parts: stores.Parts, monkeypa
 # --- containers --------------------------------------------------------------------------------------------------
 
 
-def test_what_is_mounted_in_the_folders_of_a_container() -> None:
+def test_mounts_in_a_containers_folders() -> None:
     points = ["/", "/usr", "/usr/local/nvidia/lib", "/usr/local/nvidia", "/usrlocal", "/proc", "/opt"]
     found = containers.mounted_below(["/usr", "/opt"], points)
     assert found == ["/usr/local/nvidia", "/usr/local/nvidia/lib"]
@@ -240,9 +240,7 @@ def test_what_is_mounted_in_the_folders_of_a_container() -> None:
 
 @pytest.mark.criu
 @pytest.mark.usefixtures("sim_only")
-def test_a_program_that_does_not_go_on_is_told_with_what_it_printed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stalled_program_is_reported_with_its_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(containers, "find_runc", lambda: ["/usr/sbin/runc"])
     monkeypatch.setattr(containers, "_DEADLINE_S", 0.0)
     made = containers.Container("c", tmp_path / "c", steps=20, pace_s=0.0, interposed=False)
@@ -256,7 +254,7 @@ def test_a_program_that_does_not_go_on_is_told_with_what_it_printed(
 
 @long
 @pytest.mark.usefixtures("sim_only")
-def test_suspends_in_each_way_on_the_simulated_driver(tmp_path: Path) -> None:
+def test_suspend_in_each_way_on_the_simulated_driver(tmp_path: Path) -> None:
     variables = {"XDG_STATE_HOME": str(tmp_path / "state"), "GPUCR_SIM_STATE": str(tmp_path / "gpus")}
     done = subprocess.run(
         [

@@ -1,4 +1,4 @@
-"""The script that locks a job in vain: on the simulated driver it runs as a whole."""
+"""The script whose attempts to lock a job fail: on the simulated driver it runs as a whole."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.hardware import gang_lock
 
 
 @pytest.mark.parametrize("how", ["leader", "hammer"])
-def test_a_lock_that_is_given_up_leaves_the_simulated_job_alive(sim_only: None, tmp_path: Path, how: str) -> None:
+def test_an_abandoned_lock_leaves_the_simulated_job_alive(sim_only: None, tmp_path: Path, how: str) -> None:
     words = ["--program", "sim", "--ranks", "3", "--seconds", "0.5", "--how", how, "--out", str(tmp_path / "out")]
     done = subprocess.run(
         [sys.executable, "tests/hardware/held_rank.py", *words],

@@ -17,7 +17,7 @@ SCRIPT = Path(__file__).with_name("killed_gpucr.py")
 
 
 @long
-def test_a_job_whose_gpucr_is_killed(
+def test_a_job_survives_its_killed_gpucr(
     sim_only: None, criu_install: CriuInstall, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GPUCR_INTERPOSER_DIR", str(tmp_path / "agents"))

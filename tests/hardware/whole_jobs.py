@@ -20,7 +20,7 @@ With ``--cpu`` the trainings run without GPUs, on Gloo, and only ``isolated`` an
 ranks, sockets and DataLoader workers are the same.
 
 The commands are called as a user calls them. Prints a table, writes ``whole_jobs.json`` into --out, and exits with 1
-when anything is not as it should be. Whatever a part started is ended with it.
+when anything is not as it should be. Everything that a part started is ended with it.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class Job:
         self.lines_path = folder / "lines"
         self.log_path = folder / "log"
         self._may_step = pace.file_beside(self.lines_path)
-        pace.let_go_on(self._may_step, pace.AHEAD)
+        pace.let_continue(self._may_step, pace.AHEAD)
         self.said: list[dict[str, Any]] = []
 
     @classmethod
@@ -161,7 +161,7 @@ class Job:
 
     def wait_lines(self, count: int) -> None:
         """Let it continue, and wait until it has written that many lines."""
-        pace.let_go_on(self._may_step, count + pace.AHEAD)
+        pace.let_continue(self._may_step, count + pace.AHEAD)
         self._wait(lambda: len(self.lines()) >= count, f"line {count}")
 
     def wait_ready(self) -> None:
@@ -170,7 +170,7 @@ class Job:
 
     def wait_end(self) -> None:
         """Let it continue, and wait until it has ended by itself, and well."""
-        pace.let_go_on(self._may_step, pace.NO_LIMIT)
+        pace.let_continue(self._may_step, pace.NO_LIMIT)
         self._wait(lambda: self.record()["state"] == "ended", "the end of the job", while_running=False)
         code = self.record()["exit_code"]
         if code not in (0, None):  # None: in the machine's own namespaces nobody waits for a restored job
@@ -355,7 +355,7 @@ class Parts:
             wait_for(lambda: len(complete_lines(lines)) > before, self.settings.deadline_s, "a step after the refusal")
             reason = done.stderr.strip()
         known = "NCCL" in reason and not (folder / "snapshot").exists()
-        return Row("refused", "a default NCCL job is refused and goes on", ok=known, seconds=0.0, detail=reason)
+        return Row("refused", "a default NCCL job is refused and continues", ok=known, seconds=0.0, detail=reason)
 
     def clones(self) -> Row:
         """One server becomes two, each on a GPU of its own."""

@@ -1,4 +1,4 @@
-"""Two ordinary users on a machine where root's helper listens, and one where nothing is granted."""
+"""Ordinary users: two on a machine with root's helper, and one on a machine where nothing is granted."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class Machine:
         wait_until(self.socket.exists, "the helper to listen")
 
     def close(self) -> None:
-        """The helper ends."""
+        """End the helper."""
         self._listener.terminate()
         self._listener.communicate()
 
     def left_at_work(self) -> list[str]:
-        """What the helper has left in its folder."""
+        """Leftovers of the helper in its folder."""
         return os.listdir(self.work) if self.work.exists() else []
 
 
@@ -62,7 +62,7 @@ def helper_machine(platform: str) -> Iterator[Machine]:
 
 @pytest.fixture
 def machine(helper_machine: Machine) -> Iterator[Machine]:
-    """With nothing of the user's left from another test."""
+    """A machine without leftovers of the user from another test."""
     yield helper_machine
     home = helper_machine.user.home
     helper_machine.user.end_all()

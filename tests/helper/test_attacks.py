@@ -1,4 +1,4 @@
-"""What a local user may try with the helper's socket, by the numbers of docs/threat-model.md."""
+"""Attacks of a local user on the helper's socket, numbered as in docs/threat-model.md."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ time.sleep(100)
 
 
 def as_client(user: OrdinaryUser, script: str, *arguments: object, as_himself: tuple[str, ...] = ()) -> tuple[str, str]:
-    """What the helper answers to a program of the user's: why it failed (or what it was), and the message."""
+    """The helper's answer to a program of the user: the kind of failure (or of the answer), and the message."""
     path = f"PYTHONPATH={REPOSITORY / 'src'}:{REPOSITORY}"
     words = [sys.executable, "-c", CLIENT + textwrap.dedent(script), *map(str, arguments)]
     done = user.run("env", path, *words, as_himself=as_himself)
@@ -112,7 +112,7 @@ def idle(user: OrdinaryUser) -> int:
         2,
     ),
 )
-def test_h1_what_is_no_request_ends_with_its_process(machine: Machine, user: OrdinaryUser, script: str) -> None:
+def test_h1_an_invalid_request_ends_its_server_process(machine: Machine, user: OrdinaryUser, script: str) -> None:
     assert as_client(user, script)[0] in ("stopped", "refused", "hung up")
     assert machine.left_at_work() == []
     assert as_client(user, "ask(Ask())")[0] == "Here"
@@ -139,7 +139,7 @@ def test_h1_what_is_no_request_ends_with_its_process(machine: Machine, user: Ord
     ],
     ids=["uid", "saved", "effective", "gid", "group", "capability", "closed", "namespace", "chroot"],
 )
-def test_h2_a_tree_that_is_not_wholly_the_peers_is_not_touched(
+def test_h2_a_tree_not_entirely_the_peers_is_not_touched(
     machine: Machine, user: OrdinaryUser, child: str, said: str
 ) -> None:
     if "chroot" in child:
@@ -200,7 +200,7 @@ def test_h3_root_needs_no_helper(machine: Machine) -> None:
 
 @pytest.fixture
 def snapshot(user: OrdinaryUser) -> Iterator[Path]:
-    """Of a job with a connection, which has ended."""
+    """The snapshot of a job with a connection, which has ended."""
     pid = start(user, "job", CONNECTED)
     dump(user, "job", pid)
     yield user.home / "snap"
@@ -210,7 +210,7 @@ def snapshot(user: OrdinaryUser) -> Iterator[Path]:
 def restored_by_force(
     machine: Machine, user: OrdinaryUser, images: Path, leave_at: str = "", keeper: int = 0
 ) -> tuple[str, str]:
-    """The answer to a client that does not look at the snapshot before it asks, and stops, or leaves, at a hook."""
+    """The answer to a client that sends the snapshot unchecked, and stops or disconnects at a hook."""
     script = """
     from gpucr.helper.client import _opened
     from gpucr.helper.opened import OpenedFiles
@@ -249,9 +249,7 @@ _CHANGES = ["flipped", "longer", "shorter", "missing", "pipe", "folder", "linked
 
 
 @pytest.mark.parametrize("change", sample(_CHANGES, 8))
-def test_h5_images_that_were_changed_are_not_restored(
-    machine: Machine, user: OrdinaryUser, snapshot: Path, change: str
-) -> None:
+def test_h5_changed_images_are_not_restored(machine: Machine, user: OrdinaryUser, snapshot: Path, change: str) -> None:
     image = next((snapshot / "images").glob("core-*.img"))
     data = image.read_bytes()
     if change == "unsigned":
@@ -277,7 +275,7 @@ def test_h5_images_that_were_changed_are_not_restored(
     assert code in ("GPUCR-SNAPSHOT-DAMAGED", "GPUCR-NOT-PERMITTED", "GPUCR-HELPER-REFUSED", "GPUCR-UNTRUSTED-SNAPSHOT")
 
 
-def test_h5_images_that_were_added_are_not_read(machine: Machine, user: OrdinaryUser, snapshot: Path) -> None:
+def test_h5_added_images_are_not_read(machine: Machine, user: OrdinaryUser, snapshot: Path) -> None:
     (snapshot / "images" / "netns-1.img").write_bytes(b"x")
     assert restored_by_force(machine, user, snapshot / "images")[0] == "stopped"  # by its client, at the first hook
 
@@ -291,7 +289,7 @@ def test_h5_images_of_two_dumps_are_not_mixed(machine: Machine, user: OrdinaryUs
     assert restored_by_force(machine, user, snapshot / "images")[0] == "refused"
 
 
-def test_h6_a_key_of_another_machine_is_not_believed(machine: Machine, user: OrdinaryUser, snapshot: Path) -> None:
+def test_h6_another_machines_key_is_not_trusted(machine: Machine, user: OrdinaryUser, snapshot: Path) -> None:
     key = machine.keys / "own.key"
     before = key.read_text()
     key.write_text("ab" * 32 + "\n")
@@ -303,7 +301,7 @@ def test_h6_a_key_of_another_machine_is_not_believed(machine: Machine, user: Ord
         key.write_text(before)
 
 
-def test_h7_a_file_that_the_user_may_not_open_does_not_come_back(user: OrdinaryUser) -> None:
+def test_h7_a_file_the_user_may_not_open_is_not_reopened(user: OrdinaryUser) -> None:
     pid = start(user, "job", CONNECTED + "opened = open('data', 'wb')\n")
     dump(user, "job", pid)
     data = user.home / "data"
@@ -322,7 +320,7 @@ def test_h7_a_file_that_the_user_may_not_open_does_not_come_back(user: OrdinaryU
     data.unlink()
 
 
-def test_h7_a_client_must_give_each_file_of_the_job(machine: Machine, user: OrdinaryUser, snapshot: Path) -> None:
+def test_h7_a_client_must_pass_every_file_of_the_job(machine: Machine, user: OrdinaryUser, snapshot: Path) -> None:
     path = snapshot / "images" / "files.img"
     script = f"""
     log = os.open("log", os.O_WRONLY | os.O_CREAT, 0o600)
@@ -339,7 +337,9 @@ def test_h7_a_client_must_give_each_file_of_the_job(machine: Machine, user: Ordi
 
 
 @pytest.mark.parametrize(("folder", "said"), [("/etc", "caller's own"), ("/proc/self", "file system"), ("/tmp", "own")])
-def test_h8_images_go_to_a_folder_of_the_callers_alone(user: OrdinaryUser, idle: int, folder: str, said: str) -> None:
+def test_h8_images_are_written_only_to_the_callers_own_folder(
+    user: OrdinaryUser, idle: int, folder: str, said: str
+) -> None:
     before = set(os.listdir("/etc"))
     because, message = as_client(user, "a_dump(int(sys.argv[1]), sys.argv[2])", idle, folder)
     assert because == "refused"
@@ -347,7 +347,7 @@ def test_h8_images_go_to_a_folder_of_the_callers_alone(user: OrdinaryUser, idle:
     assert set(os.listdir("/etc")) == before
 
 
-def test_h8_links_in_the_place_of_images_lead_nowhere(machine: Machine, user: OrdinaryUser, idle: int) -> None:
+def test_h8_links_instead_of_images_are_not_followed(machine: Machine, user: OrdinaryUser, idle: int) -> None:
     victim = machine.folder / "victim"
     victim.write_text("as it was")
     script = """
@@ -381,7 +381,7 @@ PIPE = CONNECTED + "os.path.exists('pipe') or os.mkfifo('pipe')\nopened = os.ope
     [later(WATCHING, ""), (PIPE, "named pipe")],
     ids=["watch", "pipe"],
 )
-def test_h9_what_the_helper_does_not_restore_it_does_not_dump(
+def test_h9_the_helper_dumps_only_what_it_restores(
     machine: Machine, user: OrdinaryUser, program: str, said: str
 ) -> None:
     pid = start(user, "job", program)
@@ -389,7 +389,7 @@ def test_h9_what_the_helper_does_not_restore_it_does_not_dump(
     assert code == "GPUCR-HELPER-REFUSED" or not said, message  # CRIU itself may not get as far, as the user
     assert said in message
     count = counted(user, "job")
-    wait_until(lambda: counted(user, "job") > count, "the job to go on")
+    wait_until(lambda: counted(user, "job") > count, "the job to continue")
     assert runs(pid)
     assert not (user.home / "snap").exists()
     assert machine.left_at_work() == []
@@ -398,7 +398,7 @@ def test_h9_what_the_helper_does_not_restore_it_does_not_dump(
 # --- H11 to H15 --------------------------------------------------------------------------------------------------
 
 
-def test_h11_the_helper_works_in_a_keyring_of_its_own() -> None:
+def test_h11_the_helper_has_its_own_keyring() -> None:
     script = """
     import ctypes
     from gpucr.helper.inheritance import _KEYCTL, leave_keyring
@@ -414,7 +414,7 @@ def test_h11_the_helper_works_in_a_keyring_of_its_own() -> None:
     assert inheritance.KEEPER_MODULE
 
 
-def test_h13_a_client_that_is_gone_has_its_dump_undone(machine: Machine, user: OrdinaryUser) -> None:
+def test_h13_a_disconnected_clients_dump_is_undone(machine: Machine, user: OrdinaryUser) -> None:
     pid = start(user, "job", CONNECTED)
     script = """
     os.makedirs("images", exist_ok=True)
@@ -432,12 +432,12 @@ def test_h13_a_client_that_is_gone_has_its_dump_undone(machine: Machine, user: O
     assert as_client(user, script, pid)[0] == "left"
     wait_until(lambda: machine.left_at_work() == [], "the helper to end")
     count = counted(user, "job")
-    wait_until(lambda: counted(user, "job") > count, "the job to go on")
+    wait_until(lambda: counted(user, "job") > count, "the job to continue")
     assert not list((user.home / "images").glob(".gpucr-helper*"))
 
 
 @pytest.mark.parametrize("hook", [later("post-restore"), later("pre-restore"), "pre-resume"])
-def test_h13_a_client_that_is_gone_has_its_restore_undone(machine: Machine, user: OrdinaryUser, hook: str) -> None:
+def test_h13_a_disconnected_clients_restore_is_undone(machine: Machine, user: OrdinaryUser, hook: str) -> None:
     dump(user, "job", start(user, "job", WITH_FILES))  # the ports of connections would stay taken for a minute
     count = counted(user, "job")
     assert restored_by_force(machine, user, user.home / "snap" / "images", hook)[0] == "left"
@@ -453,7 +453,7 @@ def runs_any(user: OrdinaryUser, name: str) -> bool:
     return any(each["name"] == name and each["state"] == "running" for each in listed)
 
 
-def test_h13_a_helper_that_its_user_kills_leaves_nothing_of_roots(machine: Machine, user: OrdinaryUser) -> None:
+def test_h13_a_helper_killed_by_its_user_leaves_no_root_process(machine: Machine, user: OrdinaryUser) -> None:
     pid = start(user, "job", CONNECTED)
     script = """
     os.makedirs("images", exist_ok=True)
@@ -480,11 +480,11 @@ def test_h13_a_helper_that_its_user_kills_leaves_nothing_of_roots(machine: Machi
     images = user.home / "images"
     wait_until(lambda: not list(images.glob(".gpucr-helper*")), "what it has left to be removed")
     count = counted(user, "job")
-    wait_until(lambda: counted(user, "job") > count, "the job to go on")
+    wait_until(lambda: counted(user, "job") > count, "the job to continue")
     assert runs(pid)
 
 
-def test_h14_requests_at_a_time_are_limited_for_each_user(user: OrdinaryUser) -> None:
+def test_h14_concurrent_requests_are_limited_per_user(user: OrdinaryUser) -> None:
     script = f"""
     held = [_connected(Path(os.environ["GPUCR_HELPER"])) for _ in range({limits.MAX_REQUESTS_PER_USER + 1})]
     poller = select.poll()
@@ -500,7 +500,7 @@ def test_h14_requests_at_a_time_are_limited_for_each_user(user: OrdinaryUser) ->
     wait_until(lambda: as_client(user, "ask(Ask())")[0] == "Here", "those to have ended")
 
 
-def test_h15_a_socket_that_is_not_roots_is_not_used(user: OrdinaryUser) -> None:
+def test_h15_a_socket_not_owned_by_root_is_not_used(user: OrdinaryUser) -> None:
     script = "import socket; s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET); s.bind('fake'); s.listen(); open('alive', 'w').close(); s.accept(); input()"  # noqa: E501
     (user.home / "fake").unlink(missing_ok=True)
     (user.home / "alive").unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Images of a real job, changed as by somebody who writes into its memory: none of that is signed or restored."""
+"""Images of a real job, changed as if by writing into its memory: they are neither signed nor restored."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def set_to(**values: Any) -> Callable[[Any], None]:
     return how
 
 
-def test_images_as_they_were_dumped_are_accepted(images: Path, peer: Peer) -> None:
+def test_unchanged_images_are_accepted(images: Path, peer: Peer) -> None:
     assert require_inspected(images, peer) is False
 
 
@@ -152,7 +152,7 @@ def test_h4_a_filter_without_no_new_privs(images: Path, peer: Peer) -> None:
         require_inspected(images, peer)
 
 
-def test_h4_credentials_other_than_the_kernels(images: Path, peer: Peer) -> None:
+def test_h4_credentials_that_differ_from_the_kernels(images: Path, peer: Peer) -> None:
     tids = [int(path.stem.partition("-")[2]) for path in images.glob("core-*.img")]
     known = Rights((peer.uid,) * 4, (peer.gid,) * 4, frozenset(), 0, peer.bounding, False, False)
     require_inspected(images, peer, dict.fromkeys(tids, known))
@@ -178,14 +178,14 @@ def test_h4_another_root_folder(images: Path, peer: Peer) -> None:
         require_inspected(images, peer)
 
 
-def test_h4_a_root_folder_that_is_not_there(images: Path, peer: Peer) -> None:
+def test_h4_a_missing_root_folder(images: Path, peer: Peer) -> None:
     change(images, "fs-*.img", set_to(root_id=4711))
     with pytest.raises(Refused, match="root folder"):
         require_inspected(images, peer)
 
 
 @pytest.mark.parametrize("name", [b"/tmp/ptmx", b"/dev/pts/../mem", b"/dev/tty", b"/dev/pts/0\n"])
-def test_h9_a_terminal_by_another_name(images: Path, peer: Peer, name: bytes) -> None:
+def test_h9_a_terminal_under_another_name(images: Path, peer: Peer, name: bytes) -> None:
     """CRIU opens the names of terminals itself."""
     change(images, "files.img", of_kind("reg", lambda f: set_to(name=name)(f) if f.name == b"/dev/ptmx" else None))
     with pytest.raises(Refused, match="not a pseudoterminal"):
@@ -205,7 +205,7 @@ def test_h9_a_terminal_of_another_kind(images: Path, peer: Peer, kind: int) -> N
         require_inspected(images, peer)
 
 
-def test_h9_terminals_are_dumped_only_where_they_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_h9_terminals_are_dumped_only_if_they_can_be_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     assert terminals.can_lock(capabilities.mask("SYS_ADMIN"))
     assert not terminals.can_lock(0)
     terminals.require_restorable([os.getpid()], 0)  # one that has none
@@ -237,7 +237,7 @@ def test_h5_an_image_of_another_kind(images: Path, peer: Peer, name: str) -> Non
 @pytest.mark.parametrize(
     "name", ["core-*.img", "files.img", "fs-*.img", "memfd.img", "remap-fpath.img", "pstree.img", "tty-info.img"]
 )
-def test_h5_an_image_that_is_cut_off_or_missing(images: Path, peer: Peer, name: str) -> None:
+def test_h5_a_truncated_or_missing_image(images: Path, peer: Peer, name: str) -> None:
     for path in images.glob(name):
         path.write_bytes(path.read_bytes()[:11])
     if name != "pstree.img":  # which CRIU alone reads
@@ -257,13 +257,13 @@ def test_h9_a_file_of_another_kind(images: Path, peer: Peer, kind: int) -> None:
         require_inspected(images, peer)
 
 
-def test_h9_a_file_that_is_not_what_it_says(images: Path, peer: Peer) -> None:
+def test_h9_a_file_with_a_false_description(images: Path, peer: Peer) -> None:
     change(images, "files.img", lambda entry: setattr(entry, "type", 17))
     with pytest.raises(Refused, match="not what it says"):
         require_inspected(images, peer)
 
 
-def test_h9_a_name_that_criu_would_link(images: Path, peer: Peer) -> None:
+def test_h9_a_name_criu_would_link(images: Path, peer: Peer) -> None:
     change(images, "remap-fpath.img", set_to(remap_type=0))
     with pytest.raises(Refused, match="another name"):
         require_inspected(images, peer)
@@ -285,26 +285,26 @@ def test_h9_a_file_of_another_tree(images: Path, peer: Peer) -> None:
     ],
     ids=["port", "raw", "sctp", "packet"],
 )
-def test_h10_ports_and_sockets_that_take_privileges(images: Path, peer: Peer, values: dict[str, int]) -> None:
+def test_h10_ports_and_sockets_that_need_privileges(images: Path, peer: Peer, values: dict[str, int]) -> None:
     change(images, "files.img", of_kind("isk", set_to(**values)))
     with pytest.raises(Refused, match=r"port|neither TCP nor UDP"):
         require_inspected(images, peer)
 
 
 @pytest.mark.parametrize("member", ["reg", "isk", "usk", "pipe", "tty", "memfd"])
-def test_h11_signals_by_roots_leave(images: Path, peer: Peer, member: str) -> None:
+def test_h11_signals_that_need_roots_permission(images: Path, peer: Peer, member: str) -> None:
     change(images, "files.img", owner(member))
     with pytest.raises(Refused, match="F_SETOWN"):
         require_inspected(images, peer)
 
 
-def test_the_images_of_another_user_are_refused(images: Path) -> None:
+def test_another_users_images_are_refused(images: Path) -> None:
     with pytest.raises(Refused):
         require_inspected(images, Peer(1, os.getuid() + 4711, 4711, frozenset(), (1 << 41) - 1, "", ()))
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_any_bytes_in_an_image_are_read_or_refused(images: Path, peer: Peer, seed: int) -> None:
+def test_arbitrary_bytes_in_an_image_are_read_or_refused(images: Path, peer: Peer, seed: int) -> None:
     numbers = random.Random(seed)  # noqa: S311 - no secret
     paths = [path for pattern in KINDS for path in images.glob(pattern)]
     for _ in range(40):

@@ -1,4 +1,4 @@
-"""Root turns the helper on and off."""
+"""Installing and uninstalling the helper as root."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def parsed(text: str) -> configparser.ConfigParser:
     return found
 
 
-def test_the_units_start_a_process_for_each_request_of_those_who_may() -> None:
+def test_the_units_start_a_process_per_allowed_request() -> None:
     listens, serves = map(parsed, installed.units(group="trainers").values())
     assert listens["Socket"]["ListenSequentialPacket"] == str(SOCKET)
     assert (listens["Socket"]["SocketMode"], listens["Socket"]["SocketGroup"]) == ("0660", "trainers")
@@ -45,15 +45,15 @@ def test_the_units_start_a_process_for_each_request_of_those_who_may() -> None:
     assert "SocketGroup" not in everybody["Socket"]
 
 
-def test_systemd_finds_no_fault_with_the_units(tmp_path: Path) -> None:
+def test_systemd_verifies_the_units(tmp_path: Path) -> None:
     for name, text in installed.units().items():
         (tmp_path / name).write_text(text)
     if not unit_files.verify([tmp_path / name for name in installed.units()]):
         pytest.skip("there is no systemd-analyze here (Debian: systemd)")
 
 
-def test_systemd_starts_it_for_each_request(machine: Machine, user: OrdinaryUser) -> None:
-    """As the units have it, but for the folders: the socket, a process for each connection, which is its input."""
+def test_systemd_starts_the_helper_for_each_request(machine: Machine, user: OrdinaryUser) -> None:
+    """As in the units, except for the folders: a socket, and a process per connection with it as standard input."""
     program = shutil.which("systemd-socket-activate")
     if program is None:
         pytest.skip("there is no systemd-socket-activate here (Debian: systemd)")
@@ -79,7 +79,7 @@ def test_systemd_starts_it_for_each_request(machine: Machine, user: OrdinaryUser
         listening.communicate()
 
 
-def test_it_is_installed_again_without_a_change_and_uninstalled(machine: Machine, user: OrdinaryUser) -> None:
+def test_reinstalling_changes_nothing_and_uninstalling_removes_all(machine: Machine, user: OrdinaryUser) -> None:
     folder = machine.folder / "units"
     folder.mkdir(exist_ok=True)
     options = ("--units-dir", str(folder), "--keys", str(machine.keys))
@@ -96,14 +96,14 @@ def test_it_is_installed_again_without_a_change_and_uninstalled(machine: Machine
     assert "gpucr has not made it" in refused.stderr
 
 
-def test_only_root_can(user: OrdinaryUser, tmp_path: Path) -> None:
+def test_only_root_can_install(user: OrdinaryUser, tmp_path: Path) -> None:
     for arguments in (("install",), ("uninstall",), ("listen", "--socket", str(user.home / "s"))):
         assert user.refused("helper", *arguments)[0] == "GPUCR-NOT-PERMITTED"
     with pytest.raises(InvalidRequest, match="no group"):
         installed.install(tmp_path, keys=tmp_path / "keys", group="nobody-has-this-one")
 
 
-def test_it_listens_only_where_root_alone_can_change_the_folder(tmp_path: Path) -> None:
+def test_it_listens_only_in_a_folder_only_root_can_change(tmp_path: Path) -> None:
     shared = tmp_path / "shared"
     shared.mkdir()
     shared.chmod(0o777)
@@ -116,7 +116,7 @@ def test_it_listens_only_where_root_alone_can_change_the_folder(tmp_path: Path) 
         listener.listen(tmp_path / "file", Settings(), group=None, on_ready=lambda: None)
 
 
-def test_the_status_and_the_doctor_tell(machine: Machine, user: OrdinaryUser) -> None:
+def test_status_and_doctor_report_it(machine: Machine, user: OrdinaryUser) -> None:
     assert str(machine.socket) in user.succeeds("helper", "status")
     assert '"criu_version": "4' in user.succeeds("helper", "status", "--json").replace('":"', '": "')
     assert "privileged helper" in user.gpucr("doctor").stdout

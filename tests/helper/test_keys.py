@@ -1,4 +1,4 @@
-"""Signatures: of these images, of this user, by a key of root's."""
+"""Signatures bind images to a user, by one of root's keys."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def keys(tmp_path: Path) -> Keys:
     return found
 
 
-def test_what_was_signed_is_believed_for_its_user_alone(keys: Keys) -> None:
+def test_a_signature_is_valid_only_for_its_user(keys: Keys) -> None:
     data = signing.signature(FILES, UID, "own", keys.own())
     assert keys.verified(data, UID).files == FILES
     with pytest.raises(Refused, match="uid 4711"):
@@ -53,7 +53,7 @@ def test_what_was_signed_is_believed_for_its_user_alone(keys: Keys) -> None:
         {"more": 1},
     ],
 )
-def test_a_change_to_a_signature_is_found(keys: Keys, change: dict[str, Any]) -> None:
+def test_a_changed_signature_is_detected(keys: Keys, change: dict[str, Any]) -> None:
     data = json.loads(signing.signature(FILES, UID, "own", keys.own()))
     uid = change.get("uid", UID)
     with pytest.raises(Refused):
@@ -65,7 +65,7 @@ def test_a_signature_with_a_name_twice_is_refused(keys: Keys) -> None:
         keys.verified(signing.signature((*FILES, FILES[0]), UID, "own", keys.own()), UID)
 
 
-def test_another_machine_is_believed_when_root_has_put_its_key_there(keys: Keys, tmp_path: Path) -> None:
+def test_another_machines_key_is_trusted_once_root_installs_it(keys: Keys, tmp_path: Path) -> None:
     other = Keys(tmp_path / "other")
     other.make()
     data = signing.signature(FILES, UID, "host", other.own())
@@ -79,13 +79,13 @@ def test_another_machine_is_believed_when_root_has_put_its_key_there(keys: Keys,
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620])
-def test_a_key_that_others_could_read_is_not_used(keys: Keys, tmp_path: Path, mode: int) -> None:
+def test_a_key_readable_by_others_is_not_used(keys: Keys, tmp_path: Path, mode: int) -> None:
     (tmp_path / "keys" / signing.OWN_NAME).chmod(mode)
     with pytest.raises(Refused, match="0600"):
         keys.own()
 
 
-def test_a_key_that_is_none_or_another_users_or_in_his_folder_is_not_used(keys: Keys, tmp_path: Path) -> None:
+def test_an_invalid_or_untrusted_key_is_not_used(keys: Keys, tmp_path: Path) -> None:
     path = tmp_path / "keys" / signing.OWN_NAME
     path.write_text("ab" * 31)
     with pytest.raises(Refused, match="not a key"):
@@ -104,6 +104,6 @@ def test_a_key_that_is_none_or_another_users_or_in_his_folder_is_not_used(keys: 
     st.binary(max_size=200) | st.sampled_from(["{}", "[]", "1", "null", '{"format": "gpucr-helper"}']).map(str.encode)
 )
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
-def test_any_bytes_are_no_signature(keys: Keys, data: bytes) -> None:
+def test_arbitrary_bytes_are_no_signature(keys: Keys, data: bytes) -> None:
     with pytest.raises(Refused):
         keys.verified(data, UID)

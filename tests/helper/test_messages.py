@@ -1,4 +1,4 @@
-"""What comes over the socket is a message of the protocol, within its limits, or nothing at all is done."""
+"""Only messages of the protocol, within its limits, have any effect."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def pair() -> tuple[Connection, Connection]:
 
 
 @given(st.binary(max_size=300))
-def test_any_bytes_are_a_message_or_refused(data: bytes) -> None:
+def test_arbitrary_bytes_are_a_message_or_refused(data: bytes) -> None:
     try:
         found = messages.decode(data, *KINDS)
     except BadMessage:
@@ -45,7 +45,7 @@ NAMES = st.sampled_from([kind.__name__.lower() for kind in KINDS])
 
 
 @given(NAMES, st.dictionaries(st.sampled_from(MEMBERS), ANY))
-def test_any_members_are_those_of_the_kind_or_refused(kind: str, members: dict[str, Any]) -> None:
+def test_arbitrary_members_fit_the_kind_or_are_refused(kind: str, members: dict[str, Any]) -> None:
     try:
         found = messages.decode(json.dumps({"kind": kind, **members}).encode(), *KINDS)
     except BadMessage:
@@ -71,18 +71,18 @@ def test_any_members_are_those_of_the_kind_or_refused(kind: str, members: dict[s
         {"kind": ["dump"]},
     ],
 )
-def test_a_member_out_of_its_range_is_refused(wrong: dict[str, Any]) -> None:
+def test_an_out_of_range_member_is_refused(wrong: dict[str, Any]) -> None:
     assert messages.decode(json.dumps(DUMP).encode(), *KINDS) == Dump(1, 2, False, 3, 0)
     with pytest.raises(BadMessage):
         messages.decode(json.dumps({**DUMP, **wrong}).encode(), *KINDS)
 
 
-def test_a_message_of_another_turn_is_refused() -> None:
+def test_an_out_of_turn_message_is_refused() -> None:
     with pytest.raises(BadMessage):
         messages.decode(b'{"kind":"answer","proceed":true}', Ask, Dump)
 
 
-def test_descriptors_come_with_their_message_and_are_closed_with_a_bad_one() -> None:
+def test_descriptors_arrive_with_their_message_and_are_closed_with_a_bad_one() -> None:
     ours, theirs = pair()
     with ours, theirs:
         with open(os.devnull, "rb") as null:
@@ -101,7 +101,7 @@ def test_descriptors_come_with_their_message_and_are_closed_with_a_bad_one() -> 
         assert len(os.listdir("/proc/self/fd")) == len(before) - 1
 
 
-def test_a_message_that_is_too_long_is_refused() -> None:
+def test_an_overlong_message_is_refused() -> None:
     ours, theirs = pair()
     with ours, theirs:
         ours.socket.send(b'{"kind":"ask"}' + b" " * messages.MAX_BYTES)
@@ -111,7 +111,7 @@ def test_a_message_that_is_too_long_is_refused() -> None:
             ours.send(Restore(False, tuple(range(1 << 20)), 0, 0))
 
 
-def test_a_wait_ends_with_its_time_or_the_other_end() -> None:
+def test_a_wait_ends_on_timeout_or_disconnect() -> None:
     ours, theirs = pair()
     with theirs:
         with ours, pytest.raises(TimeoutError):

@@ -1,4 +1,4 @@
-"""Jobs of an ordinary user in sandboxes that the helper makes: dumped, restored, cloned; and what may not be."""
+"""An ordinary user's jobs in sandboxes that the helper makes: dumped, restored, cloned; and what is refused."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def inner_pid(pid: int) -> int:
     return int(next(line.split()[-1] for line in lines if line.startswith("NSpid:")))
 
 
-def test_a_job_in_a_sandbox_comes_back_and_is_cloned(machine: Machine, user: OrdinaryUser) -> None:
+def test_a_job_in_a_sandbox_is_restored_and_cloned(machine: Machine, user: OrdinaryUser) -> None:
     pid = start(user, "job", CONNECTED + SHARED, "--isolate")
     inner, before, around = inner_pid(pid), status_of(pid), namespaces_of(pid)
     own = namespaces_of(os.getpid())
@@ -85,7 +85,7 @@ def test_a_job_in_a_sandbox_comes_back_and_is_cloned(machine: Machine, user: Ord
     assert machine.left_at_work() == []
 
 
-def test_a_job_that_was_in_none_is_put_into_one(user: OrdinaryUser) -> None:
+def test_a_job_without_a_sandbox_is_restored_into_one(user: OrdinaryUser) -> None:
     pid = start(user, "job", CONNECTED)
     assert status_of(pid)["NoNewPrivs"] == "0"
     dump(user, "job", pid)
@@ -97,18 +97,18 @@ def test_a_job_that_was_in_none_is_put_into_one(user: OrdinaryUser) -> None:
     assert status_of(again)["NoNewPrivs"] == "1"  # H17: what is in a sandbox of the helper's gains no rights
 
 
-def test_what_system_v_has_is_not_lost_in_silence(user: OrdinaryUser) -> None:
+def test_system_v_objects_are_not_lost_silently(user: OrdinaryUser) -> None:
     program = CONNECTED + "import ctypes\nassert ctypes.CDLL(None).semget(0, 1, 0o600) >= 0\n"
     pid = start(user, "job", program, "--isolate")
     code, said = user.refused("dump", "job", "--to", "snap")
     assert code == "GPUCR-HELPER-REFUSED"
     assert "System V" in said
     count = counted(user, "job")
-    wait_until(lambda: counted(user, "job") > count, "the job to go on")
+    wait_until(lambda: counted(user, "job") > count, "the job to continue")
     assert runs(pid)
 
 
-def test_without_a_helper_there_is_none(user: OrdinaryUser) -> None:
+def test_without_a_helper_there_is_no_sandbox(user: OrdinaryUser) -> None:
     assert "--isolate has root's helper" in user.succeeds("run", "--explain", "--", "sleep", "1")
     user.environment["GPUCR_HELPER"], before = "off", user.environment["GPUCR_HELPER"]
     try:
@@ -130,14 +130,14 @@ def a_peer(uid: int) -> Peer:
     return Peer(os.getpid(), uid, uid, frozenset(), 0, "", ())
 
 
-def test_the_doctor_knows_of_its_criu(user: OrdinaryUser) -> None:
+def test_the_doctor_reports_its_criu(user: OrdinaryUser) -> None:
     user.succeeds("run", "--name", "job", "--isolate", "--", "sleep", "100")
     said = user.succeeds("doctor", "job")
     assert "connections are not silenced while this user's jobs are dumped" in said
     assert "there is no CRIU" not in said
 
 
-def test_h12_its_keeper_is_the_users_and_has_nothing_of_roots(user: OrdinaryUser) -> None:
+def test_h12_its_keeper_is_the_users_without_any_root_privilege(user: OrdinaryUser) -> None:
     user.succeeds("run", "--name", "job", "--isolate", "--", "sleep", "100")
     keeper = keeper_of(user.pid_of("job"))
     status = status_of(keeper)
@@ -149,7 +149,7 @@ def test_h12_its_keeper_is_the_users_and_has_nothing_of_roots(user: OrdinaryUser
     assert Path(f"/proc/{keeper}/cgroup").read_text() == Path("/proc/self/cgroup").read_text()
 
 
-def test_h16_only_sandboxes_of_the_helper_for_this_user_are_entered(user: OrdinaryUser) -> None:
+def test_h16_only_the_helpers_sandboxes_for_this_user_are_entered(user: OrdinaryUser) -> None:
     user.succeeds("run", "--name", "job", "--isolate", "--", "sleep", "100")
     keeper = keeper_of(user.pid_of("job"))
     with sandboxes.held(keeper, a_peer(user.uid)) as found:
@@ -165,7 +165,7 @@ def test_h16_only_sandboxes_of_the_helper_for_this_user_are_entered(user: Ordina
         assert (because, "namespace" in message) == ("refused", True), message
 
 
-def test_h16_a_keeper_that_has_left_its_sandbox_is_not_followed(user: OrdinaryUser) -> None:
+def test_h16_a_keeper_outside_its_sandbox_is_not_followed(user: OrdinaryUser) -> None:
     pid = user.start("unshare", "--user", "--map-root-user", "--mount", "--pid", "--ipc", "--net", "sleep", "100")
     wait_until(lambda: Path(f"/proc/{pid}/comm").read_text() == "sleep\n", "it to have namespaces of its own")
     stat = processes.read_stat(pid)
@@ -181,7 +181,7 @@ def test_h16_a_keeper_that_has_left_its_sandbox_is_not_followed(user: OrdinaryUs
             sandboxes._RECORDS.remove(keeper)
 
 
-def test_h16_criu_keeps_nothing_of_what_it_took_to_enter(user: OrdinaryUser) -> None:
+def test_h16_criu_keeps_no_privilege_used_to_enter(user: OrdinaryUser) -> None:
     pid = start(user, "job", CONNECTED, "--isolate")
     script = """
     os.makedirs("images", exist_ok=True)
@@ -201,7 +201,7 @@ def test_h16_criu_keeps_nothing_of_what_it_took_to_enter(user: OrdinaryUser) -> 
     assert status["Uid"].split()[:2] == [str(user.uid)] * 2
 
 
-def test_h17_setuid_programs_have_no_effect_in_one(machine: Machine, user: OrdinaryUser) -> None:
+def test_h17_setuid_has_no_effect_in_a_sandbox(machine: Machine, user: OrdinaryUser) -> None:
     program = machine.folder / "id"
     shutil.copy("/usr/bin/id", program)
     program.chmod(0o4755)
@@ -214,7 +214,7 @@ def test_h17_setuid_programs_have_no_effect_in_one(machine: Machine, user: Ordin
     assert "unshared" not in user.succeeds("logs", "job")
 
 
-def test_h10_connections_of_an_own_network_stay_in_one(machine: Machine, user: OrdinaryUser) -> None:
+def test_h10_connections_of_a_private_network_stay_inside(machine: Machine, user: OrdinaryUser) -> None:
     pid = start(user, "job", CONNECTED, "--isolate")
     dump(user, "job", pid)
     because, message = restored_by_force(machine, user, user.home / "snap" / "images")
@@ -227,7 +227,7 @@ def test_h10_connections_of_an_own_network_stay_in_one(machine: Machine, user: O
     assert "network of its own" in message
 
 
-def test_h18_no_sandbox_shows_what_is_hidden_in_proc() -> None:
+def test_h18_a_sandbox_does_not_reveal_masked_proc_files() -> None:
     script = "from gpucr.helper import sandboxes; sandboxes._require_bare_proc()"
     hidden = ["unshare", "--mount", "sh", "-ec", 'mount -t tmpfs none /proc/bus; exec "$@"', "sh"]
     done = subprocess.run([*hidden, sys.executable, "-c", script], capture_output=True, text=True, check=False)
@@ -235,8 +235,8 @@ def test_h18_no_sandbox_shows_what_is_hidden_in_proc() -> None:
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 
 
-def test_h18_namespaces_count_as_the_users() -> None:
-    """In a user namespace where everybody may have one, and root has his: the user gets his, but no second one."""
+def test_h18_namespaces_count_against_the_users_limit() -> None:
+    """In a user namespace with a limit of one per user, and root at its limit: the user gets one, but not two."""
     outer = """
     import ctypes, os, sys
     from pathlib import Path

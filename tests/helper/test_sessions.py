@@ -1,4 +1,4 @@
-"""Jobs of an ordinary user that take root's CRIU: dumped and restored by the helper."""
+"""An ordinary user's jobs that need root's CRIU: dumped and restored by the helper."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def status_of(pid: int) -> dict[str, str]:
         2,
     ),
 )
-def test_a_job_is_dumped_and_restored_as_it_was(machine: Machine, user: OrdinaryUser, program: str) -> None:
+def test_a_job_is_dumped_and_restored_unchanged(machine: Machine, user: OrdinaryUser, program: str) -> None:
     pid = start(user, "job", program)
     plan = user.succeeds("dump", "job", "--to", "snap", "--dry-run")
     assert "by the privileged helper" in plan
@@ -162,7 +162,7 @@ def beat():
 """
 
 
-def test_terminals_come_back_when_their_numbers_are_free(machine: Machine, user: OrdinaryUser) -> None:
+def test_terminals_are_restored_when_their_numbers_are_free(machine: Machine, user: OrdinaryUser) -> None:
     pid = start(user, "job", IN_TERMINALS)
     dump(user, "job", pid)
     count = counted(user, "job")
@@ -180,7 +180,7 @@ def test_terminals_come_back_when_their_numbers_are_free(machine: Machine, user:
 
 
 @long  # a minute: the kernel keeps the ports of the connection, which was not dumped as one of one tree
-def test_several_trees_come_back_with_the_connection_between_them(machine: Machine, user: OrdinaryUser) -> None:
+def test_several_trees_are_restored_with_their_connection(machine: Machine, user: OrdinaryUser) -> None:
     (user.home / "port").unlink(missing_ok=True)
     for name, program in (("serves", SERVES), ("asks", ASKS)):
         user.succeeds("run", "--name", name, "--", sys.executable, "-c", program + BEAT)
@@ -201,7 +201,7 @@ def test_several_trees_come_back_with_the_connection_between_them(machine: Machi
     wait_until(lambda: not any(runs(int(parent)) for parent in parents), "the keepers to end")
 
 
-def test_of_several_trees_all_come_back_or_none(machine: Machine, user: OrdinaryUser) -> None:
+def test_several_trees_are_restored_all_or_none(machine: Machine, user: OrdinaryUser) -> None:
     opened = user.home / "opened"
     opened.write_bytes(b"")
     program = "import os, time\ncount, beat = 0, os.getpid\n"
@@ -217,7 +217,7 @@ def test_of_several_trees_all_come_back_or_none(machine: Machine, user: Ordinary
     assert all(map(runs, pids))
 
 
-def test_its_parent_is_a_keeper_of_the_user_with_nothing_of_roots(machine: Machine, user: OrdinaryUser) -> None:
+def test_its_parent_is_the_users_keeper_without_any_root_privilege(machine: Machine, user: OrdinaryUser) -> None:
     pid = start(user, "job", CONNECTED)
     dump(user, "job", pid)
     user.succeeds("restore", "snap")
@@ -238,7 +238,7 @@ def test_its_parent_is_a_keeper_of_the_user_with_nothing_of_roots(machine: Machi
     assert "9" in json.dumps(job) or "KILL" in json.dumps(job)
 
 
-def test_a_cuda_job_with_a_store_comes_back(user: OrdinaryUser) -> None:
+def test_a_cuda_job_is_restored_from_a_store(user: OrdinaryUser) -> None:
     port = lasting_port(socket.SOCK_DGRAM)
     pid = user.start_counter("nj", port)
     assert user.succeeds("sim", "ask", str(port), "inc") == "101\n"
@@ -254,7 +254,7 @@ def test_a_job_that_keeps_running_and_whose_file_has_grown(user: OrdinaryUser) -
     pid = start(user, "job", WITH_FILES)
     user.succeeds("dump", "job", "--leave-running", "--to", "snap")
     count = counted(user, "job")
-    wait_until(lambda: counted(user, "job") > count, "the job to go on")
+    wait_until(lambda: counted(user, "job") > count, "the job to continue")
     user.succeeds("kill", "job")
     wait_until(lambda: not runs(pid), "the job to end")
     user.succeeds("restore", "snap")
@@ -262,7 +262,7 @@ def test_a_job_that_keeps_running_and_whose_file_has_grown(user: OrdinaryUser) -
     wait_until(lambda: (user.home / "written").stat().st_size > size, "the restored job to write at the end")
 
 
-def test_a_gpucr_that_is_killed_in_a_dump_leaves_the_job_running(machine: Machine, user: OrdinaryUser) -> None:
+def test_a_gpucr_killed_during_a_dump_leaves_the_job_running(machine: Machine, user: OrdinaryUser) -> None:
     pid = start(user, "job", CONNECTED)
     command = [sys.executable, "-m", "gpucr", "dump", "job", "--to", "snap"]
     client = user.start(*command)
@@ -273,11 +273,11 @@ def test_a_gpucr_that_is_killed_in_a_dump_leaves_the_job_running(machine: Machin
     wait_until(lambda: machine.left_at_work() == [], "the helper to end")
     assert not list((user.home / "snap").rglob(".gpucr-helper*"))
     count = counted(user, "job")
-    wait_until(lambda: counted(user, "job") > count, "the job to go on")
+    wait_until(lambda: counted(user, "job") > count, "the job to continue")
     assert runs(pid)
 
 
-def test_the_grant_is_used_where_it_suffices(user: OrdinaryUser) -> None:
+def test_the_grant_is_used_where_sufficient(user: OrdinaryUser) -> None:
     granted = user.as_root("criu", "--grant")
     assert granted.returncode == 0, granted.stderr
     try:
@@ -303,8 +303,8 @@ def test_a_job_in_another_session_is_refused_before_it_is_stopped(user: Ordinary
 
 
 @long
-def test_what_gpucr_batch_has_restored_ends_with_it(user: OrdinaryUser) -> None:
-    """Its keeper, which the helper has become, ends it when gpucr batch is killed."""
+def test_a_job_restored_by_gpucr_batch_ends_with_it(user: OrdinaryUser) -> None:
+    """The helper's process has become its keeper, and ends it when gpucr batch is killed."""
     alive = user.home / "alive"
     alive.unlink(missing_ok=True)
     program = "import os, time\ncount = 0\nbeat = lambda: None\n" + BEAT

@@ -1,4 +1,4 @@
-"""The interposer, a driver of its own for the gate's tests, and programs started with both."""
+"""The interposer, a special driver for the gate's tests, and programs started with both."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def gate_program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def agents() -> Iterator[Path]:
-    """Where the agents' sockets lie, which is made by the first one. The tests' own folders have too long names."""
+    """The folder of the agents' sockets, which the first agent creates. The tests' own folders have too long names."""
     with tempfile.TemporaryDirectory(prefix="agents-") as folder:
         yield Path(folder) / "a"
 
 
 @pytest.fixture
 def start(library: Path, agents: Path) -> Iterator[Start]:
-    """Starts a program under the interposer; what still runs at the end is killed."""
+    """Start programs under the interposer; those still running at the end are killed."""
     started: list[subprocess.Popen[str]] = []
 
     def begin(*command: str, inherit: bool = False, **environment: str) -> subprocess.Popen[str]:

@@ -1,4 +1,4 @@
-"""The gate on the other processor, under qemu-user. The longjmp cases are x86-64's alone: see native/jumps.c."""
+"""The gate on aarch64, under qemu-user. The longjmp cases are only for x86-64: see native/jumps.c."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def begin(start: Start, folder: Path, case: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize("case", ["pthread-exit", "raw-exit", "cancel", "failed-capture"])
-def test_a_call_that_was_left_in_an_unusual_way_does_not_count(start: Start, folder: Path, case: str) -> None:
+def test_a_call_left_abnormally_does_not_count(start: Start, folder: Path, case: str) -> None:
     process = begin(start, folder, case)
     assert process.stdout is not None
     assert process.stdout.readline().strip() == "ready"
@@ -45,7 +45,7 @@ def test_a_call_that_was_left_in_an_unusual_way_does_not_count(start: Start, fol
         assert agent.close_gate(10).is_empty
 
 
-def test_arguments_frames_and_no_writable_code(start: Start, folder: Path) -> None:
+def test_arguments_and_frames_are_kept_and_no_code_is_writable(start: Start, folder: Path) -> None:
     process = begin(start, folder, "arguments")
     assert process.stdout is not None
     weighted = sum(i * i for i in range(1, 17)) + 50 + 250

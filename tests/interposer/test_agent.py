@@ -1,4 +1,4 @@
-"""The agent's socket: who is served, what is refused, and what becomes of a job whose client goes."""
+"""The agent's socket: who is served, what is refused, and what happens to a job whose client disconnects."""
 
 from __future__ import annotations
 
@@ -91,14 +91,14 @@ def job(start: Start, sim_only: None, monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 def taken(agent: Agent) -> list[Held]:
-    """Everything, out of the process."""
+    """Take all memory out of the process."""
     assert agent.close_gate(5).is_empty
     held = [each for batch in agent.export() for each in batch]
     agent.drop()
     return held
 
 
-def test_memory_goes_through_the_drivers_checkpoint_outside_of_the_process(job: Callable[..., Job]) -> None:
+def test_memory_is_kept_outside_the_process_during_the_drivers_checkpoint(job: Callable[..., Job]) -> None:
     process, driver = job(5 * MIB, 4096, 1100 * MIB), Libcuda()
     with Agent(process.pid) as agent:
         status = agent.status()
@@ -112,7 +112,7 @@ def test_memory_goes_through_the_drivers_checkpoint_outside_of_the_process(job: 
             assert process.is_right()
 
 
-def test_without_renewal_memory_cannot_leave_a_second_time_and_that_is_told(job: Callable[..., Job]) -> None:
+def test_without_renewal_memory_cannot_leave_twice_and_that_is_reported(job: Callable[..., Job]) -> None:
     process = job(5 * MIB)
     with Agent(process.pid) as agent:
         agent.give_back(taken(agent), renew=False)
@@ -122,7 +122,7 @@ def test_without_renewal_memory_cannot_leave_a_second_time_and_that_is_told(job:
         assert process.is_right()
 
 
-def test_a_client_that_goes_before_anything_is_dropped_leaves_the_job_running(job: Callable[..., Job]) -> None:
+def test_a_client_that_disconnects_before_any_drop_leaves_the_job_running(job: Callable[..., Job]) -> None:
     process = job(5 * MIB)
     with Agent(process.pid) as agent:
         assert agent.close_gate(5).is_empty
@@ -132,7 +132,7 @@ def test_a_client_that_goes_before_anything_is_dropped_leaves_the_job_running(jo
     assert process.is_right()
 
 
-def test_memory_that_is_away_keeps_the_gate_closed_for_the_next_client(job: Callable[..., Job]) -> None:
+def test_dropped_memory_keeps_the_gate_closed_for_the_next_client(job: Callable[..., Job]) -> None:
     process = job(5 * MIB, 3 * MIB)
     with Agent(process.pid) as agent:
         held = taken(agent)
@@ -153,9 +153,7 @@ def test_one_client_at_a_time(job: Callable[..., Job]) -> None:
         assert agent.status().blocks == 1
 
 
-def test_a_second_client_waits_for_one_that_only_looks(
-    job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_client_waits_for_a_read_only_one(job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
     process = job(5 * MIB)
     first = Agent(process.pid)
     monkeypatch.setattr("gpucr.interposer.client.time.sleep", lambda seconds: first.close())
@@ -163,7 +161,7 @@ def test_a_second_client_waits_for_one_that_only_looks(
         assert second.status().blocks == 1
 
 
-def test_what_a_process_has_is_told_to_whoever_looks(job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_status_is_answered_unless_busy_or_stopped(job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "_LOOK_S", 0.1)
     monkeypatch.setattr(client, "_BUSY_S", 0.1)
     process = job(5 * MIB, 4096)
@@ -198,7 +196,7 @@ for answer in (b"", b"x", bytes(32), bytes(100), os.urandom(5000), version_2, ve
 """
 
 
-def test_an_agent_that_answers_nonsense_is_as_good_as_none(start: Start) -> None:
+def test_an_agent_with_invalid_answers_is_ignored(start: Start) -> None:
     process = start(sys.executable, "-c", NONSENSE)
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
@@ -208,7 +206,7 @@ def test_an_agent_that_answers_nonsense_is_as_good_as_none(start: Start) -> None
     assert process.wait(10) == 0
 
 
-def test_what_needs_a_closed_gate_is_refused_while_it_is_open(job: Callable[..., Job]) -> None:
+def test_requests_that_need_a_closed_gate_are_refused_while_it_is_open(job: Callable[..., Job]) -> None:
     process = job(5 * MIB)
     with Agent(process.pid) as agent:
         with pytest.raises(Refused, match="gate not closed"):
@@ -218,7 +216,7 @@ def test_what_needs_a_closed_gate_is_refused_while_it_is_open(job: Callable[...,
     assert process.is_right()
 
 
-def test_more_blocks_than_the_process_may_have_descriptors(job: Callable[..., Job]) -> None:
+def test_more_blocks_than_the_descriptor_limit(job: Callable[..., Job]) -> None:
     process = job(*[2 * MIB] * 400, prefix=("prlimit", "--nofile=480:480"))  # the simulator takes one for each
     with Agent(process.pid) as agent:
         held = taken(agent)
@@ -253,7 +251,7 @@ def test_garbage_is_refused_and_changes_nothing(job: Callable[..., Job]) -> None
     assert process.is_right()
 
 
-def test_a_process_keeps_two_things_and_lets_go_of_both_at_once(job: Callable[..., Job]) -> None:
+def test_a_process_keeps_two_objects_and_releases_both_at_once(job: Callable[..., Job]) -> None:
     process = job(5 * MIB)
     with Agent(process.pid) as agent:
         assert agent.close_gate(5).is_empty
@@ -274,7 +272,7 @@ def test_a_process_keeps_two_things_and_lets_go_of_both_at_once(job: Callable[..
     assert process.is_right()
 
 
-def test_what_no_process_can_keep_or_drop_is_refused(job: Callable[..., Job]) -> None:
+def test_impossible_keeps_and_drops_are_refused(job: Callable[..., Job]) -> None:
     process = job(5 * MIB)
     with connected(process) as link:
         packets = [(Operation.CLOSE, 1000), (Operation.KEEP, 2), (Operation.FETCH, 2), (Operation.DROP, 3)]
@@ -286,7 +284,7 @@ def test_what_no_process_can_keep_or_drop_is_refused(job: Callable[..., Job]) ->
     assert process.is_right()
 
 
-def test_descriptors_that_nobody_asked_for_are_closed(job: Callable[..., Job]) -> None:
+def test_unrequested_descriptors_are_closed(job: Callable[..., Job]) -> None:
     process = job(5 * MIB)
     with connected(process) as link, Path(os.devnull).open() as nothing:
         link.send(request(Operation.HELLO))
@@ -298,7 +296,7 @@ def test_descriptors_that_nobody_asked_for_are_closed(job: Callable[..., Job]) -
         assert len(os.listdir(f"/proc/{process.pid}/fd")) == before
 
 
-def test_foreign_descriptors_and_unknown_blocks_bring_nothing_back(job: Callable[..., Job]) -> None:
+def test_foreign_descriptors_and_unknown_blocks_restore_nothing(job: Callable[..., Job]) -> None:
     process = job(5 * MIB)
     with Agent(process.pid) as agent:
         held = taken(agent)
@@ -323,7 +321,7 @@ def test_forked_children_inherit_no_memory(job: Callable[..., Job]) -> None:
     assert process.is_right()
 
 
-def test_the_socket_lies_in_a_folder_of_the_owner_alone(job: Callable[..., Job], tmp_path: Path) -> None:
+def test_the_socket_is_in_a_private_folder(job: Callable[..., Job], tmp_path: Path) -> None:
     process = job(5 * MIB)
     folder = socket_path(process.pid).parent
     assert folder.stat().st_mode & 0o777 == 0o700
@@ -332,7 +330,7 @@ def test_the_socket_lies_in_a_folder_of_the_owner_alone(job: Callable[..., Job],
         Agent(process.pid)
 
 
-def test_another_process_that_listens_in_its_place_is_not_believed(job: Callable[..., Job]) -> None:
+def test_another_process_listening_in_its_place_is_not_trusted(job: Callable[..., Job]) -> None:
     process = job(5 * MIB)
     path = socket_path(process.pid)
     process.process.send_signal(signal.SIGSTOP)
@@ -365,7 +363,7 @@ def test_nothing_happens_in_a_program_without_cuda(start: Start, agents: Path) -
     assert not agents.exists()
 
 
-def test_a_thread_that_waits_at_the_drivers_lock_is_inside(job: Callable[..., Job]) -> None:
+def test_a_thread_waiting_at_the_drivers_lock_is_inside(job: Callable[..., Job]) -> None:
     process, driver = job(5 * MIB), Libcuda()
     assert driver.lock(process.pid) == 0
     assert process.process.stdin is not None
@@ -404,7 +402,9 @@ sys.stdin.readline()
 
 
 @pytest.mark.parametrize("name", ["libcuda.so", "cuda-driver"])
-def test_a_program_may_load_the_driver_by_another_name(start: Start, sim_only: None, tmp_path: Path, name: str) -> None:
+def test_a_program_may_load_the_driver_under_another_name(
+    start: Start, sim_only: None, tmp_path: Path, name: str
+) -> None:
     (tmp_path / name).symlink_to(simulator.build() / "libcuda.so.1")
     process = start(sys.executable, "-c", AROUND.replace("libcuda.so.1", str(tmp_path / name)), "plain")
     assert process.stdout is not None
@@ -414,7 +414,7 @@ def test_a_program_may_load_the_driver_by_another_name(start: Start, sim_only: N
 
 
 @pytest.mark.parametrize(("way", "around"), [("plain", 0), ("deepbind", 1), ("dlmopen", 1)])
-def test_a_process_whose_calls_may_go_around_the_gate_says_so(
+def test_a_process_whose_calls_may_bypass_the_gate_reports_it(
     start: Start, sim_only: None, way: str, around: int
 ) -> None:
     process = start(sys.executable, "-c", AROUND, way)

@@ -1,4 +1,4 @@
-"""What a program sees of its memory under the interposer, on the simulated driver."""
+"""A program's view of its memory under the interposer, on the simulated driver."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Run:
         self.process.stdin.flush()
 
 
-def test_memory_that_is_freed_during_a_capture_goes_when_the_capture_has_ended(start: Start) -> None:
+def test_memory_freed_during_a_capture_is_released_after_it(start: Start) -> None:
     run = Run(
         start,
         """
@@ -79,7 +79,7 @@ stop()
         assert (agent.status().captures, agent.status().blocks) == (0, 0)
 
 
-def test_the_memory_of_a_destroyed_context_goes_with_it(start: Start) -> None:
+def test_a_destroyed_contexts_memory_is_released(start: Start) -> None:
     run = Run(
         start,
         """
@@ -98,7 +98,7 @@ stop()
         assert (agent.status().blocks, agent.status().block_bytes) == (1, 4 << 20)
 
 
-def test_handles_of_the_program_outlive_a_freeze(start: Start) -> None:
+def test_the_programs_handles_survive_a_freeze(start: Start) -> None:
     run = Run(
         start,
         """
@@ -134,7 +134,7 @@ stop()
         assert agent.status().blocks == 0
 
 
-def test_what_stays_with_the_driver_is_counted(start: Start) -> None:
+def test_memory_left_to_the_driver_is_counted(start: Start) -> None:
     run = Run(
         start,
         """
@@ -154,7 +154,7 @@ stop()
     assert (status.peer_access, status.blocks) == (1, 0)
 
 
-def test_peer_access_reaches_memory_from_before_and_after_and_comes_back(start: Start) -> None:
+def test_peer_access_covers_earlier_and_later_memory_and_is_restored(start: Start) -> None:
     run = Run(
         start,
         """
@@ -181,7 +181,7 @@ stop()
         assert (agent.status().away, agent.status().blocks) == (0, 3)
 
 
-def test_a_program_that_is_linked_with_libcuda(start: Start, tmp_path: Path) -> None:
+def test_a_program_linked_with_libcuda(start: Start, tmp_path: Path) -> None:
     program, simulator = tmp_path / "linked", build()
     subprocess.run(
         ["cc", "-o", str(program), str(NATIVE / "linked.c"), str(simulator / "libcuda.so.1")], check=True, timeout=60

@@ -1,4 +1,4 @@
-"""What libraries look at, and what stays with the driver, under the interposer."""
+"""Attributes that libraries inspect, and memory that stays with the driver, under the interposer."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def begin(start: Start, source: str) -> Run:
 
 
 def cycle(run: Run) -> None:
-    """Out of the process, through the driver's checkpoint, and back."""
+    """Take memory out of the process, through the driver's checkpoint, and back."""
     driver = Libcuda()
     with Agent(run.pid) as agent:
         assert agent.close_gate(5).is_empty
@@ -54,7 +54,7 @@ def cycle(run: Run) -> None:
         agent.open_gate()
 
 
-def test_pointers_look_as_those_of_the_drivers_own_memory(start: Start) -> None:
+def test_pointers_look_like_the_drivers_own(start: Start) -> None:
     run = begin(
         start,
         """
@@ -78,7 +78,7 @@ print(identity == tell(7, first.value))
     assert [run.line() for _ in range(2)] == [look, "True"]
 
 
-def test_synchronous_copies_wait_where_that_was_asked_for(start: Start) -> None:
+def test_synchronous_copies_wait_where_requested(start: Start) -> None:
     run = begin(
         start,
         """
@@ -100,7 +100,7 @@ print(cuda.cuMemcpyHtoD_v2(pointer, b"abc", size_t(3)), cuda.cuStreamQuery(strea
     assert [run.line(), run.line()] == ["0 1 0 0 0 1 0 1", "0 0"]
 
 
-def test_memory_of_which_a_dma_buf_was_made_does_not_leave_while_it_is_there(start: Start) -> None:
+def test_memory_with_a_dma_buf_stays_while_the_dma_buf_exists(start: Start) -> None:
     run = begin(
         start,
         """
@@ -122,7 +122,7 @@ stop()
         assert (agent.status().dma_buf, agent.status().stuck) == (0, 0)
 
 
-def test_memory_of_the_host_leaves_and_comes_back(start: Start) -> None:
+def test_host_memory_leaves_and_is_restored(start: Start) -> None:
     run = begin(
         start,
         """
@@ -141,7 +141,7 @@ print(ctypes.string_at(address.value, 3).decode())
     assert run.line() == "abc"
 
 
-def test_multicast_is_recognised_and_the_memory_that_is_bound_to_it_stays(start: Start) -> None:
+def test_multicast_is_recognised_and_memory_bound_to_it_stays(start: Start) -> None:
     run = begin(
         start,
         """
@@ -170,7 +170,7 @@ stop()
         assert agent.status().multicast == 0
 
 
-def test_memory_is_freed_in_the_order_of_a_stream(start: Start) -> None:
+def test_memory_is_freed_in_stream_order(start: Start) -> None:
     run = begin(
         start,
         """
@@ -189,7 +189,7 @@ stop()
         assert (agent.status().blocks, agent.status().pool_allocations) == (0, 0)
 
 
-def test_what_was_not_made_for_it_is_not_exported(start: Start) -> None:
+def test_memory_not_created_exportable_is_not_exported(start: Start) -> None:
     run = begin(
         start,
         """
@@ -200,7 +200,7 @@ print(*[cuda.cuMemExportToShareableHandle(byref(fd), create(handles=kind), 1, u6
     assert run.line() == "1 0"
 
 
-def test_the_memory_of_a_reset_device_is_gone(start: Start) -> None:
+def test_a_device_reset_frees_its_memory(start: Start) -> None:
     run = begin(
         start,
         """
@@ -227,7 +227,7 @@ stop()
         assert agent.status().blocks == 2
 
 
-def test_large_allocations_are_chunks_that_come_back_one_by_one(start: Start) -> None:
+def test_large_allocations_are_restored_chunk_by_chunk(start: Start) -> None:
     run = begin(
         start,
         """
@@ -255,7 +255,7 @@ for at in (0, 1500, 2499):
     assert [run.line() for _ in range(3)] == ["0", "1500", "2499"]
 
 
-def test_a_freeze_reaches_the_contexts_of_two_devices_and_two_of_one(start: Start) -> None:
+def test_a_freeze_covers_contexts_on_two_devices_and_two_on_one(start: Start) -> None:
     run = begin(
         start,
         """
@@ -280,7 +280,7 @@ for each, pointer in zip(contexts, pointers):
     assert [run.line() for _ in range(3)] == ["0 1 0", "0 2 0", "0 3 1"]
 
 
-def test_a_program_that_is_killed_while_it_is_frozen_leaves_only_what_is_held_outside(start: Start) -> None:
+def test_a_program_killed_while_frozen_leaves_only_memory_held_outside(start: Start) -> None:
     run = begin(start, "pointer = allocate(2 * MIB)\nstop()")
     assert run.line() == "ready"
     with Agent(run.pid) as agent:

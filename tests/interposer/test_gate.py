@@ -36,7 +36,7 @@ def go_on(process: subprocess.Popen[str]) -> None:
      "signals",
      "failed-capture", "capture-of-destroyed-stream"],
 )  # fmt: skip
-def test_a_call_that_was_left_in_an_unusual_way_does_not_count(start: Start, gate_program: Path, case: str) -> None:
+def test_a_call_left_abnormally_does_not_count(start: Start, gate_program: Path, case: str) -> None:
     process = begin(start, gate_program, case)
     assert line(process) == "ready"
     with Agent(process.pid) as agent:
@@ -47,14 +47,14 @@ def test_a_call_that_was_left_in_an_unusual_way_does_not_count(start: Start, gat
 
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
-def test_an_exception_takes_the_call_that_it_leaves_out_of_the_count(start: Start, gate_program: Path) -> None:
+def test_an_exception_uncounts_the_call_it_leaves(start: Start, gate_program: Path) -> None:
     process = start(str(gate_program.with_name("throws")), LD_LIBRARY_PATH=str(gate_program.parent))
     assert line(process) == "ready"
     with Agent(process.pid) as agent:
         assert agent.close_gate(5).is_empty
 
 
-def test_arguments_frames_and_no_writable_code(start: Start, gate_program: Path) -> None:
+def test_arguments_and_frames_are_kept_and_no_code_is_writable(start: Start, gate_program: Path) -> None:
     process = begin(start, gate_program, "arguments")
     weighted = sum(i * i for i in range(1, 17)) + 50 + 250
     assert [line(process) for _ in range(4)] == [f"sum {weighted}", f"struct 7 {3 * 64}", "frames enough", "rwx 0"]
@@ -70,7 +70,7 @@ def test_a_call_from_a_callback_passes_the_closed_gate(start: Start, gate_progra
         assert agent.close_gate(5).is_empty
 
 
-def test_while_a_stream_is_captured_calls_pass(start: Start, gate_program: Path) -> None:
+def test_calls_pass_while_a_stream_is_captured(start: Start, gate_program: Path) -> None:
     process = begin(start, gate_program, "capture")
     assert line(process) == "ready"
     with Agent(process.pid) as agent:
@@ -101,7 +101,7 @@ def test_a_closed_gate_is_a_lease(start: Start, gate_program: Path) -> None:
     assert (line(process), process.wait(10)) == ("done", 0)
 
 
-def test_a_signal_handler_that_calls_cuda_may_come_while_its_thread_waits(start: Start, gate_program: Path) -> None:
+def test_a_signal_handler_may_call_cuda_while_its_thread_waits(start: Start, gate_program: Path) -> None:
     process = begin(start, gate_program, "signal-in-the-gate")
     assert line(process) == "ready"
     with Agent(process.pid) as agent:
@@ -115,8 +115,8 @@ def test_a_signal_handler_that_calls_cuda_may_come_while_its_thread_waits(start:
     assert (line(process), process.wait(10)) == ("done", 0)
 
 
-def test_what_comes_to_the_closed_gate_again_and_again_is_not_inside(start: Start, gate_program: Path) -> None:
-    """A call is counted for a moment before it waits, in which the agent may look."""
+def test_repeated_attempts_at_the_closed_gate_do_not_count_as_inside(start: Start, gate_program: Path) -> None:
+    """A call is counted briefly before it waits, and the agent may look just then."""
     process = begin(start, gate_program, "interrupted-threads")
     assert [line(process), line(process)] == ["ready", "busy"]
     with Agent(process.pid) as agent:
@@ -131,7 +131,7 @@ def test_what_comes_to_the_closed_gate_again_and_again_is_not_inside(start: Star
     assert (line(process), process.wait(10)) == ("done", 0)
 
 
-def test_64_threads_that_call_all_the_time_are_found_outside(start: Start, gate_program: Path) -> None:
+def test_64_constantly_calling_threads_are_found_outside(start: Start, gate_program: Path) -> None:
     process = begin(start, gate_program, "busy-threads")
     assert [line(process), line(process)] == ["ready", "busy"]
     with Agent(process.pid) as agent:

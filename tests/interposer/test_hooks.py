@@ -1,4 +1,4 @@
-"""Functions of a program's own that are called before it is frozen, and when it continues."""
+"""A program's own functions that are called before it is frozen, and when it continues."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_a_freeze_and_a_thaw(program: StartProgram) -> None:
 
 @pytest.mark.criu
 @pytest.mark.parametrize("persist", ["sync", "background"])
-def test_a_dump_that_leaves_it_running(program: StartProgram, tmp_path: Path, persist: gpucr.Persist) -> None:
+def test_a_dump_that_leaves_the_job_running(program: StartProgram, tmp_path: Path, persist: gpucr.Persist) -> None:
     job = program()
     report = gpucr.dump(job.pid, tmp_path / "s", leave_running=True, persist=persist)
     assert job.lines() == TOLD
@@ -126,7 +126,7 @@ def test_a_restore(program: StartProgram, tmp_path: Path) -> None:
     assert job.lines() == TOLD
 
 
-def test_nothing_is_called_for_what_is_refused_or_only_planned(program: StartProgram, tmp_path: Path) -> None:
+def test_refused_and_dry_run_operations_call_no_hook(program: StartProgram, tmp_path: Path) -> None:
     job = program()
     with pytest.raises(gpucr.InvalidRequest):
         gpucr.move(job.pid, gpu="7")
@@ -134,7 +134,7 @@ def test_nothing_is_called_for_what_is_refused_or_only_planned(program: StartPro
     assert job.lines() == TOLD[:1]
 
 
-def test_a_freeze_of_which_nothing_comes(program: StartProgram, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_freeze_that_fails(program: StartProgram, monkeypatch: pytest.MonkeyPatch) -> None:
     job = program()
 
     def fail(*_: object) -> None:
@@ -155,7 +155,7 @@ gpucr.suspend(int(sys.argv[1]))
 """
 
 
-def test_the_guard_tells_it_too(program: StartProgram) -> None:
+def test_the_guard_calls_hooks_too(program: StartProgram) -> None:
     job = program()
     with subprocess.Popen([sys.executable, "-c", SUSPENDS_FOR_EVER, str(job.pid)], stdout=subprocess.PIPE) as suspends:
         assert suspends.stdout is not None
@@ -164,7 +164,7 @@ def test_the_guard_tells_it_too(program: StartProgram) -> None:
     wait_until(lambda: job.lines() == TOLD, lambda: str(job.lines()))
 
 
-def test_one_that_fails_is_told_and_the_freeze_goes_on(program: StartProgram) -> None:
+def test_a_failing_hook_is_reported_and_the_freeze_continues(program: StartProgram) -> None:
     job = program("raise ValueError('no')")
     done = command.run("suspend", job.pid)
     assert done.returncode == 0
@@ -174,9 +174,7 @@ def test_one_that_fails_is_told_and_the_freeze_goes_on(program: StartProgram) ->
     assert job.lines()[-1] == "after right"
 
 
-def test_one_that_takes_long_is_not_waited_for(
-    program: StartProgram, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_slow_hook_is_not_waited_for(program: StartProgram, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     enough = tmp_path / "enough"
     job = program(f"while not os.path.exists({str(enough)!r}): time.sleep(0.01)")
     monkeypatch.setattr(called, "LIMIT_S", 0.1)
@@ -197,7 +195,7 @@ def _calls(agent: Agent) -> tuple[int, int] | None:
         return None if e.code == Code.TOO_SLOW else (-1, -1)
 
 
-def test_they_are_not_called_behind_a_closed_gate(program: StartProgram) -> None:
+def test_hooks_are_not_called_behind_a_closed_gate(program: StartProgram) -> None:
     job = program()
     with Agent(job.pid) as agent:
         assert agent.close_gate(5).is_empty
@@ -210,14 +208,14 @@ def test_they_are_not_called_behind_a_closed_gate(program: StartProgram) -> None
     assert job.lines() == TOLD[:1]
 
 
-def test_signals_reach_what_a_hook_starts(program: StartProgram) -> None:
+def test_signals_reach_processes_a_hook_starts(program: StartProgram) -> None:
     """The agent itself blocks all of them."""
     job = program("os.system('grep SigBlk: /proc/self/status')")
     gpucr.suspend(job.pid)
     assert job.lines()[-1].split() == ["SigBlk:", "0" * 16]
 
 
-def test_a_child_has_none_of_its_parents(program: StartProgram) -> None:
+def test_a_child_does_not_inherit_hooks(program: StartProgram) -> None:
     job = program("child = os.fork()\n    if child == 0: time.sleep(600)")
     gpucr.suspend(job.pid)
     gpucr.resume(job.pid)
@@ -227,7 +225,7 @@ def test_a_child_has_none_of_its_parents(program: StartProgram) -> None:
     assert [line for line in job.lines() if line in TOLD] == TOLD  # newer Pythons warn of a fork beside threads
 
 
-def test_sixteen_are_enough(program: StartProgram) -> None:
+def test_at_most_sixteen_hooks_are_registered(program: StartProgram) -> None:
     job = program("[gpucr.after_restore(after) for _ in range(20)]")
     report = gpucr.suspend(job.pid)
     assert report.warnings == (f"process {job.pid}: 1 of 1 function of before_freeze failed",)
@@ -256,7 +254,7 @@ int main(void) {
 
 
 @pytest.mark.parametrize("compiler", ["cc", "c++"])
-def test_a_program_in_c_links_nothing(start: Start, tmp_path: Path, compiler: str) -> None:
+def test_a_c_program_links_nothing(start: Start, tmp_path: Path, compiler: str) -> None:
     if shutil.which(compiler) is None:
         pytest.skip(f"there is no {compiler}")
     source = tmp_path / ("program.c" if compiler == "cc" else "program.cc")

@@ -1,4 +1,4 @@
-"""Where the library lies, and which programs start with it."""
+"""The library's location, and the programs that start with it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _loaded(path: str, **environment: str) -> bool:
     return f"/{LIBRARY}" in done.stdout
 
 
-def test_every_user_can_read_it_and_nobody_else_can_change_it(shipped: Path) -> None:
+def test_every_user_can_read_it_and_only_its_owner_can_change_it(shipped: Path) -> None:
     old = os.umask(0o077)
     try:
         folder = library.installed()
@@ -49,13 +49,13 @@ def test_the_loader_finds_it(shipped: Path) -> None:
     assert _loaded(library.preload_path(library.installed()))
 
 
-def test_it_stands_in_front_of_the_jobs_own(shipped: Path) -> None:
+def test_it_comes_before_the_jobs_own(shipped: Path) -> None:
     path = library.preload_path(library.installed())
     assert library.preloaded({"LD_PRELOAD": "own.so"}, path)["LD_PRELOAD"] == f"{path}:own.so"
     assert _loaded(path, LD_PRELOAD="/lib/x86_64-linux-gnu/libdl.so.2")
 
 
-def test_it_is_put_back_where_a_snapshot_had_it(shipped: Path, tmp_path: Path) -> None:
+def test_it_is_restored_to_its_path_in_the_snapshot(shipped: Path, tmp_path: Path) -> None:
     path = tmp_path / "other" / "gpucr" / "interposer" / library.installed().name / LIBRARY
     library.put_back(path)
     assert path.read_bytes() == shipped.read_bytes()
@@ -69,7 +69,7 @@ def test_it_is_put_back_where_a_snapshot_had_it(shipped: Path, tmp_path: Path) -
     assert not (tmp_path / path.parent.name).exists()
 
 
-def test_it_is_not_put_back_where_others_can_write(shipped: Path, tmp_path: Path) -> None:
+def test_it_is_not_restored_to_a_folder_writable_by_others(shipped: Path, tmp_path: Path) -> None:
     path = tmp_path / "open" / "gpucr" / "interposer" / library.installed().name / LIBRARY
     path.parents[3].mkdir()
     path.parents[3].chmod(0o777)
@@ -77,7 +77,7 @@ def test_it_is_not_put_back_where_others_can_write(shipped: Path, tmp_path: Path
     assert list(path.parents[3].iterdir()) == []
 
 
-def test_a_new_version_leaves_the_old_one(shipped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_version_keeps_the_old_one(shipped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old = library.installed()
     newer = tmp_path / "newer.so"
     newer.write_bytes(shipped.read_bytes() + b"\0")
@@ -86,7 +86,7 @@ def test_a_new_version_leaves_the_old_one(shipped: Path, tmp_path: Path, monkeyp
     assert (old / LIBRARY).exists()
 
 
-def test_without_a_compiler_and_a_built_one_there_is_none(
+def test_without_a_compiler_or_a_built_library_there_is_none(
     shipped: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("gpucr.interposer.library._SHIPPED", tmp_path / "missing")
@@ -100,15 +100,13 @@ def test_without_a_compiler_and_a_built_one_there_is_none(
     assert list((tmp_path / "data/gpucr/interposer").iterdir()) == []
 
 
-def test_a_folder_that_the_loader_cannot_be_told(
-    shipped: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_folder_that_ld_preload_cannot_name(shipped: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "a b"))
     with pytest.raises(BrokenInstall, match="has no way to write this name"):
         library.installed()
 
 
-def test_a_folder_that_others_can_write(shipped: Path, tmp_path: Path) -> None:
+def test_a_folder_writable_by_others(shipped: Path, tmp_path: Path) -> None:
     folder = tmp_path / "data/gpucr"
     folder.mkdir(parents=True)
     folder.chmod(0o777)

@@ -65,7 +65,7 @@ print(read(pointer, 3).decode())
     assert run.line() == "abc"
 
 
-def test_a_program_that_execs_another_one_has_that_ones_memory(start: Start) -> None:
+def test_after_exec_only_the_new_programs_memory_counts(start: Start) -> None:
     run = begin(
         start,
         """
@@ -85,7 +85,7 @@ stop()
         assert agent.status().block_bytes == 6 * MIB
 
 
-def test_a_program_that_closes_the_drivers_library_keeps_its_memory(start: Start) -> None:
+def test_closing_the_drivers_library_keeps_the_memory(start: Start) -> None:
     run = begin(
         start,
         """
@@ -103,7 +103,7 @@ print(read(pointer, 3).decode())
     assert run.line() == "abc"
 
 
-def test_a_program_without_a_free_descriptor_is_frozen_and_thawed(start: Start) -> None:
+def test_a_program_without_free_descriptors_is_frozen_and_thawed(start: Start) -> None:
     run = begin(
         start,
         """
@@ -137,7 +137,7 @@ write(pointers[4], b"def")
         assert agent.status().away == 0
 
 
-def test_a_thread_that_frees_while_the_program_is_frozen_waits(start: Start) -> None:
+def test_a_free_waits_while_the_program_is_frozen(start: Start) -> None:
     run = begin(
         start,
         """
@@ -163,7 +163,7 @@ stop()
         assert agent.status().blocks == 1
 
 
-def test_a_program_that_ends_while_it_is_frozen_ends_when_it_is_thawed(start: Start) -> None:
+def test_a_program_that_exits_while_frozen_ends_after_the_thaw(start: Start) -> None:
     run = begin(
         start,
         """

@@ -1,4 +1,4 @@
-"""CRIU and the agent: nothing of it hinders a dump, and it is there again after a restore."""
+"""CRIU and the agent: it does not block a dump, and it listens again after a restore."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.criu, pytest.mark.root, pytest.mark.usefixtures("sim_o
 
 @pytest.fixture
 def folder(tmp_path: Path, state_home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where the jobs work, and are found to be ended; registry and sockets are this test's own."""
+    """The working folder of the jobs, by which they are ended; registry and sockets are private to the test."""
     monkeypatch.setattr("gpucr.interposer.library._SHIPPED", compiled_interposer())
     monkeypatch.setattr("gpucr.interposer.library._home", lambda: tmp_path / "interposer")
     monkeypatch.setenv("GPUCR_INTERPOSER_DIR", str(tmp_path / "a"))
@@ -55,7 +55,7 @@ def test_it_listens_again_after_a_restore(folder: Path, tmp_path: Path, isolate:
         assert has_its_agent(gpucr.restore(tmp_path / "t").pid)
 
 
-def test_a_clone_beside_the_original_has_its_own(folder: Path, tmp_path: Path) -> None:
+def test_a_clone_beside_the_original_has_its_own_agent(folder: Path, tmp_path: Path) -> None:
     with start_counter(folder, "--mib", "16", interpose=True) as original:
         assert original.ask() == 101
         gpucr.dump("counter", tmp_path / "s", leave_running=True)

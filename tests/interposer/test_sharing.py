@@ -114,7 +114,7 @@ def said(side: Side, word: str) -> str:
     return line
 
 
-def test_imported_memory_is_the_owners_again_after_each_freeze(pair: Pair) -> None:
+def test_imported_memory_refers_to_the_owners_after_each_freeze(pair: Pair) -> None:
     exporter, importer = pair(EXPORTER, IMPORTER)
     for number in range(3):
         cycle(exporter, importer)
@@ -146,7 +146,7 @@ stop()
 """
 
 
-def test_what_is_kept_of_a_shared_block_goes_with_it(pair: Pair) -> None:
+def test_kept_descriptors_of_a_shared_block_are_released_with_it(pair: Pair) -> None:
     exporter, importer = pair(EXPORTER.replace("while (", RELEASES + "while ("), IMPORTER)
 
     def kept(pid: int) -> int:
@@ -162,7 +162,7 @@ def test_what_is_kept_of_a_shared_block_goes_with_it(pair: Pair) -> None:
         assert len(found.unowned) == 2  # nobody could give it back
 
 
-def test_legacy_ipc_outlives_freezes(pair: Pair) -> None:
+def test_legacy_ipc_survives_freezes(pair: Pair) -> None:
     owner, opener = pair(OWNER, OPENER)
     assert said(opener, "read") == "41"
     for _ in range(2):
@@ -173,12 +173,12 @@ def test_legacy_ipc_outlives_freezes(pair: Pair) -> None:
         assert (agent.status().imported, agent.status().ipc_memory) == (0, 0)
 
 
-def test_a_handle_of_memory_that_is_gone_opens_nothing(pair: Pair) -> None:
+def test_a_handle_of_freed_memory_opens_nothing(pair: Pair) -> None:
     owner, opener = pair(OWNER, OPENER)
     assert (said(opener, "close"), said(owner, "free"), said(opener, "open")) == ("0 0 1", "freed", "refused")
 
 
-def test_memory_opened_by_legacy_ipc_is_given_out_while_a_client_is_connected(pair: Pair) -> None:
+def test_legacy_ipc_memory_is_passed_on_while_a_client_is_connected(pair: Pair) -> None:
     owner, opener = pair(OWNER, "stop()\n" + OPENER)
     with Agent(owner.pid) as agent:
         assert agent.close_gate(5).is_empty
@@ -200,7 +200,7 @@ def test_a_process_does_not_open_its_own_handle(pair: Pair) -> None:
     )
 
 
-def test_memory_of_the_drivers_own_that_is_opened_is_counted(pair: Pair) -> None:
+def test_opened_memory_of_the_drivers_own_is_counted(pair: Pair) -> None:
     _, opener = pair(
         "link.send(ipc_handle(allocate(4096)))\nstop()",
         "pointer = ipc_open(link.recv(64))\nstop()\nassert cuda.cuIpcCloseMemHandle(pointer) == 0\nstop()",

@@ -1,4 +1,4 @@
-"""Who may trace a process with an interposer, if Yama limits that. A filter in the program answers for Yama."""
+"""Tracing of processes with an interposer under Yama's limits. A filter in the program stands in for Yama."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def is_open(pid: int) -> bool:
     return bool(status.traceable)
 
 
-def test_it_is_opened_and_closed(job: Begin) -> None:
+def test_tracing_is_allowed_and_revoked(job: Begin) -> None:
     process = job(ANYBODY, NOBODY)
     with Agent(process.pid) as agent:
         agent.open_to_tracers(is_open=True)
@@ -102,7 +102,7 @@ def test_it_is_opened_and_closed(job: Begin) -> None:
     assert not is_open(process.pid)
 
 
-def test_whom_the_program_has_chosen_is_put_back(job: Begin) -> None:
+def test_the_programs_own_tracer_is_restored(job: Begin) -> None:
     process = job(ANYBODY, A_DEBUGGER)  # to nobody it cannot be closed: that would be another choice than the program's
     assert say(process, A_DEBUGGER) == "0"
     with Agent(process.pid) as agent:
@@ -111,7 +111,7 @@ def test_whom_the_program_has_chosen_is_put_back(job: Begin) -> None:
     assert not is_open(process.pid)
 
 
-def test_whom_it_chooses_meanwhile_is_put_back_too(job: Begin) -> None:
+def test_a_tracer_chosen_meanwhile_is_restored_too(job: Begin) -> None:
     process = job(ANYBODY, A_DEBUGGER)
     with Agent(process.pid) as agent:
         agent.open_to_tracers(is_open=True)
@@ -119,7 +119,7 @@ def test_whom_it_chooses_meanwhile_is_put_back_too(job: Begin) -> None:
         agent.open_to_tracers(is_open=False)
 
 
-def test_a_choice_that_has_ended_is_nobodys(job: Begin) -> None:
+def test_an_ended_tracer_is_not_restored(job: Begin) -> None:
     process = job(ANYBODY, NOBODY)
     assert say(process, A_DEBUGGER) == "-1"
     with Agent(process.pid) as agent:
@@ -127,7 +127,7 @@ def test_a_choice_that_has_ended_is_nobodys(job: Begin) -> None:
         agent.open_to_tracers(is_open=False)
 
 
-def test_a_kernel_without_yama_says_so(job: Begin) -> None:
+def test_a_kernel_without_yama_is_reported(job: Begin) -> None:
     process = job()
     with Agent(process.pid) as agent, pytest.raises(Refused, match="not here"):
         agent.open_to_tracers(is_open=True)
@@ -152,14 +152,14 @@ def limited(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[bool]:
     return seen
 
 
-def test_a_job_is_open_for_the_time_of_an_operation(job: Begin, limited: list[bool]) -> None:
+def test_a_job_is_traceable_during_an_operation(job: Begin, limited: list[bool]) -> None:
     process = job(ANYBODY, NOBODY)
     gpucr.freeze(process.pid).thaw()
     assert limited == [True]
     assert not is_open(process.pid)
 
 
-def test_it_is_closed_again_where_the_operation_fails(
+def test_tracing_is_revoked_when_the_operation_fails(
     job: Begin, limited: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     process = job(ANYBODY, NOBODY)
@@ -172,7 +172,7 @@ def test_it_is_closed_again_where_the_operation_fails(
     assert not is_open(process.pid)
 
 
-def test_the_guard_closes_it_where_gpucr_is_killed(job: Begin, limited: list[bool]) -> None:
+def test_the_guard_revokes_tracing_when_gpucr_is_killed(job: Begin, limited: list[bool]) -> None:
     process = job(ANYBODY, NOBODY)
     code = (
         "import os, sys, gpucr\n"
@@ -185,7 +185,7 @@ def test_the_guard_closes_it_where_gpucr_is_killed(job: Begin, limited: list[boo
     wait_until(lambda: (status := ask_status(process.pid)) is not None and not status.traceable, "the guard")
 
 
-def test_no_agent_is_asked_where_nothing_forbids_tracing(job: Begin) -> None:
+def test_no_agent_is_asked_where_tracing_is_allowed(job: Begin) -> None:
     process = job(ANYBODY)  # to close it again would fail
     gpucr.freeze(process.pid).thaw()
     assert not is_open(process.pid)
@@ -194,13 +194,13 @@ def test_no_agent_is_asked_where_nothing_forbids_tracing(job: Begin) -> None:
 # --- without an interposer ---------------------------------------------------------------------------------------
 
 
-def test_what_may_be_traced_is_tried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_tracing_is_tried_instead_of_inferred(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "scope").write_text("1\n")
     monkeypatch.setattr(tracing, "PTRACE_SCOPE", tmp_path / "scope")
     child = Child([sys.executable, "-c", "import signal; print('ready', flush=True); signal.pause()"])
     try:
         assert tracing.is_allowed(child.pid)
-        assert unprivileged.check_ptrace([child.pid]) == []  # whatever Yama's number is: it can be done
+        assert unprivileged.check_ptrace([child.pid]) == []  # regardless of Yama's setting
         monkeypatch.setattr(tracing, "is_allowed", lambda pid: False)
         (finding,) = unprivileged.check_ptrace([child.pid])
         assert (finding.pid, finding.code) == (child.pid, "GPUCR-ONLY-ROOT")
@@ -211,7 +211,7 @@ def test_what_may_be_traced_is_tried(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert unprivileged.check_ptrace([os.getpid()]) == []
 
 
-def test_one_that_is_closed_is_found(job: Begin) -> None:
+def test_a_process_that_denies_tracing_is_found(job: Begin) -> None:
     if os.geteuid() != 0:
         pytest.skip("needs root, to be another user")
     process = job()
@@ -238,7 +238,7 @@ def test_a_refusal_names_the_setting(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert "seccomp=unconfined" in limits
 
 
-def test_nobody_is_limited_by_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_yama_nothing_is_limited(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(tracing, "PTRACE_SCOPE", tmp_path / "none")
     assert tracing.yama_scope() is None
     assert not tracing.takes_a_grant()

@@ -1,4 +1,4 @@
-"""Nodes meet, wait for each other, and notice who fails; nobody else has a say."""
+"""Nodes meet, wait for each other, and notice failures; outsiders have no influence."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_a_job_of_one_node_meets_itself() -> None:
         host.announce("complete")
 
 
-def test_a_node_that_comes_late_is_waited_for() -> None:
+def test_a_late_node_is_waited_for() -> None:
     port = lasting_port()
     with Guest(rendezvous(port, 1), hello(1), None) as guest:
         arrived = Aside(lambda: guest.arrive(lambda: ""))
@@ -129,7 +129,7 @@ def test_a_node_that_comes_late_is_waited_for() -> None:
 # --- who fails ---------------------------------------------------------------------------------------------------
 
 
-def test_all_others_know_at_once_who_has_failed() -> None:
+def test_all_others_learn_at_once_which_node_failed() -> None:
     with met(4) as (host, guests):
         waiting = [Aside(partial(each.together, "frozen", deadline())) for each in (host, *guests[1:])]
         guests[0].fail("out of paper")
@@ -142,7 +142,7 @@ def test_all_others_know_at_once_who_has_failed() -> None:
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_node_that_is_gone_has_failed(victim: int) -> None:
+def test_a_vanished_node_has_failed(victim: int) -> None:
     with met(3) as (host, guests):
         all_nodes = (host, *guests)
         left = [each for number, each in enumerate(all_nodes) if number != victim]
@@ -154,7 +154,7 @@ def test_a_node_that_is_gone_has_failed(victim: int) -> None:
                 each.result()
 
 
-def test_a_block_that_ends_by_an_exception_tells_the_others() -> None:
+def test_an_exception_in_the_block_is_reported_to_the_others() -> None:
     with met() as (host, guests):
 
         def fail() -> None:
@@ -167,7 +167,7 @@ def test_a_block_that_ends_by_an_exception_tells_the_others() -> None:
             host.together("frozen", deadline())
 
 
-def test_when_it_is_decided_nobody_fails_any_more() -> None:
+def test_after_the_decision_no_node_can_fail() -> None:
     with met() as (host, guests):
         host.conclude()
         guests[0].fail("too late")
@@ -178,8 +178,8 @@ def test_when_it_is_decided_nobody_fails_any_more() -> None:
 
 
 @pytest.mark.parametrize("step", ["complete", "ready"])
-def test_who_leaves_after_the_last_step_has_not_failed(step: Step) -> None:
-    """Though the other has not yet seen that it was the last."""
+def test_leaving_after_the_last_step_is_not_a_failure(step: Step) -> None:
+    """Even if the other node has not yet noticed that it was the last step."""
     with met() as (host, (guest,)):
         host.announce(step)
         host._guests[1].close()
@@ -191,7 +191,7 @@ def test_who_leaves_after_the_last_step_has_not_failed(step: Step) -> None:
 
 
 @pytest.mark.parametrize(("step", "said"), [("frozen", "frozen its part"), ("ready", "restored its part")])
-def test_time_is_over(step: Step, said: str) -> None:
+def test_timeout(step: Step, said: str) -> None:
     with met() as (host, guests):
         with pytest.raises(DeadlineExceeded, match=f"timed out before node 1 had {said}"):
             host.together(step, time.monotonic())
@@ -226,7 +226,7 @@ def test_a_caller_that_cancels_ends_the_wait() -> None:
         (hello(0), "there is a node 0 already"),
     ],
 )
-def test_a_node_that_means_something_else_ends_it_for_all(said: Hello, why: str) -> None:
+def test_a_node_with_another_request_ends_it_for_all(said: Hello, why: str) -> None:
     port = lasting_port()
     with Host(rendezvous(port, 0), hello(0), None) as host, Guest(rendezvous(port, 1), said, None) as guest:
         arrived = Aside(lambda: guest.arrive(lambda: ""))
@@ -236,7 +236,7 @@ def test_a_node_that_means_something_else_ends_it_for_all(said: Hello, why: str)
             arrived.result()
 
 
-def test_a_number_is_given_once() -> None:
+def test_a_node_number_is_taken_once() -> None:
     with met(3) as (host, guests):
         assert sorted(host._guests) == [1, 2]
         problem = host._problem_of(hello(1, 3))
@@ -267,7 +267,7 @@ def test_strangers_change_nothing() -> None:
             guest.conclude()
 
 
-def test_who_is_missing_is_named() -> None:
+def test_missing_nodes_are_named() -> None:
     port = lasting_port()
     with Host(rendezvous(port, 0, 4, meet_s=0.3), hello(0, 4), None) as host:
         with Guest(rendezvous(port, 2, 4), hello(2, 4), None) as guest:
@@ -281,7 +281,7 @@ def test_who_is_missing_is_named() -> None:
         host.conclude()
 
 
-def test_who_listens_there_is_no_gpucr() -> None:
+def test_another_program_listens_there() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def answer() -> None:
@@ -336,7 +336,7 @@ def test_messages_arrive(channels: Channels, message: wire.Message) -> None:
 
 
 @pytest.mark.parametrize("position", [4, 20, -1])
-def test_a_message_that_was_changed_is_refused(channels: Channels, position: int) -> None:
+def test_a_changed_message_is_refused(channels: Channels, position: int) -> None:
     host, guest, here, there = channels
     host.send(Together("frozen"))
     data = bytearray(there.recv(4096))
@@ -346,7 +346,7 @@ def test_a_message_that_was_changed_is_refused(channels: Channels, position: int
         guest.receive()
 
 
-def test_a_message_does_not_come_twice(channels: Channels) -> None:
+def test_a_replayed_message_is_refused(channels: Channels) -> None:
     host, guest, here, there = channels
     host.send(Together("frozen"))
     data = there.recv(4096)
@@ -356,7 +356,7 @@ def test_a_message_does_not_come_twice(channels: Channels) -> None:
         guest.receive()
 
 
-def test_a_message_does_not_come_back(channels: Channels) -> None:
+def test_a_reflected_message_is_refused(channels: Channels) -> None:
     host, _, _, there = channels
     host.send(Together("frozen"))
     there.sendall(there.recv(4096))
@@ -364,8 +364,8 @@ def test_a_message_does_not_come_back(channels: Channels) -> None:
         host.receive()
 
 
-def test_a_recorded_conversation_says_nothing_later() -> None:
-    """Whoever has heard one guest cannot take its place."""
+def test_a_recorded_conversation_cannot_be_replayed() -> None:
+    """An eavesdropper on one guest cannot impersonate it."""
     here, there = socket.socketpair()
     with here, there:
         host = Aside(lambda: wire.open_as_host(here, SECRET))
@@ -381,7 +381,7 @@ def test_a_recorded_conversation_says_nothing_later() -> None:
 
 
 @pytest.mark.parametrize("length", [(64 << 10) + 1, (1 << 32) - 1])
-def test_a_length_is_not_believed(channels: Channels, length: int) -> None:
+def test_a_claimed_length_is_not_trusted(channels: Channels, length: int) -> None:
     host, _, _, there = channels
     there.sendall(struct.pack("!I", length))
     with pytest.raises(RecordError, match="is too long"):
@@ -393,14 +393,14 @@ def test_a_length_is_not_believed(channels: Channels, length: int) -> None:
              b'{"type": "Here", "step": "saved", "value": 3}', b'{"type": "Together", "step": "x", "more": 1}',
              b'{"type": "Hello", "node": -1, "node_count": 2, "action": "", "subject": "", "version": ""}']
 )  # fmt: skip
-def test_what_is_no_message_is_refused_though_it_is_authentic(channels: Channels, body: bytes) -> None:
+def test_an_authentic_non_message_is_refused(channels: Channels, body: bytes) -> None:
     host, guest, _, there = channels
     there.sendall(struct.pack("!I", len(body)) + body + guest._mac(b"guest", body))
     with pytest.raises(RecordError):
         host.receive()
 
 
-def test_a_guest_that_speaks_out_of_turn_has_failed() -> None:
+def test_a_guest_speaking_out_of_turn_has_failed() -> None:
     with met() as (host, guests):
         guests[0].say("saved", "a")
         guests[0].say("saved", "b")
@@ -429,7 +429,7 @@ def test_a_guest_that_speaks_out_of_turn_has_failed() -> None:
         ("n1:7788", 0, 5000, "5000 nodes cannot meet"),
     ],
 )
-def test_what_is_no_rendezvous(address: str, node: int, count: int, why: str) -> None:
+def test_invalid_rendezvous(address: str, node: int, count: int, why: str) -> None:
     with pytest.raises(InvalidRequest, match=why):
         Rendezvous.at(address, node=node, node_count=count, secret=SECRET)
 
@@ -440,7 +440,7 @@ def test_addresses() -> None:
     assert "0123" not in repr(found)
 
 
-def test_the_secret_leaves_the_environment(tmp_path: Path) -> None:
+def test_the_secret_is_removed_from_the_environment(tmp_path: Path) -> None:
     environment = {"GPUCR_NODES_SECRET": "sixteen or more bytes"}
     assert secrets.given_secret(None, environment) == b"sixteen or more bytes"
     assert environment == {}

@@ -26,7 +26,7 @@ _NUMBERS = itertools.count()
 
 
 class Network:
-    """What lies between the nodes and the store. ``lose_answers``: of how many requests that decide about a set."""
+    """The network between the nodes and the store. ``lose_answers``: how many answers about a set get lost."""
 
     def __init__(self) -> None:
         self.is_cut = [False, False]
@@ -90,8 +90,8 @@ def test_a_job_is_dumped_ended_and_restored(nodes: TwoNodes) -> None:
 
 
 @pytest.mark.parametrize("count", [1, later(3)])
-def test_the_answer_to_the_decision_is_lost(nodes: TwoNodes, network: Network, count: int) -> None:
-    """The store has the object that decides, and node 0 does not know whose it is: it asks again, and finds its own."""
+def test_a_lost_answer_to_the_decision(nodes: TwoNodes, network: Network, count: int) -> None:
+    """The store has the deciding object, but node 0 does not know whose it is: it asks again, and finds its own."""
     network.lose_answers = count
     nodes.dump()
     assert network.lost == count
@@ -102,8 +102,8 @@ def test_the_answer_to_the_decision_is_lost(nodes: TwoNodes, network: Network, c
 
 
 @long
-def test_a_node_that_does_not_reach_the_store_to_save(nodes: TwoNodes, network: Network) -> None:
-    """It gives up, and all parts run; what the other one has saved is gone."""
+def test_a_node_cannot_reach_the_store_to_save(nodes: TwoNodes, network: Network) -> None:
+    """It gives up, and all parts run; the other node's saved part is removed."""
     started = [nodes.start_dump(0), nodes.drive(1, "save", "pause", first=IMPATIENT)]
     nodes.wait_there(1)
     network.is_cut[1] = True
@@ -119,8 +119,8 @@ def test_a_node_that_does_not_reach_the_store_to_save(nodes: TwoNodes, network: 
 
 @long
 @pytest.mark.parametrize("is_decided", [True, False])
-def test_a_store_that_nobody_reaches_at_the_decision(nodes: TwoNodes, network: Network, is_decided: bool) -> None:
-    """Nobody can know what was decided, so all parts run; the store tells later whether the set is complete."""
+def test_no_node_reaches_the_store_at_the_decision(nodes: TwoNodes, network: Network, is_decided: bool) -> None:
+    """The outcome is unknown, so all parts run; the store shows later whether the set is complete."""
     moment = "after:complete" if is_decided else "before:complete"
     started = [nodes.drive(0, moment, "pause", first=IMPATIENT), nodes.drive(1, "never", "pause", first=IMPATIENT)]
     nodes.wait_there(0)

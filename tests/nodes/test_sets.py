@@ -30,7 +30,7 @@ def test_a_job_is_dumped_ended_and_restored(nodes: TwoNodes) -> None:
     nodes.finish()
 
 
-def test_a_job_that_is_left_running_keeps_its_connections(nodes: TwoNodes) -> None:
+def test_a_job_left_running_keeps_its_connections(nodes: TwoNodes) -> None:
     made = nodes.dump("--leave-running")
     assert [each["left_running"] for each in made] == [True, True]
     nodes.assert_job_goes_on()
@@ -39,7 +39,7 @@ def test_a_job_that_is_left_running_keeps_its_connections(nodes: TwoNodes) -> No
 
 
 @long
-def test_of_two_sets_of_one_name_the_latest_is_restored(nodes: TwoNodes) -> None:
+def test_the_latest_set_of_a_name_is_restored(nodes: TwoNodes) -> None:
     nodes.dump("--leave-running")
     nodes.assert_job_goes_on()
     second = nodes.dump()
@@ -49,7 +49,7 @@ def test_of_two_sets_of_one_name_the_latest_is_restored(nodes: TwoNodes) -> None
     nodes.finish()
 
 
-def test_a_set_is_no_snapshot_of_one_node(nodes: TwoNodes) -> None:
+def test_a_set_is_not_a_snapshot_of_one_node(nodes: TwoNodes) -> None:
     nodes.dump()
     refused = command.run("restore", f"{nodes.store}#set")
     assert refused.returncode == 2
@@ -74,7 +74,7 @@ UNDECIDED = ["lock", "checkpoint", "prepare", "dump", "save", "before:_settle"]
 
 
 @pytest.mark.parametrize(("moment", "victim"), sample(list(itertools.product(UNDECIDED, [0, 1])), 99))
-def test_when_a_node_dies_before_all_have_saved_the_job_goes_on(nodes: TwoNodes, victim: int, moment: str) -> None:
+def test_if_a_node_dies_before_all_have_saved_the_job_continues(nodes: TwoNodes, victim: int, moment: str) -> None:
     dead = nodes.drive(victim, moment, "die")
     other = nodes.start_dump(1 - victim)
     assert ended(dead)[0] == -signal.SIGKILL
@@ -88,8 +88,8 @@ def test_when_a_node_dies_before_all_have_saved_the_job_goes_on(nodes: TwoNodes,
 
 
 @pytest.mark.parametrize("moment", ["before:complete", later("before:wait")])
-def test_when_a_node_dies_before_the_set_is_complete_the_job_goes_on(nodes: TwoNodes, moment: str) -> None:
-    """Node 0 knows that all have saved, and dies; node 1 has told that it has saved, and dies."""
+def test_if_a_node_dies_before_the_set_is_complete_the_job_continues(nodes: TwoNodes, moment: str) -> None:
+    """Node 0 knows that all have saved, and dies; node 1 has reported that it has saved, and dies."""
     victim = 0 if moment == "before:complete" else 1
     if victim == 0:
         dead, other = nodes.drive(0, moment, "die"), nodes.start_dump(1)
@@ -123,7 +123,7 @@ def test_when_a_node_dies_before_the_set_is_complete_the_job_goes_on(nodes: TwoN
     nodes.finish()
 
 
-def test_a_set_that_fails_leaves_the_one_before(nodes: TwoNodes) -> None:
+def test_a_failed_set_leaves_the_previous_one(nodes: TwoNodes) -> None:
     first = nodes.dump("--leave-running")
     nodes.drive(1, "save", "die")
     code, _, _ = ended(nodes.start_dump(0))
@@ -136,7 +136,7 @@ def test_a_set_that_fails_leaves_the_one_before(nodes: TwoNodes) -> None:
 
 
 @long
-def test_a_node_that_is_cut_off_is_noticed(nodes: TwoNodes) -> None:
+def test_a_disconnected_node_is_noticed(nodes: TwoNodes) -> None:
     started = [nodes.start_dump(0), nodes.drive(1, "before:_settle", "pause")]
     nodes.wait_there(1)
     nodes.nodes[1].cut_off()
@@ -151,7 +151,7 @@ def test_a_node_that_is_cut_off_is_noticed(nodes: TwoNodes) -> None:
 
 
 @long
-def test_a_whole_node_that_is_gone_lets_the_others_go_on(nodes: TwoNodes) -> None:
+def test_the_others_continue_when_a_node_vanishes(nodes: TwoNodes) -> None:
     other = nodes.start_dump(0)
     nodes.drive(1, "save", "pause")
     nodes.wait_there(1)
@@ -167,7 +167,7 @@ def test_a_whole_node_that_is_gone_lets_the_others_go_on(nodes: TwoNodes) -> Non
 
 
 @pytest.mark.parametrize("node", [later(0), 1])
-def test_ctrl_c_while_it_waits_for_the_other(nodes: TwoNodes, node: int) -> None:
+def test_ctrl_c_while_waiting_for_the_other_node(nodes: TwoNodes, node: int) -> None:
     other = nodes.drive(1 - node, "prepare" if node else "lock", "pause")
     mine = nodes.start_dump(node)
     nodes.wait_there(1 - node)
@@ -184,7 +184,7 @@ def test_ctrl_c_while_it_waits_for_the_other(nodes: TwoNodes, node: int) -> None
     nodes.finish()
 
 
-def test_ctrl_c_on_a_node_that_has_saved_gives_the_set_up(nodes: TwoNodes) -> None:
+def test_ctrl_c_on_a_node_that_has_saved_abandons_the_set(nodes: TwoNodes) -> None:
     host, guest = nodes.drive(0, "before:complete", "pause"), nodes.start_dump(1)
     nodes.wait_there(0)
     guest.send_signal(signal.SIGINT)
@@ -202,9 +202,7 @@ def test_ctrl_c_on_a_node_that_has_saved_gives_the_set_up(nodes: TwoNodes) -> No
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, later(signal.SIGTERM)])
-def test_a_node_that_is_interrupted_when_the_set_is_complete_ends_its_part(
-    nodes: TwoNodes, how: signal.Signals
-) -> None:
+def test_a_node_interrupted_after_completion_ends_its_part(nodes: TwoNodes, how: signal.Signals) -> None:
     host, guest = nodes.drive(0, "before:announce", "pause"), nodes.start_dump(1)
 
     def is_complete() -> bool:
@@ -222,7 +220,7 @@ def test_a_node_that_is_interrupted_when_the_set_is_complete_ends_its_part(
 
 
 @pytest.mark.parametrize("moment", [later("after:complete"), "before:conclude", later("before:end")])
-def test_when_node_0_dies_after_the_set_is_complete_the_others_end(nodes: TwoNodes, moment: str) -> None:
+def test_if_node_0_dies_after_completion_the_others_end(nodes: TwoNodes, moment: str) -> None:
     host, guest = nodes.drive(0, moment, "die"), nodes.start_dump(1)
     assert ended(host)[0] == -signal.SIGKILL
     code, _, said = ended(guest)
@@ -236,8 +234,8 @@ def test_when_node_0_dies_after_the_set_is_complete_the_others_end(nodes: TwoNod
 
 
 @long
-def test_a_store_that_is_gone_at_the_decision(nodes: TwoNodes) -> None:
-    """Nobody can know what was decided: all parts run, and what is in the store stays."""
+def test_the_store_vanishes_at_the_decision(nodes: TwoNodes) -> None:
+    """The outcome is unknown: all parts run, and the store keeps what it has."""
     host, guest = nodes.drive(0, "before:complete", "pause"), nodes.start_dump(1)
     nodes.wait_there(0)
     (nodes.store_folder / "sets").touch()
@@ -254,7 +252,7 @@ def test_a_store_that_is_gone_at_the_decision(nodes: TwoNodes) -> None:
 # --- who does not belong there -----------------------------------------------------------------------------------
 
 
-def test_a_node_with_another_secret_is_not_let_in(nodes: TwoNodes) -> None:
+def test_a_node_with_another_secret_is_rejected(nodes: TwoNodes) -> None:
     (other := nodes.folder / "other").write_bytes(b"another secret, as long")
     other.chmod(0o600)
     host = nodes.start_dump(0, meet_within="3s")
@@ -266,7 +264,7 @@ def test_a_node_with_another_secret_is_not_let_in(nodes: TwoNodes) -> None:
     nodes.assert_job_goes_on()
 
 
-def test_a_rendezvous_where_nobody_is(nodes: TwoNodes) -> None:
+def test_nobody_at_the_rendezvous(nodes: TwoNodes) -> None:
     code, _, said = ended(nodes.start_dump(1, meet_within="1s"))
     assert (code, "code:  GPUCR-RENDEZVOUS" in said) == (1, True)
     assert f"node 0 cannot be reached at {ADDRESSES[0]}" in said
@@ -288,7 +286,7 @@ def test_a_node_without_the_secret(nodes: TwoNodes) -> None:
 
 
 @long
-def test_nodes_that_do_not_mean_the_same(nodes: TwoNodes) -> None:
+def test_nodes_with_different_requests(nodes: TwoNodes) -> None:
     done = [ended(each) for each in [nodes.start_dump(0), nodes.start_dump(1, name="other")]]
     assert [code for code, _, _ in done] == [1, 1]
     assert all("node 1 failed: it wants to dump and end" in said for _, _, said in done)
@@ -298,7 +296,7 @@ def test_nodes_that_do_not_mean_the_same(nodes: TwoNodes) -> None:
     assert nodes.listed() == []
 
 
-def test_a_job_whose_nccl_connects_the_nodes_is_refused_on_both(nodes: TwoNodes) -> None:
+def test_a_job_with_nccl_across_nodes_is_refused_on_both(nodes: TwoNodes) -> None:
     for node in nodes.nodes:
         node.kill_job()
     library = nodes.folder / "libnccl.so.2"
@@ -322,7 +320,7 @@ def test_a_job_whose_nccl_connects_the_nodes_is_refused_on_both(nodes: TwoNodes)
 # --- restore -----------------------------------------------------------------------------------------------------
 
 
-def test_a_node_that_cannot_restore_its_part_ends_that_of_the_others(nodes: TwoNodes) -> None:
+def test_a_failed_restore_on_one_node_ends_all_parts(nodes: TwoNodes) -> None:
     nodes.dump("--leave-running")
     nodes.nodes[0].kill_job()  # and the pid of node 1 is taken
     started = [nodes.start_restore(node, "--json") for node in range(2)]
@@ -336,7 +334,7 @@ def test_a_node_that_cannot_restore_its_part_ends_that_of_the_others(nodes: TwoN
 
 
 @pytest.mark.parametrize(("moment", "victim"), [later("criu", 0), ("criu", 1), later("wait", 0), later("wait", 1)])
-def test_a_restore_whose_other_node_dies_leaves_nothing(nodes: TwoNodes, victim: int, moment: str) -> None:
+def test_a_restore_leaves_nothing_when_the_other_node_dies(nodes: TwoNodes, victim: int, moment: str) -> None:
     nodes.dump()
     for node in nodes.nodes:
         node.reap()
@@ -349,7 +347,7 @@ def test_a_restore_whose_other_node_dies_leaves_nothing(nodes: TwoNodes, victim:
     nodes.finish()
 
 
-def test_a_set_that_is_not_there(nodes: TwoNodes) -> None:
+def test_a_missing_set(nodes: TwoNodes) -> None:
     started = [nodes.start_restore(node, name="nothing") for node in range(2)]
     done = [ended(each) for each in started]
     assert [code for code, _, _ in done] == [2, 1]
@@ -357,7 +355,7 @@ def test_a_set_that_is_not_there(nodes: TwoNodes) -> None:
     assert "node 0 failed: the store" in done[1][2]
 
 
-def test_a_set_travels_to_another_store(nodes: TwoNodes, tmp_path: Path) -> None:
+def test_a_set_is_copied_to_another_store(nodes: TwoNodes, tmp_path: Path) -> None:
     made = nodes.dump()
     assert command.run("store", "init", tmp_path / "other").returncode == 0
     copied = command.run("copy", f"{nodes.store}#set", tmp_path / "other")
@@ -368,7 +366,7 @@ def test_a_set_travels_to_another_store(nodes: TwoNodes, tmp_path: Path) -> None
     nodes.finish()
 
 
-def test_a_thread_dumps_its_part_without_touching_the_signals_of_the_program(nodes: TwoNodes) -> None:
+def test_dumping_in_a_thread_leaves_the_programs_signals_alone(nodes: TwoNodes) -> None:
     """The program around it is in an operation of its own, which a signal must not end at once."""
     code = f"""
 import threading

@@ -1,4 +1,4 @@
-"""Jobs of PyTorch on two nodes, on Gloo over TCP: what makes its connections again, and what does not.
+"""PyTorch jobs on two nodes, on Gloo over TCP: what reconnects, and what does not.
 
 Torch need not be in the Python of the tests: ``GPUCR_TEST_TORCH`` names one that has it.
 """
@@ -61,7 +61,7 @@ call("cuCtxSetCurrent", context)
 call("cuMemAlloc_v2", ctypes.byref(memory), ctypes.c_size_t(1 << 20))
 """
 
-# Makes its process group again when it is lost, and goes on with its memory. One rank may be a step ahead then.
+# Makes its process group again when it is lost, and continues with its memory. One rank may be a step ahead then.
 RECONNECTS = f"""{_BEGIN}
 rank, attempt, step, last, is_over = int(sys.argv[1]), 0, 0, 0, False
 put(0)
@@ -181,8 +181,8 @@ def jobs(torch_python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         made.close()
 
 
-def test_a_program_that_makes_its_process_group_again(jobs: Jobs, torch_python: str) -> None:
-    """It keeps its memory: no step is lost, and none is counted twice."""
+def test_a_program_that_recreates_its_process_group(jobs: Jobs, torch_python: str) -> None:
+    """It keeps its memory: no step is lost or counted twice."""
     jobs.start([[torch_python, "-c", RECONNECTS, rank] for rank in range(2)])
     jobs.cycle()
     jobs.wait_for(lambda node: any(line.startswith("connected again") for line in node.lines()))
@@ -193,7 +193,7 @@ def test_a_program_that_makes_its_process_group_again(jobs: Jobs, torch_python: 
 def test_torchrun_in_a_loop(jobs: Jobs, torch_python: str) -> None:
     """torchrun alone ends, where it is not the one with the store: its own connection to that is never made again.
 
-    Started again by what is around it, and is in the snapshot, it goes on from the program's own checkpoint.
+    Started again by what is around it, and is in the snapshot, it continues from the program's own checkpoint.
     """
     program = jobs.folder / "program.py"
     program.write_text(RESTARTS)

@@ -243,7 +243,7 @@ class Node:
         wait_until(lambda: self.lines()[-1].startswith("result"), lambda: f"the result: {self.lines()[-5:]}")
         return self.lines()[-1].split()[1:]
 
-    def goes_on(self) -> None:
+    def keeps_running(self) -> None:
         """Its part runs, and gets further."""
         before = self.step()
         wait_until(lambda: self.step() > before + 3, lambda: f"node {self.number} to get on: {self.lines()[-5:]}")
@@ -407,7 +407,7 @@ class TwoNodes:
     def assert_job_goes_on(self) -> None:
         """Both parts run, and talk to each other."""
         for node in self.nodes:
-            node.goes_on()
+            node.keeps_running()
 
     def finish(self) -> None:
         """Let the job end: its result is right on both nodes."""

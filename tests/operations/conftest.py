@@ -18,7 +18,7 @@ MakeMachine = Callable[..., list[str]]
 
 @pytest.fixture
 def machine(sim_only: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> MakeMachine:
-    """Be on a simulated machine with these GPUs from now on; returns their UUIDs."""
+    """Switch to a simulated machine with these GPUs; returns their UUIDs."""
 
     def be_on(gpus: str, name: str = "local") -> list[str]:
         variables = simulator.environment(gpus, state_dir=tmp_path / f"gpus-of-{name}", machine=name)
@@ -31,7 +31,7 @@ def machine(sim_only: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
-    """Where the jobs of a test run. All that runs there ends with the test."""
+    """The working folder of a test's jobs, whose processes end with the test."""
     made = tmp_path / "job"
     made.mkdir()
     yield made

@@ -51,7 +51,7 @@ class Process:
 
 
 class SharingGang:
-    """A job of these programs, each of which has a socket to the one before (if there is one) and to the next one.
+    """A job of these programs, each with a socket to the one before (if there is one) and to the next one.
 
     ``plain``: the numbers of those that run without the interposer. ``roots``: the job that each belongs to.
     """

@@ -1,4 +1,4 @@
-"""Programs that take one step each time that a test tells them to."""
+"""Programs that take one step on each request of a test."""
 
 from __future__ import annotations
 

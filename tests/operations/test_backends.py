@@ -1,4 +1,4 @@
-"""Stacks of backends (gpu_state/backend.py), shown by a third kind whose memory is never a file."""
+"""Stacks of backends (gpu_state/backend.py), tested with a third kind whose memory is never a file."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def mapped(thread: int, content: bytes, address: int = 0) -> int:
 
 
 class Vault:
-    """A kind of backend: it takes a known range of a process away, and keeps it in this process's own memory."""
+    """A kind of backend that moves a known range of a process into this process's own memory."""
 
     name = "vault"
 
@@ -134,7 +134,7 @@ class Held:
         with traced(restore_thread) as stopped:
             reserve(stopped, self.extents[0])
 
-    def wait_begun(self) -> None:
+    def wait_started(self) -> None:
         self._vault.log.append(("away", self.part.pid))
 
     def complete(self, meter: Meter) -> None:
@@ -233,10 +233,10 @@ def assert_all_run(job: Counter, driver: CudaDriver, vault: Vault) -> None:
         vault.assert_is_there(pid)
 
 
-def test_a_gang_of_different_stacks_is_dumped_and_restored(
+def test_a_gang_with_different_backends_is_dumped_and_restored(
     counter: CounterFactory, vault: Vault, place: Place, driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The one is held by the vault over captured staging, the other one in the plain way, by CRIU."""
+    """The vault over captured staging holds one process's memory, CRIU in the plain way the other's."""
     job = counter("--mib", "8", "--fork", "1")
     root, child = job.processes()
     vault.fill(root)
@@ -259,7 +259,7 @@ def test_a_gang_of_different_stacks_is_dumped_and_restored(
     assert_all_run(job, driver, vault)
 
 
-def test_vaults_over_plain_staging(
+def test_vaults_with_plain_staging(
     counter: CounterFactory, vault: Vault, place: Place, driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = counter("--mib", "8")
@@ -281,7 +281,7 @@ def assert_in_order(log: Sequence[tuple[str, int]], *actions: str) -> None:
         assert max(places_of(log, first)) < min(places_of(log, second)), f"{second} before all of {first}: {log}"
 
 
-def test_none_runs_while_memory_of_another_one_is_away(
+def test_no_process_runs_while_anothers_memory_is_away(
     counter: CounterFactory, calls: list[tuple[str, int]], vault: Vault, tmp_path: Path, driver: CudaDriver
 ) -> None:
     job = counter("--mib", "8", "--fork", "2")
@@ -303,7 +303,7 @@ def test_none_runs_while_memory_of_another_one_is_away(
 
 
 @pytest.mark.parametrize("fails", [later("begin"), "checkpoint", later("give_back")])
-def test_what_fails_leaves_every_process_as_it_was(
+def test_a_failure_leaves_every_process_unchanged(
     fails: str, counter: CounterFactory, calls: list[tuple[str, int]], vault: Vault, tmp_path: Path,
     driver: CudaDriver, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -333,7 +333,7 @@ def test_what_fails_leaves_every_process_as_it_was(
     assert job.ask() == 101
 
 
-def test_a_kind_that_is_not_here_is_refused_before_anything_starts(
+def test_a_missing_backend_is_refused_before_anything_starts(
     counter: CounterFactory, vault: Vault, place: Place, driver: CudaDriver
 ) -> None:
     job = counter("--mib", "8")
@@ -359,7 +359,7 @@ def test_a_kind_that_is_not_here_is_refused_before_anything_starts(
     assert_all_run(job, driver, vault)
 
 
-def test_damage_in_what_lies_over_the_drivers_ends_the_half_restored_job(
+def test_damage_in_an_outer_backends_data_ends_the_half_restored_job(
     counter: CounterFactory, vault: Vault, tmp_path: Path, driver: CudaDriver
 ) -> None:
     job = counter("--mib", "8", "--fork", "1")
@@ -380,10 +380,10 @@ def test_damage_in_what_lies_over_the_drivers_ends_the_half_restored_job(
     assert_all_run(job, driver, vault)
 
 
-def test_plain_and_captured_snapshots_cross(
+def test_plain_and_captured_snapshots_are_interchangeable(
     counter: CounterFactory, tmp_path: Path, driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was dumped in the one way is restored if only the other one can be, and dumped there."""
+    """A snapshot taken one way is restored where only the other is possible, and dumped there."""
     job = counter("--mib", "8")
     expected = 101
     for number, plain in enumerate((True, False, True)):
@@ -401,7 +401,7 @@ def test_plain_and_captured_snapshots_cross(
 
 
 @pytest.mark.parametrize("name", ["captured", "plain", "vault", "", "Vault", "../vault", "v" * 33])
-def test_a_kind_has_a_name_of_its_own(name: str, vault: Vault) -> None:
+def test_a_reserved_backend_name_is_refused(name: str, vault: Vault) -> None:
     other = Vault()
     other.name = name
     with pytest.raises(ValueError, match="no kind can be called"):

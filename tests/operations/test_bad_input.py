@@ -1,4 +1,4 @@
-"""Requests that cannot be met: one clear message, a hint, an exit code, and a job that is as it was."""
+"""Requests that cannot be met: one clear message, a hint, an exit code, and an unchanged job."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COMMANDS = ("state", "suspend", "resume", "dump")
 
 
 def refused(code: int | tuple[int, ...], *arguments: object) -> str:
-    """Run a command that must end with this code (or one of them), an error and a hint on stderr, no stdout."""
+    """Run a command that must fail with this code (or one of them), an error and a hint on stderr, no stdout."""
     if arguments[0] == "dump" and "--to" not in arguments:
         arguments = (*arguments, "--to", "/nonexistent-parent/snapshot")
     done = command.run(*arguments)
@@ -39,7 +39,7 @@ def refused(code: int | tuple[int, ...], *arguments: object) -> str:
 
 @pytest.fixture
 def zombie() -> Iterator[int]:
-    """The pid of a process that ended and was not collected."""
+    """The pid of a process that ended and was not reaped."""
     child = subprocess.Popen([sys.executable, "-c", ""])
     wait_until(lambda: Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z", "a zombie")
     yield child.pid
@@ -47,13 +47,13 @@ def zombie() -> Iterator[int]:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_pid_that_does_not_exist(name: str) -> None:
+def test_a_missing_pid(name: str) -> None:
     assert "there is no process 4194303" in refused(2, name, 4194303)
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 @pytest.mark.parametrize("pid", [0, -1])
-def test_a_number_that_is_no_pid(name: str, pid: int) -> None:
+def test_a_number_that_is_not_a_pid(name: str, pid: int) -> None:
     arguments = [name, "--to", "/x", "--", pid] if name == "dump" else [name, "--", pid]
     assert f"{pid} is not a process id" in refused(2, *arguments)
 
@@ -156,7 +156,7 @@ def test_a_traced_process(counter: CounterFactory, tmp_path: Path) -> None:
 
 
 @pytest.mark.criu
-def test_a_target_that_is_taken(counter: CounterFactory, tmp_path: Path) -> None:
+def test_a_taken_target(counter: CounterFactory, tmp_path: Path) -> None:
     job = counter()
     (tmp_path / "mine").write_text("precious")
     assert "is not empty; nothing is ever overwritten" in refused(5, "dump", job.pid, "--to", tmp_path)
@@ -173,7 +173,7 @@ def test_a_dump_of_one_process_with_descendants(counter: CounterFactory, tmp_pat
 
 
 @pytest.mark.parametrize("seconds", ["0", "-3", "soon"])
-def test_a_timeout_that_is_none(seconds: str, process_without_cuda: int) -> None:
+def test_an_invalid_timeout(seconds: str, process_without_cuda: int) -> None:
     done = command.run("suspend", process_without_cuda, "--timeout", seconds)
     assert done.returncode == 2
     assert "--timeout" in done.stderr
@@ -182,7 +182,7 @@ def test_a_timeout_that_is_none(seconds: str, process_without_cuda: int) -> None
 
 
 @pytest.mark.parametrize("text", ["nonsense", "GPU-1=GPU-2", "=", "a=b,c=d"])
-def test_a_gpu_map_that_is_none(text: str, counter: CounterFactory, driver: CudaDriver) -> None:
+def test_an_invalid_gpu_map(text: str, counter: CounterFactory, driver: CudaDriver) -> None:
     job = counter()
     gpucr.suspend(job.pid)
     refused_or_usage = command.run("resume", job.pid, "--gpu-map", text)
@@ -192,7 +192,7 @@ def test_a_gpu_map_that_is_none(text: str, counter: CounterFactory, driver: Cuda
     gpucr.resume(job.pid)
 
 
-def test_a_gpu_map_to_a_gpu_that_is_not_here(counter: CounterFactory, driver: CudaDriver) -> None:
+def test_a_gpu_map_to_a_missing_gpu(counter: CounterFactory, driver: CudaDriver) -> None:
     job = counter()
     gpucr.suspend(job.pid)
     nowhere = "GPU-00000000-0000-0000-0000-000000000001"
@@ -215,7 +215,7 @@ def test_a_gpu_map_to_a_gpu_that_is_not_here(counter: CounterFactory, driver: Cu
     ],
     ids=lambda arguments: arguments[0],
 )
-def test_a_place_that_is_empty_is_not_the_current_folder(
+def test_an_empty_path_is_not_the_current_folder(
     process_without_cuda: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -283,19 +283,19 @@ class TestSnapshots:
             file.write_text(json.dumps({"sha256": digest, "manifest": body}))
             assert "leads outside the snapshot" in refused(5, "restore", snapshot)
 
-    def test_pids_that_are_taken(self, dumped: tuple[Counter, Path]) -> None:
+    def test_taken_pids(self, dumped: tuple[Counter, Path]) -> None:
         job, snapshot = dumped
         gpucr.restore(snapshot)
         message = refused(3, "restore", snapshot)
         assert f"pid {job.pid} is taken by counter" in message
         assert job.ask() == 101
 
-    def test_a_folder_that_others_can_write(self, dumped: tuple[Counter, Path]) -> None:
+    def test_a_folder_writable_by_others(self, dumped: tuple[Counter, Path]) -> None:
         _, snapshot = dumped
         snapshot.chmod(0o777)
         assert "can be written by others" in refused(5, "restore", snapshot)
 
-    def test_a_file_that_is_gone(self, counter: CounterFactory, tmp_path: Path) -> None:
+    def test_a_missing_file(self, counter: CounterFactory, tmp_path: Path) -> None:
         job = counter()
         gpucr.dump(job.pid, tmp_path / "s")
         job.reap()
@@ -311,7 +311,7 @@ class TestSnapshots:
         assert job.ask() == 101
 
 
-def test_something_that_is_no_snapshot(tmp_path: Path) -> None:
+def test_not_a_snapshot(tmp_path: Path) -> None:
     assert "is not a folder" in refused(2, "restore", tmp_path / "nothing")
     assert "holds no manifest.json" in refused(5, "restore", tmp_path)
     assert "holds no manifest.json" in refused(5, "inspect", tmp_path)
@@ -342,14 +342,14 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 class TestFullDisk:
     """A disk without room, at each phase."""
 
-    def test_it_is_refused_beforehand(self, counter: CounterFactory, small_disk: Path) -> None:
+    def test_too_little_disk_is_refused_beforehand(self, counter: CounterFactory, small_disk: Path) -> None:
         job = counter("--mib", "64")
         message = refused(3, "dump", job.pid, "--to", small_disk / "s")
         assert "the snapshot needs up to" in message
         assert job.ask() == 101
 
     @pytest.mark.parametrize("options", [(), ("--leave-running",)])
-    def test_the_dump_runs_into_it(
+    def test_the_disk_fills_during_the_dump(
         self, counter: CounterFactory, driver: CudaDriver, small_disk: Path, options: tuple[str, ...]
     ) -> None:
         job = counter("--mib", "64")
@@ -361,10 +361,10 @@ class TestFullDisk:
         assert job.ask() == 101
         assert job.send("verify") == "ok"
 
-    def test_the_disk_becomes_read_only_in_the_middle(
+    def test_the_disk_becomes_read_only_midway(
         self, counter: CounterFactory, driver: CudaDriver, small_disk: Path
     ) -> None:
-        """What was written cannot be removed either: that is no damage to the job."""
+        """The written files cannot be removed either, which is not damage to the job."""
         job = counter()
 
         def make_read_only(progress: gpucr.Progress) -> None:
@@ -378,7 +378,7 @@ class TestFullDisk:
         assert driver.state(job.pid) is CudaState.RUNNING
         assert job.ask() == 101
 
-    def test_the_folder_cannot_be_made(self, counter: CounterFactory, driver: CudaDriver, tmp_path: Path) -> None:
+    def test_the_folder_cannot_be_created(self, counter: CounterFactory, driver: CudaDriver, tmp_path: Path) -> None:
         folder = tmp_path / "readonly"
         folder.mkdir()
         if subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", folder], check=False).returncode != 0:
@@ -403,7 +403,7 @@ def test_unknown_words() -> None:
 
 @pytest.mark.parametrize("name", ["suspend", "resume", "dump"])
 @pytest.mark.parametrize("timeout_s", ["nan", "inf", 1e12])
-def test_a_timeout_without_an_end(name: str, timeout_s: object, process_without_cuda: int) -> None:
+def test_an_infinite_timeout(name: str, timeout_s: object, process_without_cuda: int) -> None:
     assert "cannot be met" in refused(2, name, process_without_cuda, "--timeout", timeout_s)
 
 
@@ -412,10 +412,10 @@ def test_a_timeout_without_an_end(name: str, timeout_s: object, process_without_
     [["run", "true"], ["exec", os.getpid(), "true"], ["dump", "PID", "--to", "s"]],
     ids=["run", "exec", "dump"],
 )
-def test_a_current_folder_that_was_removed(
+def test_a_removed_current_folder(
     arguments: list[object], process_without_cuda: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A shell stays in it when a job's folder is removed, or made again."""
+    """A shell stays in it when a job's folder is removed or recreated."""
     if arguments[0] == "dump" and not processes.can_checkpoint_processes():
         skip_or_fail("root", "a dump needs root")
     monkeypatch.chdir(tmp_path)
@@ -427,10 +427,10 @@ def test_a_current_folder_that_was_removed(
 
 
 @pytest.mark.root
-def test_a_simulated_driver_that_keeps_its_state_elsewhere(
+def test_a_simulated_driver_with_its_state_elsewhere(
     counter: CounterFactory, sim_environment: Callable[..., dict[str, str]], tmp_path: Path
 ) -> None:
-    """Where the process cannot use it, in another container say: persistence mode has nothing to do with it."""
+    """Where the process cannot use it, such as in another container: persistence mode is irrelevant."""
     job = counter()
     gpucr.suspend(job.pid)
     elsewhere = tmp_path / "only-in-the-container" / "state"
@@ -460,11 +460,11 @@ def test_a_simulated_driver_that_keeps_its_state_elsewhere(
         (("--job", "999999999"), "there is no process 999999999"),
     ],
 )
-def test_a_filter_that_names_nothing(arguments: tuple[str, ...], said: str) -> None:
+def test_an_empty_filter(arguments: tuple[str, ...], said: str) -> None:
     assert said in refused(2, "ps", *arguments)
 
 
-def test_an_error_code_that_is_not_one() -> None:
+def test_an_unknown_error_code() -> None:
     assert "hint:  `gpucr explain` lists all codes" in command.run("explain", "foo").stderr
     assert "did you mean GPUCR-LOCK-TIMEOUT" in command.run("explain", "lock-timeot").stderr
 

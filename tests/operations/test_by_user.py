@@ -1,4 +1,4 @@
-"""Tests of other files, run once more by a user who is not root: those that are marked ``by_user``."""
+"""Tests marked ``by_user`` in other files, run again by an unprivileged user."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MARK = "@pytest.mark.by_user"
 
 
 @pytest.mark.parametrize("rooms", ["operations", "supervise borrow"])
-def test_they_pass_for_an_ordinary_user_as_well(granted_user: OrdinaryUser, rooms: str) -> None:
+def test_marked_tests_pass_for_an_ordinary_user(granted_user: OrdinaryUser, rooms: str) -> None:
     files = [file for room in rooms.split() for file in sorted((TESTS / room).glob("test_*.py")) if _marked(file)]
     done = granted_user.pytest("-m", "by_user", *(str(file) for file in files if file != Path(__file__)))
     assert done.returncode == 0, done.stdout + done.stderr

@@ -73,7 +73,7 @@ def test_an_operation_in_another_thread(counter: CounterFactory, driver: CudaDri
     assert driver.state(job.pid) is RUNNING
 
 
-def test_one_for_several_operations_ends_all_that_come_later(counter: CounterFactory, driver: CudaDriver) -> None:
+def test_one_cancellation_ends_all_later_operations(counter: CounterFactory, driver: CudaDriver) -> None:
     job, cancel = counter("--mib", "1"), gpucr.Cancellation()
     gpucr.suspend(job.pid, cancel=cancel)
     gpucr.resume(job.pid, cancel=cancel)
@@ -96,12 +96,12 @@ def test_a_dump_is_undone(counter: CounterFactory, driver: CudaDriver, tmp_path:
 
 
 @pytest.mark.criu
-def test_crius_work_is_cut_off(
+def test_criu_is_interrupted(
     counter: CounterFactory, driver: CudaDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """CRIU stands still until it is told to end: only the cancellation can be why it is."""
+    """CRIU is stopped until it is asked to end, so only the cancellation can be the cause."""
     job, cancel, criu = counter("--mib", "1"), gpucr.Cancellation(), list[int]()
-    expect, tell = dump_steps.expect_criu, engine._Run._tell_to_end
+    expect, tell = dump_steps.expect_criu, engine._Run._ask_to_end
 
     def stopped(context: dump_steps.JobDump, process: ProcessId) -> None:
         expect(context, process)
@@ -114,7 +114,7 @@ def test_crius_work_is_cut_off(
         os.kill(criu[0], signal.SIGCONT)
 
     monkeypatch.setattr(dump_steps, "expect_criu", stopped)
-    monkeypatch.setattr(engine._Run, "_tell_to_end", told)
+    monkeypatch.setattr(engine._Run, "_ask_to_end", told)
     with pytest.raises(gpucr.Interrupted, match=REASON):
         gpucr.dump(job.pid, tmp_path / "s", cancel=cancel)
     assert driver.state(job.pid) is RUNNING
@@ -124,7 +124,9 @@ def test_crius_work_is_cut_off(
 
 @pytest.mark.criu
 @pytest.mark.parametrize(("event", "phase"), [later("begin", "verify"), ("end", "criu"), later("end", "restore")])
-def test_a_restore_ends_what_it_has_started(counter: CounterFactory, tmp_path: Path, event: str, phase: str) -> None:
+def test_a_cancelled_restore_ends_what_it_started(
+    counter: CounterFactory, tmp_path: Path, event: str, phase: str
+) -> None:
     job, cancel = counter("--mib", "1"), gpucr.Cancellation()
     gpucr.dump(job.pid, tmp_path / "s")
     job.reap()
@@ -136,7 +138,7 @@ def test_a_restore_ends_what_it_has_started(counter: CounterFactory, tmp_path: P
 
 
 @pytest.mark.criu
-def test_after_the_commit_it_comes_too_late(counter: CounterFactory, tmp_path: Path) -> None:
+def test_a_cancellation_after_the_commit_is_too_late(counter: CounterFactory, tmp_path: Path) -> None:
     job, cancel = counter("--mib", "1"), gpucr.Cancellation()
     report = gpucr.dump(job.pid, tmp_path / "s", cancel=cancel, on_progress=cancelling(cancel, "end", "dump"))
     assert cancel.is_cancelled
@@ -165,7 +167,7 @@ SHORT: dict[str, Callable[[Path, gpucr.Cancellation], object]] = {
 
 
 @pytest.mark.parametrize("name", SHORT)
-def test_what_was_cancelled_before_changes_nothing(name: str, tmp_path: Path) -> None:
+def test_an_operation_cancelled_beforehand_changes_nothing(name: str, tmp_path: Path) -> None:
     for store in ("store", "other"):
         gpucr.init_store(tmp_path / store)
     before = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*"))

@@ -44,9 +44,7 @@ def threaded() -> Iterator[Child]:
 @pytest.mark.criu
 @pytest.mark.skipif(not capabilities.own().bounding & SYS_BOOT, reason="CAP_SYS_BOOT is missing from the beginning")
 @pytest.mark.parametrize("place", ["snapshot", "store#a"])
-def test_a_job_with_threads_is_not_restored_where_a_capability_is_missing(
-    threaded: Child, tmp_path: Path, place: str
-) -> None:
+def test_a_threaded_job_is_not_restored_without_its_capabilities(threaded: Child, tmp_path: Path, place: str) -> None:
     if "#" in place:
         gpucr.init_store(tmp_path / "store")
     snapshot = f"{tmp_path}/{place}"
@@ -69,15 +67,15 @@ def test_a_job_with_threads_is_not_restored_where_a_capability_is_missing(
 
 
 @pytest.mark.criu
-def test_what_a_job_had_is_what_its_images_say(threaded: Child, tmp_path: Path) -> None:
+def test_a_jobs_capabilities_are_read_from_its_images(threaded: Child, tmp_path: Path) -> None:
     gpucr.dump(threaded.pid, tmp_path / "snapshot")
     threaded.reap()
     assert wanted_by(tmp_path / "snapshot" / "images") == capabilities.own().permitted
 
 
 @pytest.mark.criu
-def test_a_job_without_the_capability_is_restored_without_it(tmp_path: Path) -> None:
-    """What a job has not got is not asked for, however little its restore may do itself."""
+def test_capabilities_the_job_lacked_are_not_required(tmp_path: Path) -> None:
+    """Capabilities the job lacked are not required, however few the restoring process has."""
     drop = "import ctypes; assert ctypes.CDLL(None).prctl(24, 22, 0, 0, 0) == 0\n"
     again = f"import os, sys\nos.execv(sys.executable, [sys.executable, '-I', '-S', '-c', {THREADED!r}])"
     snapshot = tmp_path / "snapshot"
@@ -99,11 +97,11 @@ def test_a_job_without_the_capability_is_restored_without_it(tmp_path: Path) -> 
 # --- the check and what it reads --------------------------------------------------------------------------------
 
 
-def test_more_than_the_job_had_is_no_obstacle() -> None:
+def test_extra_capabilities_are_no_obstacle() -> None:
     assert check_capabilities(0b0101, 0b1101) == []
 
 
-def test_what_is_missing_is_named() -> None:
+def test_missing_capabilities_are_named() -> None:
     (finding,) = check_capabilities(1 << 21 | 1 << 22, 1 << 21)
     assert (finding.severity, finding.code) == ("blocking", "GPUCR-CAPABILITIES")
     assert "CAP_SYS_BOOT" in finding.evidence
@@ -131,7 +129,7 @@ def test_a_damaged_image(tmp_path: Path, data: bytes) -> None:
         wanted_by(tmp_path)
 
 
-def test_a_set_with_more_bits_than_there_are(tmp_path: Path) -> None:
+def test_a_set_with_unknown_bits(tmp_path: Path) -> None:
     write_core(tmp_path, 7, [1, 2, 3], [])
     with pytest.raises(ImageError, match="more than 64 bits"):
         wanted_by(tmp_path)

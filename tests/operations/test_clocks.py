@@ -1,4 +1,4 @@
-"""A restored job's clocks continue where they stood, and what it waits for comes neither at once nor never.
+"""A restored job's clocks continue where they were, so its timeouts expire neither at once nor never.
 
 CRIU does this with a time namespace. A machine that has been up for longer is such a namespace here.
 """
@@ -184,7 +184,7 @@ def state_of(folder: Path) -> dict[str, Any]:
 
 def after_some_rounds(folder: Path) -> dict[str, Any]:
     before = state_of(folder)["rounds"]
-    wait_until(lambda: state_of(folder)["rounds"] > before + 3, "the job to go on")
+    wait_until(lambda: state_of(folder)["rounds"] > before + 3, "the job to continue")
     return state_of(folder)
 
 
@@ -200,7 +200,7 @@ def assert_steady(state: dict[str, Any]) -> None:
         [(*offsets, each) for offsets in ((0, OFFSET_S), (OFFSET_S, 0)) for each in ("--isolate", "--no-isolate")], 3
     ),
 )
-def test_on_a_machine_that_has_been_up_for_another_time(
+def test_on_a_machine_with_another_uptime(
     dump_offset_s: int, restore_offset_s: int, isolation: str, folder: Path, tmp_path: Path
 ) -> None:
     pid = start(folder, SHORT_S, LONG_S, offset_s=dump_offset_s, isolation=isolation)
@@ -219,7 +219,7 @@ def test_on_a_machine_that_has_been_up_for_another_time(
     assert_steady(state)
 
 
-def test_what_a_job_was_away_adds_up(folder: Path, tmp_path: Path) -> None:
+def test_times_away_add_up(folder: Path, tmp_path: Path) -> None:
     pid = start(folder)
     paused_s = 0.0
     for number in range(2):
@@ -256,7 +256,7 @@ def test_copies_and_commands_inside(folder: Path, tmp_path: Path) -> None:
         assert at_dump < seen < at_dump + LONG_S
 
 
-def test_a_job_that_was_in_no_sandbox_is_put_into_one(folder: Path, tmp_path: Path) -> None:
+def test_a_job_without_a_sandbox_is_restored_into_one(folder: Path, tmp_path: Path) -> None:
     pid = start(folder, offset_s=OFFSET_S, isolation="--no-isolate")
     gpucr_on(OFFSET_S, "dump", pid, "--to", tmp_path / "s", "--json")
     at_dump = state_of(folder)["monotonic"]
@@ -266,7 +266,7 @@ def test_a_job_that_was_in_no_sandbox_is_put_into_one(folder: Path, tmp_path: Pa
     assert_steady(state)
 
 
-def test_where_the_clocks_may_not_be_set(folder: Path, tmp_path: Path) -> None:
+def test_the_clocks_cannot_be_set(folder: Path, tmp_path: Path) -> None:
     pid = start(folder)
     gpucr.dump(pid, tmp_path / "s")
     restore = command.command("restore", tmp_path / "s")

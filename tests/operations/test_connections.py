@@ -66,7 +66,7 @@ def test_a_restore_right_after_the_dump_does_not_wait_for_closed_connections(sta
     assert job.go_on() == "inside"
 
 
-def test_where_the_kernel_cannot_end_closed_connections_they_are_waited_for(
+def test_closed_connections_the_kernel_cannot_destroy_are_waited_for(
     start: StartJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = start(NETWORK)
@@ -95,7 +95,7 @@ def test_where_the_kernel_cannot_end_closed_connections_they_are_waited_for(
     assert job.go_on() == "inside"
 
 
-def test_a_port_that_another_program_has_is_named_before_anything_starts(start: StartJob, tmp_path: Path) -> None:
+def test_a_port_in_use_is_reported_before_anything_starts(start: StartJob, tmp_path: Path) -> None:
     job = start(NETWORK)
     port = int((job.folder / "done-0").read_text())
     job.dump_and_end(tmp_path / "s")
@@ -151,10 +151,8 @@ while True:
 """
 
 
-def test_who_waits_for_a_connection_that_is_closed_is_woken(
-    start: StartJob, tmp_path: Path, peer: socket.socket
-) -> None:
-    """By something to read, as when the other end closes it. Programs like Gloo do not look for anything else."""
+def test_waiting_on_a_closed_connection_ends(start: StartJob, tmp_path: Path, peer: socket.socket) -> None:
+    """With an end of file, as when the other end closes it. Programs like Gloo check for nothing else."""
     job = start(f"open('port', 'w').write('{peer.getsockname()[1]}')\n" + WAITS)
     with peer.accept()[0]:
         job.dump_and_end(tmp_path / "s")
@@ -162,7 +160,7 @@ def test_who_waits_for_a_connection_that_is_closed_is_woken(
         assert job.go_on() == "[True] b''"
 
 
-def test_connections_to_the_outside_can_be_taken_up_again(start: StartJob, tmp_path: Path, peer: socket.socket) -> None:
+def test_connections_to_the_outside_can_be_resumed(start: StartJob, tmp_path: Path, peer: socket.socket) -> None:
     job, accepted = start_connected(tmp_path, start, peer)
     with accepted:
         job.dump_and_end(tmp_path / "s")
@@ -173,7 +171,9 @@ def test_connections_to_the_outside_can_be_taken_up_again(start: StartJob, tmp_p
         assert accepted.recv(1) == b"x"
 
 
-def test_connections_that_went_on_are_not_taken_up_again(start: StartJob, tmp_path: Path, peer: socket.socket) -> None:
+def test_connections_of_a_job_left_running_are_not_resumed(
+    start: StartJob, tmp_path: Path, peer: socket.socket
+) -> None:
     job, accepted = start_connected(tmp_path, start, peer)
     with accepted:
         job.dump_and_end(tmp_path / "s", leave_running=True)

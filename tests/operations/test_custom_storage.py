@@ -47,7 +47,7 @@ def job(counter: CounterFactory) -> Counter:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
-    """What carriers are asked from now on, and of which process; also unlocks of the driver."""
+    """The requests to carriers from now on, each with its process; also unlocks of the driver."""
     seen: list[tuple[str, int]] = []
     ask, unlock = Carrier.ask, CudaDriver.unlock
 
@@ -81,7 +81,7 @@ def keeps(pid: int) -> bool:
 
 
 def in_order(asked: list[tuple[str, int]], pids: list[int], *what: str) -> None:
-    """All processes are through with one thing before the next begins for any."""
+    """Assert that all processes finish one action before the next begins for any."""
     told = [name for name, pid in asked if pid in pids and name in what]
     assert told == [name for name in what for _ in pids], asked
 
@@ -118,7 +118,7 @@ def test_dump_and_restore(
 @pytest.mark.parametrize(
     ("persist", "host_bytes"), [("background", 1 << 40), later("background", 0), later("sync", 1 << 40)]
 )
-def test_a_job_that_is_left_running(
+def test_a_job_left_running(
     persist: str,
     host_bytes: int,
     job: Counter,
@@ -153,7 +153,7 @@ def test_a_frozen_job_is_saved_and_thawed(job: Counter, driver: CudaDriver, tmp_
 
 
 @pytest.mark.criu
-def test_memory_comes_back_on_another_gpu(
+def test_memory_is_restored_on_another_gpu(
     machine: MakeMachine, counter: CounterFactory, driver: CudaDriver, tmp_path: Path
 ) -> None:
     """By processes of their own: the simulated driver remembers the machine on which one has started CUDA."""
@@ -174,7 +174,7 @@ def test_memory_comes_back_on_another_gpu(
 # --- suspend and resume ------------------------------------------------------------------------------------------
 
 
-def test_a_suspended_process_keeps_its_bytes_itself(
+def test_a_suspended_process_holds_its_own_memory(
     job: Counter, driver: CudaDriver, asked: list[tuple[str, int]], tmp_path: Path
 ) -> None:
     pids = job.processes()
@@ -197,7 +197,7 @@ def test_a_suspended_process_keeps_its_bytes_itself(
 
 
 @pytest.mark.criu
-def test_a_suspended_job_is_dumped_and_comes_back_suspended(job: Counter, driver: CudaDriver, tmp_path: Path) -> None:
+def test_a_suspended_job_is_dumped_and_restored_suspended(job: Counter, driver: CudaDriver, tmp_path: Path) -> None:
     pids = job.processes()
     gpucr.suspend(job.pid)
     gpucr.dump(job.pid, tmp_path / "running", leave_running=True)
@@ -211,10 +211,10 @@ def test_a_suspended_job_is_dumped_and_comes_back_suspended(job: Counter, driver
     assert_runs(job, driver, pids, 101)
 
 
-def test_a_dump_counts_what_a_suspended_process_keeps(
+def test_a_dump_counts_memory_held_by_a_suspended_process(
     job: Counter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is written, and is not resident."""
+    """That memory is written, but is not resident."""
     gpucr.suspend(job.pid)
     with monkeypatch.context() as patch:
         patch.setattr(memory, "free_disk_bytes", lambda folder: (64 + 8) << 20)
@@ -270,10 +270,10 @@ def test_a_dump_that_fails_leaves_the_job_running(
 @pytest.mark.parametrize(
     ("fault", "result"), [("checkpoint=801", 801), ("checkpoint#1=999", 999), ("complete#1=999", 999)]
 )
-def test_what_the_driver_refuses_in_a_suspend_is_undone(
+def test_a_suspend_the_driver_refuses_is_undone(
     fault: str, result: int, counter: CounterFactory, driver: CudaDriver
 ) -> None:
-    """A checkpoint that it did not begin, and one that it would not complete: then all has to come back first."""
+    """A checkpoint that it did not begin, and one that it would not complete: then everything must be undone first."""
     job = counter("--mib", "8", "--fork", "1", env={"GPUCR_SIM_FAULTS": fault})
     pids = job.processes()
     with pytest.raises(DriverError) as raised:
@@ -282,7 +282,7 @@ def test_what_the_driver_refuses_in_a_suspend_is_undone(
     assert_runs(job, driver, pids, 101)
 
 
-def test_a_resume_that_the_driver_refuses_leaves_the_job_suspended(counter: CounterFactory, driver: CudaDriver) -> None:
+def test_a_resume_the_driver_refuses_leaves_the_job_suspended(counter: CounterFactory, driver: CudaDriver) -> None:
     job = counter("--mib", "8", env={"GPUCR_SIM_FAULTS": "restore#1=2"})
     gpucr.suspend(job.pid)
     with pytest.raises(DriverError, match="cannot restore"):
@@ -295,7 +295,7 @@ def test_a_resume_that_the_driver_refuses_leaves_the_job_suspended(counter: Coun
 
 @pytest.mark.criu
 @pytest.mark.parametrize("fault", ["restore=2", "complete#2=999"])
-def test_a_restore_that_fails_ends_what_it_began(fault: str, counter: CounterFactory, tmp_path: Path) -> None:
+def test_a_failed_restore_ends_what_it_started(fault: str, counter: CounterFactory, tmp_path: Path) -> None:
     job = counter("--mib", "8", env={"GPUCR_SIM_FAULTS": fault})
     gpucr.dump(job.pid, tmp_path / "s")
     job.reap()
@@ -306,7 +306,7 @@ def test_a_restore_that_fails_ends_what_it_began(fault: str, counter: CounterFac
 
 
 @pytest.mark.criu
-def test_memory_that_does_not_fit_is_not_filled(job: Counter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mismatched_memory_is_not_filled(job: Counter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gpucr.dump(job.pid, tmp_path / "s")
     job.reap()
     real = Carrier.ask
@@ -324,7 +324,7 @@ def test_memory_that_does_not_fit_is_not_filled(job: Counter, tmp_path: Path, mo
 # --- which way ---------------------------------------------------------------------------------------------------
 
 
-def test_what_cannot_be_called_off_is_said_before(job: Counter, asked: list[tuple[str, int]]) -> None:
+def test_an_operation_that_cannot_be_cancelled_is_announced(job: Counter, asked: list[tuple[str, int]]) -> None:
     said: list[bool] = []
 
     def listen(progress: Progress) -> None:
@@ -340,7 +340,7 @@ def test_what_cannot_be_called_off_is_said_before(job: Counter, asked: list[tupl
 @pytest.mark.parametrize(
     ("way", "is_custom"), [("auto", False), ("custom", True), ("captured", False), ("driver", False)]
 )
-def test_a_process_with_an_interposer_goes_that_way_unless_another_is_insisted_on(
+def test_a_process_with_an_interposer_uses_it_unless_another_way_is_requested(
     way: str, is_custom: bool, counter: CounterFactory, driver: CudaDriver, tmp_path: Path
 ) -> None:
     variables = {"LD_PRELOAD": preload_path(installed()), "GPUCR_INTERPOSER_DIR": str(tmp_path / "agents")}
@@ -351,7 +351,7 @@ def test_a_process_with_an_interposer_goes_that_way_unless_another_is_insisted_o
     assert_runs(job, driver, [job.pid], 101)
 
 
-def test_it_is_refused_where_the_driver_has_none(
+def test_it_is_refused_on_a_driver_without_custom_storage(
     job: Counter, driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GPUCR_SIM_DRIVER", "610")
@@ -363,7 +363,7 @@ def test_it_is_refused_where_the_driver_has_none(
     assert_runs(job, driver, job.processes(), 101)
 
 
-def test_a_gpu_without_room_for_gpucr_is_left_to_staging(
+def test_a_gpu_without_room_for_gpucr_uses_staging(
     machine: MakeMachine, counter: CounterFactory, driver: CudaDriver
 ) -> None:
     machine("640MiB")
@@ -378,7 +378,7 @@ def test_a_gpu_without_room_for_gpucr_is_left_to_staging(
     assert_runs(job, driver, [job.pid], 101)
 
 
-def test_a_carrier_that_does_not_start_leaves_the_way_to_staging(
+def test_if_the_carrier_does_not_start_staging_is_used(
     job: Counter, driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = own_python.command
@@ -401,7 +401,7 @@ def test_a_carrier_that_does_not_start_leaves_the_way_to_staging(
 
 @pytest.mark.criu
 @pytest.mark.parametrize(("way", "kind"), [("driver", None), ("captured", "captured"), ("custom", "custom_storage")])
-def test_a_snapshot_comes_back_as_it_left_whatever_the_driver_could(
+def test_a_snapshot_is_restored_the_way_it_was_dumped(
     way: str, kind: str | None, counter: CounterFactory, driver: CudaDriver, tmp_path: Path
 ) -> None:
     """Staging is in the process or beside it, and the driver restores from that; what it handed over is given back."""
@@ -414,7 +414,7 @@ def test_a_snapshot_comes_back_as_it_left_whatever_the_driver_could(
 
 
 @pytest.mark.criu
-def test_a_snapshot_of_custom_storage_is_refused_where_there_is_none(
+def test_a_custom_storage_snapshot_is_refused_without_custom_storage(
     job: Counter, driver: CudaDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pids = job.processes()
@@ -431,7 +431,7 @@ def test_a_snapshot_of_custom_storage_is_refused_where_there_is_none(
 
 
 @pytest.mark.criu
-def test_inspect_and_doctor_say_it(job: Counter, tmp_path: Path) -> None:
+def test_inspect_and_doctor_report_custom_storage(job: Counter, tmp_path: Path) -> None:
     assert "it has custom storage: device memory goes to gpucr, without staging" in command.run("doctor").stdout
     gpucr.dump(job.pid, tmp_path / "s")
     assert "in device/, handed over by the driver" in command.run("inspect", tmp_path / "s").stdout
@@ -439,7 +439,7 @@ def test_inspect_and_doctor_say_it(job: Counter, tmp_path: Path) -> None:
     assert "custom_storage" in json.dumps(told)
 
 
-def test_a_resume_counts_what_the_carrier_takes_of_the_gpu(
+def test_a_resume_counts_the_carriers_device_memory(
     job: Counter, driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A restore that runs out of device memory loses the process."""
@@ -456,10 +456,10 @@ def test_a_resume_counts_what_the_carrier_takes_of_the_gpu(
 
 @long
 @pytest.mark.criu
-def test_a_dump_takes_less_host_memory_than_the_job_has_device_memory(
+def test_a_dump_uses_less_host_memory_than_the_jobs_device_memory(
     counter: CounterFactory, driver: CudaDriver, tmp_path: Path
 ) -> None:
-    """In a cgroup that is smaller than the job, the carrier too. The job is outside: its GPU is host memory."""
+    """In a cgroup smaller than the job, with the carrier. The job is outside: its GPU is host memory."""
     if memory.lies_in_memory(tmp_path):
         pytest.skip("a snapshot in memory takes as much: give pytest a --basetemp on a disk")
     job = counter("--mib", "768")

@@ -1,4 +1,4 @@
-"""gpucr is killed before and after each thing that it asks of its carrier: the job runs on, or is suspended whole."""
+"""gpucr is killed before and after each request to its carrier: the job keeps running, or is fully suspended."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def short_of_memory(tmp_path: Path) -> dict[str, str]:
         ("complete", 4),
     ),
 )  # fmt: skip
-def test_in_a_dump_by_way_of_a_disk(
+def test_in_a_dump_through_a_disk(
     when: str,
     call: str,
     number: int,
@@ -176,7 +176,7 @@ def test_in_a_dump_by_way_of_a_disk(
 @pytest.mark.parametrize(
     ("when", "call", "number"), [later("after", "copy", 2), ("after", "complete", 2), later("after", "frozen", 1)]
 )
-def test_in_a_freeze_by_way_of_a_disk(
+def test_in_a_freeze_through_a_disk(
     when: str,
     call: str,
     number: int,
@@ -207,7 +207,7 @@ def test_in_a_resume(when: str, call: str, number: int, job: Counter, driver: Cu
 
 
 @pytest.mark.parametrize("what", ["checkpoint", "complete"])
-def test_without_the_carrier_a_process_whose_memory_it_had_is_ended(
+def test_a_process_whose_memory_died_with_the_carrier_is_ended(
     what: str, counter: CounterFactory, driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It cannot run: nobody else can end what the driver has begun, or has the bytes. The guard says so and ends it."""

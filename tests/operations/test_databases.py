@@ -1,4 +1,4 @@
-"""SQLite in a restored job: it continues with the database as it is, and no rewind breaks it."""
+"""SQLite in a restored job: it continues with the current database, and no rewind breaks it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def left_behind(start: StartJob, to: Path, mode: str) -> Job:
 
 
 @pytest.mark.parametrize("mode", [MODES[0], *map(later, MODES[1:])])
-def test_the_database_stays_as_it_is(start: StartJob, tmp_path: Path, mode: str) -> None:
+def test_the_database_is_left_alone(start: StartJob, tmp_path: Path, mode: str) -> None:
     job = left_behind(start, tmp_path / "s", mode)
     report = gpucr.restore(tmp_path / "s")
     named = f"the SQLite database {job.folder}/data.db was changed after the dump"
@@ -58,7 +58,7 @@ def test_the_database_stays_as_it_is(start: StartJob, tmp_path: Path, mode: str)
 
 
 @pytest.mark.parametrize("mode", [*map(later, MODES[:-1]), MODES[-1]])
-def test_a_rewind_is_refused_and_by_force_leaves_the_database_alone(start: StartJob, tmp_path: Path, mode: str) -> None:
+def test_a_rewind_is_refused_and_force_leaves_the_database_alone(start: StartJob, tmp_path: Path, mode: str) -> None:
     job = left_behind(start, tmp_path / "s", mode)
     with pytest.raises(Unsupported, match=r"data\.db was changed after the dump") as caught:
         gpucr.restore(tmp_path / "s", files="rewind")
@@ -70,7 +70,7 @@ def test_a_rewind_is_refused_and_by_force_leaves_the_database_alone(start: Start
 
 
 @pytest.mark.parametrize("mode", sample(MODES, 3))
-def test_a_database_that_has_not_changed_stands_in_no_ones_way(start: StartJob, tmp_path: Path, mode: str) -> None:
+def test_an_unchanged_database_is_no_obstacle(start: StartJob, tmp_path: Path, mode: str) -> None:
     job = start(WORK.format(mode=mode))
     assert job.go_on() == "ok 40"
     job.dump_and_end(tmp_path / "s")

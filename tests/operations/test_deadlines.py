@@ -1,4 +1,4 @@
-"""``--timeout``: what ends too late is undone, and nothing that a job waits for is begun when it stands still."""
+"""``--timeout``: late operations are undone, and nothing slow starts while a job stands still."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.counter import CounterFactory
 RUNNING, CHECKPOINTED = CudaState.RUNNING, CudaState.CHECKPOINTED
 
 
-def test_a_suspend_whose_last_step_ends_too_late_is_undone(
+def test_a_suspend_that_ends_after_the_deadline_is_undone(
     counter: CounterFactory, driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = counter("--mib", "1")
@@ -46,7 +46,7 @@ def test_a_suspend_whose_last_step_ends_too_late_is_undone(
 def test_a_thread_that_cannot_be_stopped_is_waited_for_until_the_deadline(
     counter: CounterFactory, driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that hangs in the kernel looks so: it is seized, and does not stop."""
+    """A thread that hangs in the kernel looks like this: seized, but not stopping."""
     job = counter("--mib", "1")
     monkeypatch.setattr(TracedThread, "_look", lambda _: None)
     threads = GangThreads()
@@ -54,7 +54,7 @@ def test_a_thread_that_cannot_be_stopped_is_waited_for_until_the_deadline(
         threads.hold({job.pid: driver.restore_thread_id(job.pid)}, time.monotonic() + 0.1)
     capture = Capture(job.pid, driver.restore_thread_id(job.pid), None, deadline=time.monotonic() + 0.1)
     capture._tracer.start()
-    capture.wait_begun()
+    capture.wait_started()
     capture.finish()
     assert capture.reason is not None
     assert "did not stop" in capture.reason
@@ -67,7 +67,7 @@ def test_no_deadline_is_no_limit() -> None:
     assert ptrace.seconds_left(time.monotonic() - 1) == 0.0
 
 
-def test_captures_end_where_one_cannot_begin(
+def test_if_one_capture_cannot_begin_all_end(
     counter: CounterFactory, driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = counter("--mib", "1", "--fork", "1")
@@ -90,7 +90,7 @@ def test_captures_end_where_one_cannot_begin(
     assert job.ask() == 101
 
 
-def test_resume_of_a_job_that_runs_does_and_says_nothing(counter: CounterFactory) -> None:
+def test_resuming_a_running_job_does_nothing_silently(counter: CounterFactory) -> None:
     job = counter("--mib", "1")
     events: list[Progress] = []
     report = gpucr.resume(job.pid, on_progress=events.append)
@@ -123,7 +123,7 @@ def _starts_of_nvml(monkeypatch: pytest.MonkeyPatch, phases: list[str]) -> list[
 
 
 @pytest.mark.criu
-def test_nvml_is_not_started_while_a_job_stands_still(
+def test_nvml_is_not_initialised_while_a_job_is_stopped(
     counter: CounterFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = counter("--mib", "1", "--fork", "1")

@@ -43,7 +43,7 @@ def child_of(job: Counter) -> int:
     return next(pid for pid in job.processes() if pid != job.pid)
 
 
-def test_a_job_goes_to_disk_and_comes_back(counter: CounterFactory, driver: CudaDriver, tmp_path: Path) -> None:
+def test_a_job_is_dumped_to_disk_and_restored(counter: CounterFactory, driver: CudaDriver, tmp_path: Path) -> None:
     job = counter("--mib", "32")
     assert job.ask() == 101
     report = dump_and_end(job, tmp_path / "s")
@@ -62,7 +62,7 @@ def test_a_job_goes_to_disk_and_comes_back(counter: CounterFactory, driver: Cuda
     assert job.send("verify") == "ok"
 
 
-def test_the_snapshot_is_private_and_says_what_it_holds(counter: CounterFactory, tmp_path: Path) -> None:
+def test_the_snapshot_is_private_and_describes_its_contents(counter: CounterFactory, tmp_path: Path) -> None:
     job = counter("--mib", "8")
     old_umask = os.umask(0)
     try:
@@ -112,7 +112,7 @@ def test_a_snapshot_restores_more_than_once(counter: CounterFactory, tmp_path: P
 
 
 @pytest.mark.by_user
-def test_a_tree_with_and_without_cuda(counter: CounterFactory, driver: CudaDriver, tmp_path: Path) -> None:
+def test_a_tree_with_and_without_cuda_processes(counter: CounterFactory, driver: CudaDriver, tmp_path: Path) -> None:
     job = counter("--fork", "2")
     pids = job.processes()
     dump_and_end(job, tmp_path / "s")
@@ -126,7 +126,7 @@ def test_a_tree_with_and_without_cuda(counter: CounterFactory, driver: CudaDrive
     ("found", "leave_running"),
     [(LOCKED, False), (CHECKPOINTED, True), later(LOCKED, True), later(CHECKPOINTED, False)],
 )
-def test_what_was_locked_or_checkpointed_stays_so_across_dump_and_restore(
+def test_locked_and_checkpointed_states_survive_dump_and_restore(
     counter: CounterFactory, driver: CudaDriver, tmp_path: Path, found: CudaState, leave_running: bool
 ) -> None:
     job = counter("--fork", "1")
@@ -160,7 +160,7 @@ def test_a_tree_without_cuda_needs_no_gpu_no_driver_and_no_libcuda(counter: Coun
     assert job.ask() == 101
 
 
-def test_gpu_state_is_refused_where_there_is_no_fitting_gpu(
+def test_gpu_state_is_refused_without_a_matching_gpu(
     counter: CounterFactory, sim_environment: Callable[..., dict[str, str]], tmp_path: Path
 ) -> None:
     job = counter("--mib", "8")
@@ -193,7 +193,7 @@ def test_a_job_moves_to_another_machine_with_a_gpu_map(
     assert job.send("verify") == "ok"
 
 
-def test_dry_run_says_what_would_be_done_and_does_nothing(
+def test_a_dry_run_reports_the_plan_and_does_nothing(
     counter: CounterFactory, driver: CudaDriver, tmp_path: Path
 ) -> None:
     job = counter()
@@ -206,7 +206,7 @@ def test_dry_run_says_what_would_be_done_and_does_nothing(
     assert driver.state(job.pid) is RUNNING
 
 
-def test_a_process_that_starts_cuda_before_the_freeze_is_noticed_and_the_dump_repeated(
+def test_a_process_that_starts_cuda_before_the_freeze_makes_the_dump_retry(
     counter: CounterFactory, driver: CudaDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = counter("--cuda-after", str(tmp_path / "start"))
@@ -228,7 +228,7 @@ def test_a_process_that_starts_cuda_before_the_freeze_is_noticed_and_the_dump_re
     assert job.ask() > 101
 
 
-def test_an_error_of_criu_that_has_another_cause_is_not_repeated(
+def test_a_criu_error_with_another_cause_is_not_retried(
     counter: CounterFactory, driver: CudaDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = counter()
@@ -265,7 +265,7 @@ def test_the_commit_comes_before_the_kill(
 
 @pytest.mark.by_user
 @pytest.mark.parametrize("action", ["lock", later("checkpoint"), later("restore"), "unlock"])
-def test_a_failing_driver_leaves_the_job_as_it_was(
+def test_a_failing_driver_leaves_the_job_unchanged(
     sim_only: None,
     counter: CounterFactory,
     driver: CudaDriver,
@@ -298,7 +298,7 @@ def test_a_failed_restore_ends_the_processes_and_keeps_the_snapshot(
     assert job.ask() == 101
 
 
-def test_an_application_that_ends_in_the_middle_of_a_dump(
+def test_the_job_ends_during_a_dump(
     sim_only: None,
     counter: CounterFactory,
     driver: CudaDriver,
@@ -322,7 +322,7 @@ def test_an_application_that_ends_in_the_middle_of_a_dump(
     assert not (tmp_path / "s").exists()
 
 
-def test_a_deadline_in_the_middle_of_a_dump(
+def test_the_deadline_passes_during_a_dump(
     sim_only: None,
     counter: CounterFactory,
     driver: CudaDriver,
@@ -371,7 +371,7 @@ def test_json_of_dump_and_restore(counter: CounterFactory, tmp_path: Path) -> No
 
 
 @pytest.mark.by_user
-def test_what_the_commands_print(counter: CounterFactory, tmp_path: Path) -> None:
+def test_output_of_the_commands(counter: CounterFactory, tmp_path: Path) -> None:
     job = counter("--mib", "8")
     listed = command.run("ps")
     assert any(line.split()[:3] == [str(job.pid), str(job.pid), "running"] for line in listed.stdout.splitlines())
@@ -399,7 +399,7 @@ with socket.socket(socket.AF_UNIX) as server:
 """
 
 
-def test_the_folder_of_a_socket_is_made_again_where_the_job_has_removed_it(tmp_path: Path) -> None:
+def test_a_sockets_removed_folder_is_recreated(tmp_path: Path) -> None:
     folder = tmp_path / "a" / "b"
     folder.mkdir(parents=True)
     folder.chmod(0o750)
@@ -426,7 +426,7 @@ def test_the_folder_of_a_socket_is_made_again_where_the_job_has_removed_it(tmp_p
 
 
 @pytest.mark.parametrize("is_there", [False, True])
-def test_no_folder_of_a_socket_is_made_or_used_behind_a_link_of_another_user(tmp_path: Path, is_there: bool) -> None:
+def test_no_socket_folder_is_created_or_used_behind_another_users_link(tmp_path: Path, is_there: bool) -> None:
     home, victim = tmp_path / "home", tmp_path / "victim"
     path = home / "a" / "b" / "socket"
     path.parent.mkdir(parents=True)
@@ -465,7 +465,7 @@ with open(sys.argv[1], "a") as log, open(sys.argv[1] + ".ready", "w"):
 
 
 @pytest.mark.parametrize("what", ["file", "folder", "working folder"])
-def test_no_file_is_opened_for_the_job_behind_a_link_of_another_user(tmp_path: Path, what: str) -> None:
+def test_no_file_is_opened_behind_another_users_link(tmp_path: Path, what: str) -> None:
     home, victim = tmp_path / "home", tmp_path / "victim"
     log, cwd = home / "logs" / "log", home / "cwd"
     for folder in (log.parent, cwd, victim):

@@ -1,4 +1,4 @@
-"""CRIU fails when the snapshot is committed: what is complete is not called damaged, nor the other way round."""
+"""CRIU fails after the commit: a complete snapshot is not called damaged, and vice versa."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def job(request: pytest.FixtureRequest, folder: Path) -> JobRecord:
 
 @pytest.fixture
 def failing_criu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """From now on CRIU fails when it has answered; with ``leave_running`` it has killed nothing."""
+    """Make CRIU fail after its answer; with ``leave_running`` it has killed nothing."""
     real = Criu.dump
 
     def fail(*, leave_running: bool, then: Callable[[], object] = lambda: None) -> None:
@@ -63,7 +63,7 @@ def _record() -> JobRecord:
     return record
 
 
-def test_when_it_has_ended_the_job(
+def test_criu_has_ended_the_job(
     job: JobRecord, failing_criu: Callable[..., None], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failing_criu(leave_running=False)
@@ -76,7 +76,7 @@ def test_when_it_has_ended_the_job(
     assert len(processes_in(folder)) == 2
 
 
-def test_when_it_has_killed_nothing(
+def test_criu_has_killed_nothing(
     job: JobRecord, failing_criu: Callable[..., None], folder: Path, tmp_path: Path
 ) -> None:
     failing_criu(leave_running=True)
@@ -88,7 +88,7 @@ def test_when_it_has_killed_nothing(
 
 
 @pytest.mark.parametrize("job", [False], indirect=True, ids=["not isolated"])
-def test_when_it_has_killed_a_part(
+def test_criu_has_killed_some_processes(
     job: JobRecord, failing_criu: Callable[..., None], folder: Path, tmp_path: Path
 ) -> None:
     (child,) = (pid for pid in processes_in(folder) if pid != job.pid)
@@ -103,7 +103,7 @@ def test_when_it_has_killed_a_part(
 
 
 @pytest.mark.parametrize("code", ["GPUCR-NO-SPACE", None])
-def test_a_process_that_was_killed_meanwhile_is_a_loss_whatever_the_failure(
+def test_a_process_killed_meanwhile_is_reported_lost_after_any_failure(
     job: JobRecord, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str | None
 ) -> None:
     """It uses no CUDA, so no undo looks at it. The reason of the failure is told as well."""

@@ -1,4 +1,4 @@
-"""A job that ends as soon as it runs again was restored, or resumed: it has done what it had left to do."""
+"""A job that ends as soon as it runs again was restored or resumed successfully: it did its remaining work."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def wait_for_its_end(pid: int) -> None:
 
 
 @pytest.mark.parametrize("isolate", [later(False), True])
-def test_the_command_says_that_it_was_restored(folder: Path, tmp_path: Path, isolate: bool) -> None:
+def test_the_command_reports_the_restore(folder: Path, tmp_path: Path, isolate: bool) -> None:
     dumped(folder, tmp_path / "s", isolate=isolate)
     done = command.run("restore", tmp_path / "s")
     assert (done.returncode, done.stderr.count("error:")) == (0, 0), done.stderr
@@ -68,7 +68,7 @@ def test_the_command_says_that_it_was_restored(folder: Path, tmp_path: Path, iso
 
 
 @pytest.mark.parametrize("isolate", [False, later(True)])
-def test_it_ends_before_criu_is_done(
+def test_a_job_ends_before_criu_finishes(
     folder: Path, tmp_path: Path, isolate: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dumped(folder, tmp_path / "s", isolate=isolate)
@@ -88,7 +88,7 @@ def test_it_ends_before_criu_is_done(
 @pytest.mark.parametrize(
     ("what", "isolate"), sample([("deadline", False), ("deadline", True), ("signal", False), ("signal", True)], 3)
 )
-def test_neither_the_deadline_nor_a_signal_ends_what_runs_again(
+def test_neither_deadline_nor_signal_ends_a_restored_job(
     folder: Path, tmp_path: Path, isolate: bool, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dumped(folder, tmp_path / "s", isolate=isolate)
@@ -110,7 +110,7 @@ def test_neither_the_deadline_nor_a_signal_ends_what_runs_again(
 
 
 @pytest.mark.parametrize("isolate", [later(False), True])
-def test_one_with_cuda_ends_before_its_keeper_has_it(
+def test_a_cuda_job_ends_before_its_keeper_adopts_it(
     folder: Path, tmp_path: Path, isolate: bool, sim_only: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = [str(simulator.build() / "counter"), "--port", "0", "--mib", "2"]

@@ -1,4 +1,4 @@
-"""Jobs with files that are others by the time of the restore: kept, cut back, refused. With real CRIU."""
+"""Jobs whose files have changed by the time of the restore: kept, cut back, refused. With real CRIU."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ while True:
 """
 
 
-def test_files_that_have_grown_are_kept_and_written_on(start: StartJob, tmp_path: Path) -> None:
+def test_grown_files_are_kept_and_appended_to(start: StartJob, tmp_path: Path) -> None:
     job = start(LOGS)
     job.dump_and_end(tmp_path / "s", leave_running=True)
     assert job.go_on() == "turn 1"
@@ -53,7 +53,7 @@ def test_files_that_have_grown_are_kept_and_written_on(start: StartJob, tmp_path
     assert not list(tmp_path.rglob(".gpucr-images-*"))
 
 
-def test_files_that_have_grown_are_cut_back(start: StartJob, tmp_path: Path) -> None:
+def test_grown_files_are_cut_back(start: StartJob, tmp_path: Path) -> None:
     job = start(LOGS)
     (job.folder / "plain.log").chmod(0o640)
     job.dump_and_end(tmp_path / "s", leave_running=True)
@@ -71,7 +71,7 @@ def test_files_that_have_grown_are_cut_back(start: StartJob, tmp_path: Path) -> 
     assert kept.stat().st_mode & 0o777 == 0o640
 
 
-def test_what_was_cut_off_is_put_back_when_the_restore_fails(
+def test_a_cut_off_tail_is_put_back_when_the_restore_fails(
     start: StartJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = start(LOGS)
@@ -91,7 +91,7 @@ def test_what_was_cut_off_is_put_back_when_the_restore_fails(
         assert not list(job.folder.glob(f"{name}.gpucr-*"))
 
 
-def test_the_commands_options(start: StartJob, tmp_path: Path) -> None:
+def test_options_of_the_command(start: StartJob, tmp_path: Path) -> None:
     job = start(LOGS)
     job.dump_and_end(tmp_path / "s")
     with (job.folder / "append.log").open("a") as file:
@@ -102,7 +102,7 @@ def test_the_commands_options(start: StartJob, tmp_path: Path) -> None:
     assert any(str(kept) in warning for warning in said["warnings"])
 
 
-def test_files_that_are_shorter(start: StartJob, tmp_path: Path) -> None:
+def test_shorter_files(start: StartJob, tmp_path: Path) -> None:
     job = start(LOGS)
     job.dump_and_end(tmp_path / "s")
     job.forget()
@@ -111,7 +111,7 @@ def test_files_that_are_shorter(start: StartJob, tmp_path: Path) -> None:
     with pytest.raises(gpucr.Unsupported, match=r"2 bytes shorter than at the dump.*cannot be brought back"):
         gpucr.restore(tmp_path / "s", files="rewind")
     gpucr.restore(tmp_path / "s")
-    assert job.go_on() == "turn 1", "the reader goes on at the end as well"
+    assert job.go_on() == "turn 1", "the reader continues at the end as well"
     for name in ("append.log", "plain.log"):
         assert (job.folder / name).read_text() == "new\nturn 1\n", name
 
@@ -131,7 +131,7 @@ step()
 """
 
 
-def test_a_file_that_was_only_read_must_not_change_unless_the_user_insists(start: StartJob, tmp_path: Path) -> None:
+def test_a_changed_read_only_file_is_refused_without_force(start: StartJob, tmp_path: Path) -> None:
     job = start(READER)
     job.dump_and_end(tmp_path / "s")
     with (job.folder / "data").open("a") as data:
@@ -142,7 +142,7 @@ def test_a_file_that_was_only_read_must_not_change_unless_the_user_insists(start
     assert job.go_on() == "x" * 9000
 
 
-def test_a_mapped_file_that_has_changed_is_refused_whatever_the_user_says(start: StartJob, tmp_path: Path) -> None:
+def test_a_changed_mapped_file_is_refused_even_with_force(start: StartJob, tmp_path: Path) -> None:
     job = start(READER.replace("is_mapped = False", "is_mapped = True"))
     job.dump_and_end(tmp_path / "s")
     with (job.folder / "data").open("a") as data:
@@ -154,7 +154,7 @@ def test_a_mapped_file_that_has_changed_is_refused_whatever_the_user_says(start:
     assert not job.pids()
 
 
-def test_what_is_missing_is_named_before_anything_starts(start: StartJob, tmp_path: Path) -> None:
+def test_missing_files_are_reported_before_anything_starts(start: StartJob, tmp_path: Path) -> None:
     job = start("os.mkdir('data'); folder = os.open('data', os.O_RDONLY)\n" + LOGS)
     job.dump_and_end(tmp_path / "s")
     (job.folder / "data").rmdir()
@@ -165,7 +165,7 @@ def test_what_is_missing_is_named_before_anything_starts(start: StartJob, tmp_pa
     assert str(job.folder / "plain.log") in str(refused.value)
 
 
-def test_a_file_that_somebody_writes_is_not_cut_back(start: StartJob, tmp_path: Path) -> None:
+def test_a_file_being_written_is_not_cut_back(start: StartJob, tmp_path: Path) -> None:
     job = start(LOGS)
     job.dump_and_end(tmp_path / "s")
     with (job.folder / "plain.log").open("a") as other, subprocess.Popen(["sleep", "60"], stdout=other) as writer:
@@ -176,7 +176,7 @@ def test_a_file_that_somebody_writes_is_not_cut_back(start: StartJob, tmp_path: 
         writer.kill()
 
 
-def test_modes_that_there_are_not(tmp_path: Path, start: StartJob) -> None:
+def test_unknown_modes(tmp_path: Path, start: StartJob) -> None:
     job = start("done(); step()")
     job.dump_and_end(tmp_path / "s")
     for wrong in ({"files": "truncate"}, {"tcp": "reset"}):

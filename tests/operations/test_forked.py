@@ -1,4 +1,4 @@
-"""Children that a CUDA process has forked: they have its devices open, and are dumped anyway. With real CRIU."""
+"""Forked children of a CUDA process, which have its devices open, can be dumped. With real CRIU."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _devices(job: Job) -> dict[int, int]:
     return {pid: sum(DEVICE in file.target for file in open_files(pid)) for pid in sorted(job.pids())}
 
 
-def test_the_child_lets_go_at_a_dump_and_works_after_the_restore(start: StartJob, tmp_path: Path) -> None:
+def test_a_child_releases_the_devices_for_a_dump_and_works_after_the_restore(start: StartJob, tmp_path: Path) -> None:
     job = start(FORKS)
     assert list(_devices(job).values()) == [1, 1]
     assert [job.go_on(), job.go_on()] == ["1", "2"]
@@ -68,7 +68,7 @@ def test_the_child_lets_go_at_a_dump_and_works_after_the_restore(start: StartJob
     assert restored.pid == job.pid
 
 
-def test_a_job_that_goes_on_and_is_dumped_again(start: StartJob, tmp_path: Path) -> None:
+def test_a_job_left_running_is_dumped_again(start: StartJob, tmp_path: Path) -> None:
     job = start(FORKS)
     said: list[gpucr.Progress] = []
     job.dump_and_end(tmp_path / "first", leave_running=True, on_progress=said.append)
@@ -82,7 +82,7 @@ def test_a_job_that_goes_on_and_is_dumped_again(start: StartJob, tmp_path: Path)
     assert job.go_on() == "2"
 
 
-def test_a_suspend_makes_it_let_go_too(start: StartJob, tmp_path: Path) -> None:
+def test_a_suspend_makes_the_child_release_the_devices_too(start: StartJob, tmp_path: Path) -> None:
     job = start(FORKS)
     gpucr.suspend(job.pid)
     assert list(_devices(job).values()) == [0, 0]

@@ -114,10 +114,10 @@ def test_a_child_of_a_suspended_process_does_not_keep_its_staging(
     assert_can_be_dumped(job, tmp_path / "s")
 
 
-def test_a_child_that_is_forked_during_the_checkpoint_does_not_keep_the_file(
+def test_a_child_forked_during_the_checkpoint_does_not_keep_the_file(
     start: Callable[..., Forking], sim_environment: Callable[..., dict[str, str]], tmp_path: Path
 ) -> None:
-    """It does keep what else its parent had open then, of the driver as well: see docs/adr/0042."""
+    """It does keep its parent's other open files, also those of the driver: see docs/adr/0042."""
     job = start(sim_environment(faults=f"checkpoint=until:{tmp_path / 'go'}"))
     suspending = command.start("suspend", job.pid)
     wait_until(lambda: has_staging(job.pid), "the process to have the staging file open")
@@ -133,10 +133,10 @@ def test_a_child_that_is_forked_during_the_checkpoint_does_not_keep_the_file(
 
 
 @pytest.mark.criu
-def test_a_child_that_still_has_the_file_open_lets_go_of_it_at_the_next_dump(
+def test_a_child_with_the_file_still_open_releases_it_at_the_next_dump(
     start: Callable[..., Forking], tmp_path: Path
 ) -> None:
-    """As a gpucr leaves it that was killed in a checkpoint in which the process forked."""
+    """As left by a gpucr that was killed in a checkpoint during which the process forked."""
     job = start()
     child = int(job.tell("fork"))
     with StagingFile.create(1 << 20) as file, traced(child) as thread:

@@ -1,4 +1,4 @@
-"""The pids that a restore needs, and who may still have them when the job's processes are gone."""
+"""The pids that a restore needs, and what may still hold them after the job's processes have ended."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ Start = Callable[..., tuple[int, int]]
 
 @pytest.fixture(autouse=True)
 def subreaper() -> Iterator[None]:
-    """What a killed job leaves becomes this process's child, as in a container whose pid 1 collects now and then."""
+    """Remains of a killed job become this process's children, as in a container whose pid 1 reaps now and then."""
     libc = ctypes.CDLL(None, use_errno=True)
     before = set(psutil.Process().children())
     assert libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
@@ -120,7 +120,7 @@ def start() -> Iterator[Start]:
 
 
 def end(*pids: int) -> None:
-    """Kill these processes, and whatever was restored of them, and collect those that are this process's children."""
+    """Kill these processes, and anything restored from them, and collect those that are this process's children."""
     for pid in pids:
         with contextlib.suppress(gpucr.ProcessNotFound):
             processes.kill_and_wait([each.id for each in processes.tree(pid)])
@@ -145,7 +145,7 @@ def state_and_parent(pid: int) -> tuple[str, int]:
 
 
 def test_a_zombie_of_the_job_is_waited_for(start: Start, tmp_path: Path) -> None:
-    """It was one before the dump: the manifest, which tells of what ran, does not have it."""
+    """It was one before the dump: the manifest, which reports what ran, does not have it."""
     job, zombie = start(WITH_ZOMBIE)
     dump_and_collect(job, tmp_path / "s")
     assert state_and_parent(zombie) == ("Z", os.getpid())
@@ -156,7 +156,7 @@ def test_a_zombie_of_the_job_is_waited_for(start: Start, tmp_path: Path) -> None
     assert state_and_parent(zombie) == ("Z", job)
 
 
-def test_a_zombie_of_the_job_that_nobody_collects(
+def test_a_zombie_of_the_job_that_is_never_reaped(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machine, "REAPING_TIMEOUT_S", 0.05)
@@ -186,7 +186,7 @@ def test_a_pid_outlives_its_process(kind: str, start: Start, tmp_path: Path) -> 
 
 
 def test_a_session_of_the_job_whose_first_process_has_ended(start: Start, tmp_path: Path) -> None:
-    """CRIU makes that process again and ends it, so that its pid has to be free; then another one adopts its child."""
+    """CRIU recreates that process and ends it, so its pid must be free; then another one adopts its child."""
     job, leader = start(WITH_LOST_LEADER)
     (_, member) = processes.tree(job)
     assert member.session_id == leader

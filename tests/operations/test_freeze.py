@@ -1,4 +1,4 @@
-"""A job stands still for as long as its `FrozenJob` lasts; two programs freeze one each, and meet."""
+"""A job is stopped for as long as its `FrozenJob` lasts; two programs freeze one job each and synchronise."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ RUNNING = CudaState.RUNNING
 
 
 def states(pids: list[int]) -> set[str]:
-    """What the threads of these processes are in."""
+    """The states of these processes' threads."""
     found = [processes.read_stat(tid) for pid in pids for tid in processes.threads(pid)]
     return {stat.status for stat in found if stat is not None}
 
@@ -45,7 +45,7 @@ def assert_runs(job: Counter, driver: CudaDriver) -> None:
 # --- one program -------------------------------------------------------------------------------------------------
 
 
-def test_a_frozen_job_stands_still_until_it_is_thawed(counter: CounterFactory, driver: CudaDriver) -> None:
+def test_a_frozen_job_is_stopped_until_thawed(counter: CounterFactory, driver: CudaDriver) -> None:
     job = counter("--mib", "4", "--fork", "1")
     with gpucr.freeze(job.pid) as frozen:
         assert frozen.is_frozen
@@ -99,7 +99,7 @@ def test_ctrl_c_in_the_block_thaws(counter: CounterFactory, driver: CudaDriver) 
     assert_runs(job, driver)
 
 
-def test_ctrl_c_does_not_cut_a_thaw_off(counter: CounterFactory, driver: CudaDriver) -> None:
+def test_ctrl_c_does_not_interrupt_a_thaw(counter: CounterFactory, driver: CudaDriver) -> None:
     job, met = counter("--mib", "1"), list[str]()
 
     def interrupt(progress: gpucr.Progress) -> None:
@@ -113,9 +113,7 @@ def test_ctrl_c_does_not_cut_a_thaw_off(counter: CounterFactory, driver: CudaDri
     assert_runs(job, driver)
 
 
-def test_a_job_that_is_saved_twice_comes_back_from_both(
-    counter: CounterFactory, driver: CudaDriver, tmp_path: Path
-) -> None:
+def test_a_job_saved_twice_is_restored_from_both(counter: CounterFactory, driver: CudaDriver, tmp_path: Path) -> None:
     job = counter("--mib", "4", "--fork", "1")
     assert job.ask() == 101
     gpucr.init_store(tmp_path / "store")
@@ -147,9 +145,7 @@ def test_the_end_after_a_save(counter: CounterFactory, tmp_path: Path) -> None:
     assert job.ask() == 101
 
 
-def test_the_registry_knows_a_job_that_was_saved_and_ended(
-    driver: CudaDriver, tmp_path: Path, state_home: Path
-) -> None:
+def test_the_registry_records_a_saved_and_ended_job(driver: CudaDriver, tmp_path: Path, state_home: Path) -> None:
     program = str(simulator.build() / "counter")
     started = gpucr.run_job([program, "--port", "0", "--mib", "1"], name="frozen")
     wait_until(lambda: driver.state(started.record.pid) is RUNNING, "the job to use CUDA")
@@ -161,7 +157,7 @@ def test_the_registry_knows_a_job_that_was_saved_and_ended(
     gpucr.forget_job("frozen", force=True)
 
 
-def test_what_is_over_is_over(counter: CounterFactory, tmp_path: Path) -> None:
+def test_a_finished_freeze_cannot_be_used(counter: CounterFactory, tmp_path: Path) -> None:
     job = counter("--mib", "1")
     frozen = gpucr.freeze(job.pid)
     frozen.thaw()
@@ -177,7 +173,7 @@ def test_what_is_over_is_over(counter: CounterFactory, tmp_path: Path) -> None:
         frozen.thaw()
 
 
-def test_processes_without_cuda_stand_still_too_and_come_back(
+def test_processes_without_cuda_are_stopped_and_continued_too(
     start: StartJob, driver: CudaDriver, tmp_path: Path
 ) -> None:
     program = str(simulator.build() / "counter")
@@ -207,7 +203,7 @@ while True:
     assert "T" not in states(job.pids())
 
 
-def test_nobody_else_may_work_on_it(counter: CounterFactory, driver: CudaDriver) -> None:
+def test_a_frozen_job_is_claimed(counter: CounterFactory, driver: CudaDriver) -> None:
     job = counter("--mib", "1")
     with gpucr.freeze(job.pid), pytest.raises(gpucr.Unsupported):
         gpucr.suspend(job.pid)
@@ -217,7 +213,7 @@ def test_nobody_else_may_work_on_it(counter: CounterFactory, driver: CudaDriver)
 # --- what fails ---------------------------------------------------------------------------------------------------
 
 
-def test_a_freeze_that_fails_is_undone(counter: CounterFactory, driver: CudaDriver) -> None:
+def test_a_failed_freeze_is_undone(counter: CounterFactory, driver: CudaDriver) -> None:
     job, cancel = counter("--mib", "1", "--fork", "1"), gpucr.Cancellation()
 
     def listen(progress: gpucr.Progress) -> None:
@@ -230,7 +226,7 @@ def test_a_freeze_that_fails_is_undone(counter: CounterFactory, driver: CudaDriv
 
 
 @pytest.mark.parametrize("phase", [later("prepare"), "read", "dump", later("save")])
-def test_a_save_that_is_cancelled_leaves_the_job_frozen(
+def test_a_cancelled_save_leaves_the_job_frozen(
     counter: CounterFactory, driver: CudaDriver, tmp_path: Path, phase: str
 ) -> None:
     job, cancel = counter("--mib", "1"), gpucr.Cancellation()
@@ -267,7 +263,7 @@ def test_an_exception_in_criu_leaves_the_job_frozen(
     assert_runs(job, driver)
 
 
-def test_a_thaw_whose_restore_fails_once_is_undone_into_a_running_job(
+def test_a_thaw_whose_restore_fails_once_still_ends_with_a_running_job(
     counter: CounterFactory, driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job, real = counter("--mib", "1"), Gang.restore
@@ -294,7 +290,7 @@ import gpucr
 pid, to = int(sys.argv[1]), sys.argv[2]
 def meet(word):
     print(word, flush=True)
-    assert sys.stdin.readline() == "go on\\n"
+    assert sys.stdin.readline() == "continue\\n"
 with gpucr.freeze(pid) as job:
     meet("frozen")
     job.save(to)
@@ -322,7 +318,7 @@ class Program:
 
     def go_on(self) -> None:
         assert self._python.stdin is not None
-        self._python.stdin.write("go on\n")
+        self._python.stdin.write("continue\n")
         self._python.stdin.flush()
 
     def kill(self) -> None:
@@ -377,7 +373,7 @@ def test_two_programs_freeze_a_job_each_meet_save_meet_and_thaw(
 
 
 @pytest.mark.parametrize("word", ["frozen", "saved"])
-def test_the_guard_thaws_the_job_of_a_program_that_is_killed(
+def test_the_guard_thaws_the_job_of_a_killed_program(
     counter: CounterFactory,
     driver: CudaDriver,
     program: Callable[[int, Path], Program],
@@ -403,7 +399,9 @@ def test_the_guard_thaws_the_job_of_a_program_that_is_killed(
 # --- before it runs ----------------------------------------------------------------------------------------------
 
 
-def test_who_restores_is_asked_before_the_job_runs(counter: CounterFactory, driver: CudaDriver, tmp_path: Path) -> None:
+def test_before_it_runs_is_called_before_the_job_runs(
+    counter: CounterFactory, driver: CudaDriver, tmp_path: Path
+) -> None:
     job = counter("--mib", "1", "--fork", "1")
     with gpucr.freeze(job.pid) as frozen:
         frozen.save(tmp_path / "s")
@@ -423,7 +421,7 @@ def test_who_restores_is_asked_before_the_job_runs(counter: CounterFactory, driv
     assert job.processes() == []
 
 
-def test_nobody_can_be_asked_for_a_job_that_was_not_frozen(counter: CounterFactory, tmp_path: Path) -> None:
+def test_before_it_runs_needs_a_snapshot_of_a_frozen_job(counter: CounterFactory, tmp_path: Path) -> None:
     job = counter("--mib", "1")
     gpucr.dump(job.pid, tmp_path / "s")
     job.reap()

@@ -38,13 +38,13 @@ def job_with(pid: int, **options: Any) -> gpucr.GpuJob:
 
 @pytest.fixture
 def child_stopped(counter: CounterFactory) -> Counter:
-    """A job of two processes, of which one is suspended."""
+    """A job of two processes, one of them suspended."""
     job = counter("--mib", "2", "--fork", "1")
     gpucr.suspend(job.processes()[1])
     return job
 
 
-def test_a_job_is_a_process_with_cuda_and_what_is_below_it(counter: CounterFactory) -> None:
+def test_a_job_is_a_cuda_process_with_its_descendants(counter: CounterFactory) -> None:
     program = counter("--mib", "2", "--fork", "2")
     for pid in program.processes():
         job = job_with(pid)
@@ -67,13 +67,13 @@ def test_the_age_of_a_job(counter: CounterFactory) -> None:
     wait_until(lambda: job_with(program.pid).age_s > first, "time to go by")
 
 
-def test_processes_in_several_states(child_stopped: Counter) -> None:
+def test_processes_in_different_states(child_stopped: Counter) -> None:
     job = job_with(child_stopped.pid)
     assert job.states == (CudaState.RUNNING, CudaState.CHECKPOINTED)
     assert job.state_word == "mixed"
 
 
-def test_ranks_below_a_launcher_without_cuda_know_each_other(ranks: RanksFactory) -> None:
+def test_ranks_below_a_launcher_without_cuda_belong_together(ranks: RanksFactory) -> None:
     launched = ranks(3)
     jobs = gpucr.list_gpu_jobs()
     ours = [job for job in jobs if job.pid in launched.ranks]
@@ -84,8 +84,8 @@ def test_ranks_below_a_launcher_without_cuda_know_each_other(ranks: RanksFactory
     assert parent.pid == launched.pid
 
 
-def test_programs_of_one_shell_are_not_taken_for_ranks(counter: CounterFactory) -> None:
-    """Both are children of this process, as a shell's are its children: gpucr is as well."""
+def test_programs_of_one_shell_are_not_ranks(counter: CounterFactory) -> None:
+    """Both are children of this process, like a shell's programs; so is gpucr."""
     one, other = counter("--mib", "1"), counter("--mib", "1")
     jobs = gpucr.list_gpu_jobs()
     (job,) = [job for job in jobs if job.pid == one.pid]
@@ -94,7 +94,7 @@ def test_programs_of_one_shell_are_not_taken_for_ranks(counter: CounterFactory) 
     assert beside(job, jobs) == ()
 
 
-def test_a_program_that_watches_gpus_is_not_listed(counter: CounterFactory) -> None:
+def test_a_gpu_monitor_is_not_listed(counter: CounterFactory) -> None:
     """NVML gives it a CUDA state (driver 580), and the jobs that it has started would be one job, its own."""
     program = counter("--mib", "1")
     code = "import pynvml, signal; pynvml.nvmlInit(); print('watching', flush=True); signal.pause()"
@@ -104,7 +104,7 @@ def test_a_program_that_watches_gpus_is_not_listed(counter: CounterFactory) -> N
         assert watcher.pid not in listed
 
 
-def test_what_tells_cuda_from_nvml(counter: CounterFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_telling_cuda_from_nvml(counter: CounterFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory that NVML knows (in most containers it does not), or mapped device files; suspended ones have neither."""
     running, suspended = counter("--mib", "1"), counter("--mib", "1")
     gpucr.suspend(suspended.pid)
@@ -126,7 +126,7 @@ def has_mapped_all_but_devices(pid: int, name: str) -> bool:
     return name != "/dev/nvidia" and any(name in mapping.path for mapping in memory.read_maps(pid))
 
 
-def test_a_job_that_gpucr_started_has_its_name(sim_only: None, tmp_path: Path, state_home: Path) -> None:
+def test_a_job_started_by_gpucr_has_its_name(sim_only: None, tmp_path: Path, state_home: Path) -> None:
     folder = tmp_path / "job"
     folder.mkdir()
     try:
@@ -143,7 +143,7 @@ def test_a_job_that_gpucr_started_has_its_name(sim_only: None, tmp_path: Path, s
         end_all_in(folder)
 
 
-def test_nothing_stands_in_the_way(counter: CounterFactory) -> None:
+def test_no_findings(counter: CounterFactory) -> None:
     program = counter("--mib", "1")
     found = findings_of(program.pid)
     assert [finding for finding in found if finding.severity == "blocking"] == []
@@ -151,7 +151,7 @@ def test_nothing_stands_in_the_way(counter: CounterFactory) -> None:
     assert printed["checkpointable"] is True
 
 
-def test_what_stands_in_the_way(counter: CounterFactory) -> None:
+def test_findings(counter: CounterFactory) -> None:
     program = counter("--mib", "1")
     with tracer_of(program.pid):
         job = job_with(program.pid, check=True)
@@ -166,7 +166,7 @@ def test_what_stands_in_the_way(counter: CounterFactory) -> None:
         assert "detach the debugger" in printed["findings"][0]["remedy"]
 
 
-def test_a_process_that_cannot_be_looked_at_is_a_finding(process_without_cuda: int) -> None:
+def test_an_inaccessible_process_is_a_finding(process_without_cuda: int) -> None:
     os.kill(process_without_cuda, signal.SIGKILL)
     wait_until(lambda: not processes.is_alive(identity(process_without_cuda)), "its end")
     (finding,) = findings_of(process_without_cuda)
@@ -198,7 +198,7 @@ def test_filters(child_stopped: Counter) -> None:
     assert (job["state"], job["checkpointable"], job["findings"]) == ("mixed", None, None)
 
 
-def test_a_job_that_is_stopped(counter: CounterFactory) -> None:
+def test_a_stopped_job(counter: CounterFactory) -> None:
     """The driver cannot be asked about it, but it has its GPU as before."""
     program = counter("--mib", "2")
     os.kill(program.pid, signal.SIGSTOP)
@@ -215,7 +215,7 @@ def test_a_job_that_is_stopped(counter: CounterFactory) -> None:
     heading, line = run("ps", "--job", program.pid).stdout.splitlines()
     assert line[heading.index("STATE") :].split()[0] == "stopped"
     os.kill(program.pid, signal.SIGCONT)
-    wait_until(lambda: job_with(program.pid).state_word == "running", "it to go on")
+    wait_until(lambda: job_with(program.pid).state_word == "running", "it to continue")
 
 
 def test_a_job_with_a_stopped_process(counter: CounterFactory) -> None:
@@ -227,7 +227,7 @@ def test_a_job_with_a_stopped_process(counter: CounterFactory) -> None:
     assert (job.states, job.state_word) == ((CudaState.RUNNING,), "mixed")
 
 
-def test_filters_that_nothing_fits() -> None:
+def test_filters_without_matches() -> None:
     done = run("ps", "--user", "64999")
     assert (done.returncode, done.stdout) == (0, "no process that uses CUDA fits\n")
     done = run("ps", "--user", "nobody-at-all")
@@ -238,7 +238,7 @@ def test_filters_that_nothing_fits() -> None:
     assert "there is no GPU '17'" in done.stderr
 
 
-def test_a_line_a_process(counter: CounterFactory) -> None:
+def test_one_line_per_process(counter: CounterFactory) -> None:
     if len(list_gpus()) < 2:
         pytest.skip("needs 2 GPUs")
     program = counter("--mib", "2", "--devices", "0,1")

@@ -1,4 +1,4 @@
-"""`--gpu-state`: device memory leaves the GPU in the way that a user insists on, or nothing happens."""
+"""`--gpu-state`: device memory leaves the GPU in the requested way, or nothing happens."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def assert_runs(job: Counter, driver: CudaDriver) -> None:
 
 
 @pytest.mark.parametrize("way", get_args(GpuState))
-def test_a_suspend_goes_the_way_that_was_insisted_on(
+def test_a_suspend_uses_the_requested_way(
     way: GpuState, interposed: Counter, driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if way == "custom":
@@ -61,7 +61,7 @@ def test_a_suspend_goes_the_way_that_was_insisted_on(
         assert_runs(interposed, driver)
 
 
-def test_a_process_without_an_interposer_does_not_go_its_way(counter: CounterFactory, driver: CudaDriver) -> None:
+def test_a_process_without_an_interposer_cannot_use_it(counter: CounterFactory, driver: CudaDriver) -> None:
     job = counter("--mib", "8")
     with pytest.raises(
         Unsupported, match=f"process {job.pid} cannot leave by an interposer: it was started without"
@@ -76,10 +76,10 @@ def test_a_process_without_an_interposer_does_not_go_its_way(counter: CounterFac
     assert_runs(job, driver)
 
 
-def test_a_process_that_has_no_memory_to_leave_does_not_keep_the_others_from_it(
+def test_a_process_without_device_memory_does_not_block_the_others(
     driver: CudaDriver, sim_only: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As torch.compile's workers, which have a context and no memory of their own."""
+    """Like torch.compile's workers, which have a context and no memory of their own."""
     monkeypatch.setenv("GPUCR_INTERPOSER_DIR", str(tmp_path / "agents"))
     monkeypatch.setenv("LD_PRELOAD", preload_path(installed()))
     program, out = simulator.build() / "counter", (tmp_path / "24", tmp_path / "1")
@@ -102,7 +102,7 @@ def test_a_process_that_has_no_memory_to_leave_does_not_keep_the_others_from_it(
             os.killpg(job.pid, signal.SIGKILL)
 
 
-def test_what_cannot_be_captured_is_not_suspended_otherwise(
+def test_memory_that_cannot_be_captured_is_not_suspended_another_way(
     counter: CounterFactory, driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = counter("--mib", "8")
@@ -117,13 +117,13 @@ def test_what_cannot_be_captured_is_not_suspended_otherwise(
     assert_runs(job, driver)
 
 
-def test_another_word(counter: CounterFactory) -> None:
+def test_an_unknown_word(counter: CounterFactory) -> None:
     job = counter("--mib", "8")
     with pytest.raises(InvalidRequest, match="gpu_state is 'plain'"):
         gpucr.suspend(job.pid, gpu_state="plain")  # type: ignore[arg-type]
 
 
-def test_a_library_whose_agent_can_make_no_socket(counter: CounterFactory, driver: CudaDriver, tmp_path: Path) -> None:
+def test_an_agent_that_cannot_create_its_socket(counter: CounterFactory, driver: CudaDriver, tmp_path: Path) -> None:
     environment = {"LD_PRELOAD": preload_path(installed()), "GPUCR_INTERPOSER_DIR": str(tmp_path / "not" / "there")}
     job = counter("--mib", "24", env=environment)
     with pytest.raises(Unsupported, match="cannot leave by an interposer: no call of CUDA has come to it"):
@@ -142,7 +142,7 @@ def test_a_library_whose_agent_can_make_no_socket(counter: CounterFactory, drive
         (Closed(2, 0), "was inside the driver"),
     ],
 )
-def test_who_keeps_the_gate_from_being_empty_is_told(
+def test_the_thread_that_holds_up_the_gate_is_reported(
     closed: Closed, told: str, interposed: Counter, driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patched:

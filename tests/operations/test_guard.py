@@ -1,4 +1,4 @@
-"""The guard: at every moment of an operation, a job whose gpucr is killed is as it was found.
+"""The guard: if gpucr is killed at any moment of an operation, the job is brought back to how it was found.
 
 A child process stands for that gpucr: it makes a guard, changes the job by hand, and kills itself.
 """
@@ -284,7 +284,7 @@ def test_no_thread_but_the_drivers_runs_before_device_memory_is_back(
     tid = driver.restore_thread_id(job.pid)
     others = [thread for thread in processes.threads(job.pid) if thread != tid]
     guard = operation(job.pid, _ON_JOB, _FREEZE, "die()", wait=False)
-    wait_until(lambda: _status(tid) == "S", "the driver's thread to go on")
+    wait_until(lambda: _status(tid) == "S", "the driver's thread to continue")
     for thread in others:
         assert processes.thread_group_leader(processes.tracer_pid(thread)) == guard
     assert driver.state(job.pid) is CHECKPOINTED
@@ -293,7 +293,7 @@ def test_no_thread_but_the_drivers_runs_before_device_memory_is_back(
     assert_as_found(job, driver, log)
 
 
-def test_a_job_that_has_ended_is_nothing_to_bring_back_but_not_as_it_was_found(
+def test_an_ended_job_needs_no_undo_but_counts_as_changed(
     counter: CounterFactory, operation: Operation, log: Path
 ) -> None:
     job = counter()
@@ -303,7 +303,7 @@ def test_a_job_that_has_ended_is_nothing_to_bring_back_but_not_as_it_was_found(
     assert not job.processes()
 
 
-def test_a_process_that_the_job_has_lost_is_named_and_the_others_run(
+def test_a_lost_process_is_named_and_the_others_run(
     counter: CounterFactory, driver: CudaDriver, operation: Operation, log: Path
 ) -> None:
     job = counter("--fork", "1")
@@ -315,7 +315,7 @@ def test_a_process_that_the_job_has_lost_is_named_and_the_others_run(
     assert job.ask() == 101
 
 
-def test_what_cannot_be_brought_back_is_said(
+def test_a_failed_undo_is_reported(
     counter: CounterFactory, driver: CudaDriver, operation: Operation, log: Path, sim_environment: Environment
 ) -> None:
     job = counter(env=sim_environment(faults="unlock=999"))
@@ -383,7 +383,7 @@ def test_killed_while_criu_writes(
 
 
 @pytest.mark.criu
-def test_killed_after_the_commit_criu_may_end_the_job(
+def test_killed_after_the_commit_lets_criu_end_the_job(
     counter: CounterFactory, operation: Operation, log: Path, tmp_path: Path
 ) -> None:
     """The manifest is there and the hook is answered: the guard neither stops CRIU nor touches the snapshot."""
@@ -463,7 +463,7 @@ gang.lock()
 threads.hold(free)
 for capture in captures:
     capture.begin()
-    capture.wait_begun()
+    capture.wait_started()
 gang.checkpoint()
 for capture in captures:
     capture.finish()
@@ -518,7 +518,7 @@ def test_device_memory_in_a_file_is_put_back_after_criu(
     assert not (tmp_path / "s").exists()
 
 
-def test_device_memory_waits_until_it_can_be_put_back(
+def test_device_memory_is_kept_until_it_can_be_put_back(
     root_only: None, counter: CounterFactory, driver: CudaDriver, operation: Operation, log: Path
 ) -> None:
     """A debugger that came at the wrong moment: the guard keeps the data until it has gone."""
@@ -559,7 +559,7 @@ def test_an_unfinished_folder_is_removed(operation: Operation, tmp_path: Path) -
     assert not (tmp_path / "s").exists()
 
 
-def test_a_folder_that_was_there_is_empty_again(operation: Operation, tmp_path: Path) -> None:
+def test_an_existing_folder_is_emptied_again(operation: Operation, tmp_path: Path) -> None:
     (tmp_path / "s").mkdir(mode=0o750)
     operation(1, _FOLDER, "die()")
     assert list((tmp_path / "s").iterdir()) == []
@@ -572,7 +572,7 @@ def test_a_snapshot_is_not_removed(operation: Operation, tmp_path: Path) -> None
     assert (tmp_path / "s" / "images" / "core-1.img").exists()
 
 
-def test_a_folder_with_something_else_in_it_is_not_removed(operation: Operation, tmp_path: Path, log: Path) -> None:
+def test_a_folder_with_foreign_files_is_not_removed(operation: Operation, tmp_path: Path, log: Path) -> None:
     operation(1, _FOLDER, """(folder / "notes.txt").write_text("mine")\ndie()""")
     assert (tmp_path / "s" / "notes.txt").read_text() == "mine"
     assert "failed" in log.read_text()
@@ -588,7 +588,7 @@ def guard() -> Iterator[Guard]:
         yield guard
 
 
-def test_a_dismissed_guard_does_nothing_and_is_gone(counter: CounterFactory, driver: CudaDriver, log: Path) -> None:
+def test_a_dismissed_guard_does_nothing_and_exits(counter: CounterFactory, driver: CudaDriver, log: Path) -> None:
     job = counter()
     with Protection() as protection:
         GangProtection(protection).members([GangMember(identity(job.pid), RUNNING)])
@@ -612,7 +612,7 @@ def test_dismissed_in_any_state() -> None:
     assert not any(Path(f"/proc/{guard.pid}").exists() for guard in (at_once, killed, stopped))
 
 
-def test_a_guard_that_was_killed_is_noticed_at_the_next_update(guard: Guard) -> None:
+def test_a_killed_guard_is_noticed_at_the_next_update(guard: Guard) -> None:
     guard.update(Record())
     os.kill(guard.pid, signal.SIGKILL)
     with pytest.raises(BrokenInstall, match="ended with -9"):
@@ -637,7 +637,7 @@ def test_signals_do_not_end_it(guard: Guard, number: signal.Signals) -> None:
     guard.update(Record())
 
 
-def test_it_stands_apart_and_holds_only_what_it_was_given(guard: Guard) -> None:
+def test_it_is_detached_and_holds_only_what_it_was_given(guard: Guard) -> None:
     assert os.getsid(guard.pid) == guard.pid
     assert not processes.has_terminal(guard.pid)
     read_end, write_end = os.pipe()
@@ -654,8 +654,8 @@ def test_it_stands_apart_and_holds_only_what_it_was_given(guard: Guard) -> None:
         os.close(read_end)
 
 
-def test_waiting_takes_little() -> None:
-    """What is imported is paid for at every operation's start."""
+def test_a_waiting_guard_imports_little() -> None:
+    """Imports cost time at the start of every operation."""
     show = "import sys; import gpucr.undo.guard_process; print(*sys.modules)"
     done = subprocess.run(
         [
@@ -676,7 +676,7 @@ def test_waiting_takes_little() -> None:
     assert not {"json", "ctypes", "dataclasses", "subprocess", "threading"} & set(loaded)
 
 
-def test_a_fork_of_the_operation_does_not_keep_the_guard_from_acting(
+def test_a_fork_of_the_operation_does_not_block_the_guard(
     counter: CounterFactory, driver: CudaDriver, operation: Operation, log: Path
 ) -> None:
     """A child that holds the operation's end of the socket, as multiprocessing makes them."""
@@ -716,9 +716,7 @@ def test_an_interrupted_update_does_not_confuse_the_next(guard: Guard, monkeypat
     guard.update(Record())
 
 
-def test_what_it_did_is_told_to_syslog_where_there_is_no_room_for_a_log(
-    log: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_room_for_a_log_it_reports_to_syslog(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr("syslog.syslog", lambda level, text: said.append(text))
     append_to_log("guard", "all is well")
@@ -756,11 +754,11 @@ _FULL = Record((ProcessId(7, 9),), tuple(entry(action, [number]) for number, act
 
 
 @pytest.mark.parametrize("record", [Record(), _FULL])
-def test_a_record_survives_the_wire(record: Record) -> None:
+def test_records_round_trip_over_the_wire(record: Record) -> None:
     assert decode(encode(record)) == record
 
 
-def test_actions_survive_the_wire_and_no_room_has_another_one() -> None:
+def test_every_rooms_actions_round_trip_over_the_wire() -> None:
     assert load(decode(encode(_FULL)).entries) == list(_ACTIONS)
     for path in SOURCES.glob("*/recovery.py"):
         importlib.import_module(f"gpucr.{path.parent.name}.recovery")
@@ -792,7 +790,7 @@ def test_a_damaged_record_is_refused(old: bytes, new: bytes) -> None:
         load(decode(good.replace(old, new, 1)).entries)
 
 
-def test_a_record_that_could_not_be_carried_out_is_refused(guard: Guard) -> None:
+def test_an_impossible_record_is_refused(guard: Guard) -> None:
     with pytest.raises(ValueError, match="without a restore thread"):
         BringBack(detached=_BRING_BACK.detached)
     with pytest.raises(ValueError, match="does not hold"):
@@ -800,16 +798,16 @@ def test_a_record_that_could_not_be_carried_out_is_refused(guard: Guard) -> None
 
 
 class Elsewhere(Action):
-    """One that a guard could not import."""
+    """An action that a guard could not import."""
 
 
-def test_an_action_that_the_guard_would_not_find_is_refused() -> None:
+def test_an_action_the_guard_cannot_find_is_refused() -> None:
     with pytest.raises(ValueError, match="is not in the module `recovery` of a room"):
         entry(Elsewhere(), [])
 
 
 def test_the_wrong_process_is_never_touched(operation: Operation, log: Path) -> None:
-    """Each pid is taken by another process by now."""
+    """Each pid now belongs to another process."""
     with sleeper() as child, python("import signal; print('ready', flush=True); signal.pause()") as other:
         os.kill(child.pid, signal.SIGSTOP)
         wrong = "ProcessId(pid, 1)"

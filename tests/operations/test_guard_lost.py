@@ -1,4 +1,4 @@
-"""A guard that is killed ends the operation, in any step: with a plain failure, and the job as it was found."""
+"""A killed guard ends the operation in any step, with a plain failure and the job as it was found."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_dump(counter: CounterFactory, driver: CudaDriver, tmp_path: Path, event
 def test_dump_that_leaves_its_job_running(
     counter: CounterFactory, driver: CudaDriver, tmp_path: Path, persist: Persist, event: str, phase: str
 ) -> None:
-    """From the end of CRIU's work on the guard is only told what it need not undo any more."""
+    """After CRIU's work the guard only learns what it need not undo any more."""
     job, met = counter("--mib", "4"), list[str]()
     listener = killing_the_guard(event, phase, met)
     try:

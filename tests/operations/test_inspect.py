@@ -82,7 +82,7 @@ def test_the_tree_and_the_json_of_a_job(counter: CounterFactory, tmp_path: Path)
     assert printed["contents"]["problems"] == []
 
 
-def test_device_memory_that_went_the_plain_way(
+def test_device_memory_dumped_the_plain_way(
     counter: CounterFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where staging cannot be captured it is in CRIU's images."""
@@ -112,9 +112,7 @@ def _write(folder: Path, body: dict[str, Any]) -> None:
     (folder / "manifest.json").write_text(json.dumps(outer))
 
 
-def test_a_job_in_a_sandbox_has_the_pids_that_the_manifest_has(
-    sim_only: None, tmp_path: Path, state_home: Path
-) -> None:
+def test_a_job_in_a_sandbox_has_the_manifests_pids(sim_only: None, tmp_path: Path, state_home: Path) -> None:
     """CRIU's images have the pids of the inside."""
     folder = tmp_path / "job"
     folder.mkdir()
@@ -131,7 +129,7 @@ def test_a_job_in_a_sandbox_has_the_pids_that_the_manifest_has(
         assert process.descriptors
 
 
-def test_the_gpu_part_of_a_checkpoint_lies_among_the_images(counter: CounterFactory, tmp_path: Path) -> None:
+def test_the_gpu_part_of_a_checkpoint_is_among_the_images(counter: CounterFactory, tmp_path: Path) -> None:
     """So a container runtime has it: CRIU's images are its own, and gpucr's folder is one of theirs."""
     job = counter("--mib", "1")
     gpucr.dump(job.pid, tmp_path / "s")
@@ -166,9 +164,7 @@ def test_commands_read_the_gpu_part_of_a_containers_images(counter: CounterFacto
 
 
 @pytest.mark.parametrize("folder", [later(""), "checkpoint"], ids=["images", "archive"])
-def test_commands_read_the_gpu_part_where_it_is_plain_files(
-    folder: str, counter: CounterFactory, tmp_path: Path
-) -> None:
+def test_commands_read_a_gpu_part_of_plain_files(folder: str, counter: CounterFactory, tmp_path: Path) -> None:
     """So containerd has it (containers/plain_files.py), and in an unpacked archive of a kubelet's one folder deeper."""
     job = counter("--mib", "1")
     before = gpucr.inspect(gpucr.dump(job.pid, tmp_path / "s").snapshot)
@@ -212,7 +208,7 @@ def test_commands_read_the_gpu_part_where_it_is_plain_files(
 
 @pytest.mark.parametrize("key", [later(None), gpucr.Secret.key_file(bytes(32))], ids=["plain", "encrypted"])
 def test_a_snapshot_in_a_store(counter: CounterFactory, tmp_path: Path, key: gpucr.Secret | None) -> None:
-    """It says the same as in a folder, and how much of it is left after compression."""
+    """The output is the same as for a folder, plus the compressed size."""
     store = tmp_path / "store"
     gpucr.init_store(store, key=key)
     job = counter("--mib", "8", "--fork", "1")
@@ -255,6 +251,6 @@ def test_the_tree_of_a_snapshot_in_a_store(counter: CounterFactory, tmp_path: Pa
     assert run("inspect", tmp_path / "store", "--verify").returncode == 5
 
 
-def test_a_snapshot_that_is_none(tmp_path: Path) -> None:
+def test_not_a_snapshot(tmp_path: Path) -> None:
     with pytest.raises(gpucr.SnapshotUnfinished):
         gpucr.inspect(tmp_path)

@@ -60,7 +60,7 @@ def test_suspend_and_resume(job: Counter, driver: CudaDriver) -> None:
         assert job.ask() == count
 
 
-def test_a_resume_that_fails_leaves_the_job_suspended(
+def test_a_failed_resume_leaves_the_job_suspended(
     job: Counter, driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpucr.suspend(job.pid)
@@ -76,10 +76,10 @@ def test_a_resume_that_fails_leaves_the_job_suspended(
     assert job.ask() == 101
 
 
-def test_memory_that_was_filled_in_part_is_not_taken_for_whole(
+def test_partly_filled_memory_is_not_taken_as_complete(
     job: Counter, driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Made again, it is no longer away; what it had is kept until all of it is there, and the gate closed as long."""
+    """Recreated memory is present, but the old content is kept, and the gate closed, until it is all filled."""
     gpucr.suspend(job.pid)
 
     def fail(self: Vault, *_: object) -> None:
@@ -106,7 +106,7 @@ def test_memory_that_was_filled_in_part_is_not_taken_for_whole(
     assert job.ask() == 101
 
 
-def test_an_agent_that_does_not_tell_is_done_without(
+def test_an_agent_that_does_not_answer_is_not_used(
     job: Counter, driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(self: Agent) -> object:
@@ -123,8 +123,8 @@ def test_an_agent_that_does_not_tell_is_done_without(
     assert job.send("verify") == "ok"
 
 
-def test_memory_that_left_in_part_comes_back(job: Counter, driver: CudaDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The driver's error in the middle of a drop: by then some of it is in gpucr's descriptors alone."""
+def test_partly_dropped_memory_is_restored(job: Counter, driver: CudaDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver fails midway through a drop: some memory is then only in gpucr's descriptors."""
     real = Agent.drop
 
     def half_way(self: Agent, **options: bool) -> None:
@@ -144,10 +144,10 @@ def test_memory_that_left_in_part_comes_back(job: Counter, driver: CudaDriver, m
 @pytest.mark.parametrize("lie", [
     {"location": 7}, {"location": -1}, {"size_bytes": 5000}, {"size_bytes": 1 << 60},
 ])  # fmt: skip
-def test_an_agent_that_talks_nonsense_is_done_without(
+def test_an_agent_with_invalid_answers_is_not_used(
     lie: dict[str, int], job: Counter, driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its answers are those of a program that a user wrote."""
+    """An agent may be any program that a user wrote."""
     real = Agent._receive
 
     def lying(self: Agent, operation: Operation) -> tuple[Answer, list[int]]:
@@ -168,7 +168,7 @@ def test_an_agent_that_talks_nonsense_is_done_without(
 
 
 @pytest.mark.parametrize("operation", [Operation.LIST, Operation.EXPORT])
-def test_a_list_without_an_end_is_given_up(operation: Operation, job: Counter, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_endless_list_is_abandoned(operation: Operation, job: Counter, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "MOST_BLOCKS", 1000)
     real = Agent._receive
 
@@ -194,7 +194,7 @@ def ask_all(agent: Agent, operation: Operation) -> None:
 
 
 @pytest.mark.parametrize("fails", ["export", "drop", "keep"])
-def test_a_suspend_that_fails_leaves_the_job_running(
+def test_a_failed_suspend_leaves_the_job_running(
     fails: str, job: Counter, driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = getattr(Agent, fails)
@@ -214,8 +214,8 @@ def test_a_suspend_that_fails_leaves_the_job_running(
     assert job.ask() == 101
 
 
-def test_a_job_that_was_left_half_way_is_resumed(job: Counter, driver: CudaDriver) -> None:
-    """Another tool has had the driver bring it back: its memory is still away, and its gate closed."""
+def test_a_job_left_midway_is_resumed(job: Counter, driver: CudaDriver) -> None:
+    """Another tool has restored it through the driver: its memory is still away, and its gate closed."""
     gpucr.suspend(job.pid)
     driver.restore(job.pid, None)
     driver.unlock(job.pid)
@@ -227,7 +227,7 @@ def test_a_job_that_was_left_half_way_is_resumed(job: Counter, driver: CudaDrive
 
 
 @pytest.mark.parametrize("call", [later("close_gate"), "drop", later("keep")])
-def test_a_process_that_dies_in_the_middle_is_told_and_takes_no_other_with_it(
+def test_a_process_that_dies_midway_is_reported_and_the_others_survive(
     call: str, counter: CounterFactory, driver: CudaDriver, tmp_path: Path, sim_only: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -252,7 +252,7 @@ def test_a_process_that_dies_in_the_middle_is_told_and_takes_no_other_with_it(
 
 @pytest.mark.parametrize("count", [3, later(8)])
 def test_ranks_that_wait_for_each_other(count: int, ranks: RanksFactory, driver: CudaDriver, tmp_path: Path) -> None:
-    """Gate and lock are one rung: no rank's gate stays closed while another one waits for what it has not submitted."""
+    """Gate and lock are one rung: no gate stays closed while another rank waits for work it has not submitted."""
     variables = {"LD_PRELOAD": preload_path(installed()), "GPUCR_INTERPOSER_DIR": str(tmp_path / "agents")}
     job = ranks(count, "--mib", "4", "--step-us", "2000", env=variables)
     for _ in range(2):

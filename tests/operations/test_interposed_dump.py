@@ -48,7 +48,7 @@ pytestmark = [pytest.mark.criu, pytest.mark.usefixtures("sim_only", "state_home"
 
 @pytest.fixture
 def variables(tmp_path: Path) -> dict[str, str]:
-    """With these a program's device memory can leave it."""
+    """The environment in which a program's device memory can leave it."""
     return {"LD_PRELOAD": preload_path(installed()), "GPUCR_INTERPOSER_DIR": str(tmp_path / "agents")}
 
 
@@ -59,12 +59,12 @@ def job(counter: CounterFactory, variables: dict[str, str]) -> Counter:
 
 
 def kinds(report: gpucr.DumpReport) -> dict[DevicePart, str]:
-    """By which way device memory left."""
+    """The ways in which device memory left."""
     return report.snapshot.manifest.kinds
 
 
 def assert_runs(job: Counter, driver: CudaDriver, pids: list[int], expected: int) -> None:
-    """Each process runs, has all of its memory, and an agent that would let it go again."""
+    """Assert that each process runs with all of its memory, and that its agent would release it again."""
     assert job.processes() == pids
     assert {driver.state(pid) for pid in pids} == {RUNNING}
     for pid in pids:
@@ -92,7 +92,7 @@ def test_dump_and_restore(place: str, job: Counter, driver: CudaDriver, tmp_path
     assert_runs(job, driver, pids, 102)
 
 
-def test_device_memory_comes_back_on_another_gpu(
+def test_device_memory_is_restored_on_another_gpu(
     machine: MakeMachine, counter: CounterFactory, variables: dict[str, str], driver: CudaDriver, tmp_path: Path
 ) -> None:
     """By processes of their own: the simulated driver remembers the machine on which one has started CUDA."""
@@ -113,7 +113,7 @@ def test_device_memory_comes_back_on_another_gpu(
     assert gpus("t") == {uuids[1]}
 
 
-def test_each_copy_of_a_job_has_memory_of_its_own(driver: CudaDriver, tmp_path: Path) -> None:
+def test_each_clone_of_a_job_has_its_own_memory(driver: CudaDriver, tmp_path: Path) -> None:
     """Its agent is in a sandbox, where the folder of the sockets is another one."""
     with contextlib.ExitStack() as opened:
         opened.callback(end_all_in, tmp_path)
@@ -151,10 +151,10 @@ def test_a_frozen_job_is_saved_and_thawed(job: Counter, driver: CudaDriver, tmp_
 
 
 @pytest.mark.parametrize("operation", ["dump", "freeze", "suspend"])
-def test_preflight_is_told_by_the_agents(
+def test_preflight_asks_the_agents(
     operation: str, job: Counter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One client at a time: what will take the memory must not keep preflight from asking."""
+    """An agent serves one client at a time: the later copy must not keep preflight from asking."""
     told: list[bool] = []
     real = preflight.check_traps
 
@@ -176,7 +176,7 @@ def test_preflight_is_told_by_the_agents(
 
 @pytest.mark.parametrize("what", ["export", later("drop"), later("read_into"), "criu"])
 @pytest.mark.parametrize("leave_running", [False, True])
-def test_a_dump_that_fails_leaves_the_job_running(
+def test_a_failed_dump_leaves_the_job_running(
     what: str, leave_running: bool, job: Counter, driver: CudaDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pids = job.processes()
@@ -201,10 +201,10 @@ def test_a_dump_that_fails_leaves_the_job_running(
     assert_runs(job, driver, pids, 101)
 
 
-def test_a_save_that_fails_keeps_no_job_from_going_on(
+def test_a_failed_save_does_not_stop_the_job(
     job: Counter, driver: CudaDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The GPU got full: the processes run on in the memory that was to be saved, and wait for that first."""
+    """The GPU is full: the processes continue in the memory to be saved, and wait until it is."""
     pids, dropped = job.processes(), list[int]()
     drop, status = Agent.drop, Agent.status
 
@@ -228,7 +228,7 @@ def test_a_save_that_fails_keeps_no_job_from_going_on(
     assert_runs(job, driver, pids, 101)
 
 
-def test_a_restore_that_fails_ends_what_it_began(
+def test_a_failed_restore_ends_what_it_started(
     job: Counter, driver: CudaDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pids = job.processes()
@@ -252,7 +252,7 @@ def test_a_restore_that_fails_ends_what_it_began(
     assert_runs(job, driver, pids, 101)
 
 
-def test_a_restore_counts_what_gpucr_itself_takes_of_the_gpu(
+def test_a_restore_counts_gpucrs_own_device_memory(
     job: Counter, driver: CudaDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pids = job.processes()
@@ -287,7 +287,7 @@ def test_without_room_for_gpucr_itself_the_driver_takes_the_memory(
     assert_runs(job, driver, pids, 101)
 
 
-def test_the_driver_takes_it_where_that_is_insisted_on(job: Counter, driver: CudaDriver, tmp_path: Path) -> None:
+def test_the_driver_takes_the_memory_on_request(job: Counter, driver: CudaDriver, tmp_path: Path) -> None:
     pids = job.processes()
     report = gpucr.dump(job.pid, tmp_path / "s", gpu_state="captured")
     assert set(kinds(report).values()) == {"captured"}
@@ -296,7 +296,7 @@ def test_the_driver_takes_it_where_that_is_insisted_on(job: Counter, driver: Cud
     assert_runs(job, driver, pids, 101)
 
 
-def test_a_dump_takes_less_host_memory_than_the_job_has_device_memory(
+def test_a_dump_uses_less_host_memory_than_the_jobs_device_memory(
     counter: CounterFactory, variables: dict[str, str], driver: CudaDriver, tmp_path: Path
 ) -> None:
     """In a cgroup that is smaller than the job. The job itself is outside: its simulated GPU is host memory."""
@@ -322,7 +322,7 @@ def test_a_dump_takes_less_host_memory_than_the_job_has_device_memory(
 
 
 @pytest.mark.parametrize("is_pinned", [True, False])
-def test_pieces_are_put_together_across_blocks(is_pinned: bool) -> None:
+def test_pieces_span_blocks(is_pinned: bool) -> None:
     vaults = Vaults(pin_rings=not is_pinned)
     try:
         vault = vaults.of(list_gpus()[0].uuid)
@@ -342,7 +342,7 @@ def test_pieces_are_put_together_across_blocks(is_pinned: bool) -> None:
         vaults.close()
 
 
-def test_a_restore_puts_its_own_library_where_the_job_had_it(
+def test_a_restore_installs_the_library_where_the_job_had_it(
     driver: CudaDriver, tmp_path: Path, state_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gpucr.interposer.library._SHIPPED", compiled_interposer())
@@ -357,7 +357,7 @@ def test_a_restore_puts_its_own_library_where_the_job_had_it(
     end_all_in(tmp_path)
 
 
-def test_a_snapshot_is_refused_where_its_interposer_is_not(
+def test_a_snapshot_is_refused_without_its_interposer(
     counter: CounterFactory, driver: CudaDriver, tmp_path: Path
 ) -> None:
     library = Path(shutil.copy(compiled_interposer(), tmp_path))

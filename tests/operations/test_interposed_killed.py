@@ -1,4 +1,4 @@
-"""gpucr is killed before and after each thing that it does to an interposed job: it runs on, or is suspended whole."""
+"""gpucr is killed before and after each action on an interposed job, which keeps running or is fully suspended."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_in_a_resume(when: str, call: str, job: Counter, driver: CudaDriver) -> 
     "agent.close_gate", "agent.export", "agent.drop", "vault.read", "driver.checkpoint", "criu.dump",
 ))  # fmt: skip
 def test_in_a_dump(when: str, call: str, job: Counter, driver: CudaDriver, tmp_path: Path) -> None:
-    """Before the commit it runs on; after it there is a snapshot of the whole job."""
+    """Before the commit the job keeps running; after it there is a snapshot of the whole job."""
     pids = job.processes()
     killed(when, call, "dump", job.pid, tmp_path / "s")
     wait_for_guard(pids)

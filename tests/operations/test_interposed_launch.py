@@ -26,7 +26,7 @@ def state(state_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("isolation", ["--no-isolate", pytest.param("--isolate", marks=pytest.mark.root)])
-def test_the_jobs_programs_have_it_in_front_of_their_own(tmp_path: Path, isolation: str) -> None:
+def test_the_interposer_comes_before_the_jobs_own_preloads(tmp_path: Path, isolation: str) -> None:
     log = tmp_path / "log"
     printed = command.run_json_before(
         "run", isolation, "--interpose", "--log", log, "--",
@@ -49,14 +49,14 @@ def test_the_jobs_programs_have_it_in_front_of_their_own(tmp_path: Path, isolati
         (None, None, None),
     ],
 )
-def test_an_option_goes_before_the_variable(wanted: bool | None, said: str | None, why: str | None) -> None:
+def test_the_option_overrides_the_variable(wanted: bool | None, said: str | None, why: str | None) -> None:
     given = {"PATH": os.environ["PATH"]} | ({"GPUCR_INTERPOSE": said} if said is not None else {})
     plan = launch.plan_job(["sleep", "1"], isolate=False, environment=given, interpose=wanted)
     assert plan.why_not_interposed == why
     assert (plan.interposer is None) == (why is not None)
 
 
-def test_it_helps_nobody_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_driver_there_is_no_interposer(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse() -> Driver:
         raise DriverUnavailable("no driver")
 
@@ -67,7 +67,7 @@ def test_it_helps_nobody_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("came_back", [True, False])
-def test_what_was_measured_here_goes_before_the_rule(monkeypatch: pytest.MonkeyPatch, came_back: bool) -> None:
+def test_measurements_override_the_rule(monkeypatch: pytest.MonkeyPatch, came_back: bool) -> None:
     measured = Measurement(came_back, "comes back" if came_back else "lost", "driver 580")
     monkeypatch.setattr(launch, "measurements", lambda driver: {"interposer": measured})
     plan = launch.plan_job(["sleep", "1"], isolate=False)
@@ -77,12 +77,12 @@ def test_what_was_measured_here_goes_before_the_rule(monkeypatch: pytest.MonkeyP
         assert launch.plan_job(["sleep", "1"], isolate=False, interpose=True).interposer is not None
 
 
-def test_another_value_is_no_answer() -> None:
+def test_another_value_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="GPUCR_INTERPOSE is 'yes'"):
         launch.plan_job(["sleep", "1"], environment={"PATH": os.environ["PATH"], "GPUCR_INTERPOSE": "yes"})
 
 
-def test_it_is_explained() -> None:
+def test_explain_gives_the_reason() -> None:
     shown = command.run("run", "--explain", "--interpose", "sleep", "1").stdout
     assert f"/$LIB/{LIBRARY}: device memory leaves" in shown
     assert (
@@ -91,7 +91,7 @@ def test_it_is_explained() -> None:
     )
 
 
-def test_without_it_a_job_starts_unless_it_was_asked_for(tmp_path: Path) -> None:
+def test_without_an_interposer_a_job_starts_unless_it_was_requested(tmp_path: Path) -> None:
     env = {"XDG_DATA_HOME": str(tmp_path / "empty"), "CC": "no-such-compiler"}
     refused = command.run("run", "--interpose", "--explain", "true", env=env)
     assert (refused.returncode, "GPUCR-NO-INTERPOSER" in refused.stderr) == (4, True)
@@ -99,7 +99,7 @@ def test_without_it_a_job_starts_unless_it_was_asked_for(tmp_path: Path) -> None
     assert (plan["interposer"], "no C compiler" in plan["why_not_interposed"]) == (None, True)
 
 
-def test_a_static_program_is_started_without_it(tmp_path: Path) -> None:
+def test_a_static_program_starts_without_it(tmp_path: Path) -> None:
     program = tmp_path / "program"
     shutil.copy("/sbin/ldconfig", program)
     plan = command.run_json_before("run", "--explain", "--interpose", program)

@@ -1,4 +1,4 @@
-"""A job that was suspended through its interposers is dumped as it is, and is suspended again after a restore."""
+"""A job suspended through its interposers is dumped in that state, and is suspended after a restore."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def job(counter: CounterFactory, sim_only: None, tmp_path: Path) -> Counter:
 
 
 def assert_comes_back(job: Counter, driver: CudaDriver, expected: int) -> None:
-    """It is suspended, and is resumed with all that it had."""
+    """Assert that it is suspended, and can be resumed with all its memory."""
     assert {driver.state(pid) for pid in job.processes()} == {CHECKPOINTED}
     gpucr.resume(job.pid)
     assert {driver.state(pid) for pid in job.processes()} == {RUNNING}
@@ -44,7 +44,7 @@ def assert_comes_back(job: Counter, driver: CudaDriver, expected: int) -> None:
 
 
 @pytest.mark.parametrize("to", ["folder", "store"])
-def test_it_is_dumped_and_comes_back_suspended(to: str, job: Counter, driver: CudaDriver, tmp_path: Path) -> None:
+def test_it_is_dumped_and_restored_suspended(to: str, job: Counter, driver: CudaDriver, tmp_path: Path) -> None:
     where = str(tmp_path / "s")
     if to == "store":
         where = f"{gpucr.init_store(tmp_path / 's').backend.url}#a"
@@ -83,7 +83,7 @@ def test_it_is_resumed_on_another_gpu(job: Counter, driver: CudaDriver, tmp_path
     assert job.send("verify") == "ok"
 
 
-def test_a_dump_that_fails_leaves_it_suspended(
+def test_a_failed_dump_leaves_it_suspended(
     job: Counter, driver: CudaDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*_arguments: object, **_options: object) -> None:
@@ -112,7 +112,7 @@ def test_gpucr_is_killed(when: str, call: str, job: Counter, driver: CudaDriver,
     assert_comes_back(job, driver, 101)
 
 
-def test_one_that_does_not_keep_everything_is_told(job: Counter, driver: CudaDriver, tmp_path: Path) -> None:
+def test_a_process_that_does_not_keep_everything_is_reported(job: Counter, driver: CudaDriver, tmp_path: Path) -> None:
     with Agent(job.pid) as agent:
         kept = agent.fetch()
         assert kept is not None

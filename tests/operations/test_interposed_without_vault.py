@@ -95,7 +95,7 @@ def test_it_is_dumped(
 
 
 @pytest.mark.criu
-def test_on_one_of_two_gpus_the_others_memory_goes_by_its_interposer(
+def test_with_a_vault_on_one_of_two_gpus_the_other_uses_its_interposer(
     job: Counter, driver: CudaDriver, monkeypatch: pytest.MonkeyPatch, said: list[str],
     listen: Callable[[Progress], None], tmp_path: Path,
 ) -> None:  # fmt: skip
@@ -118,7 +118,7 @@ def test_on_one_of_two_gpus_the_others_memory_goes_by_its_interposer(
     assert_right(job, driver, 101)
 
 
-def test_where_it_is_insisted_on_the_job_is_as_it_was(
+def test_if_the_interposer_is_required_the_job_is_left_unchanged(
     job: Counter, driver: CudaDriver, no_vault: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(VaultFailed, match=WHY):

@@ -1,4 +1,4 @@
-"""Root names running jobs of other users; their registries can point it at nothing but their own processes."""
+"""Root names running jobs of other users, whose registries can refer only to their own processes."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_root_sees_and_suspends_a_job_by_its_users_name(user: OrdinaryUser) -> N
     assert user.succeeds("sim", "ask", str(port), "inc") == "101\n"
 
 
-def test_a_plain_name_leads_root_to_the_users(user: OrdinaryUser) -> None:
+def test_a_plain_name_finds_the_users_job_for_root(user: OrdinaryUser) -> None:
     start_sleeper(user, "only-hers")
     done = user.as_root("dump", "only-hers", "--to", str(user.home / "no"))
     assert done.returncode == 2
@@ -93,7 +93,7 @@ def test_it_is_for_root_alone(user: OrdinaryUser) -> None:
         assert "only root can" in said
 
 
-def test_a_job_that_has_ended_is_left_out(user: OrdinaryUser) -> None:
+def test_an_ended_job_is_omitted(user: OrdinaryUser) -> None:
     pid = start_sleeper(user, "ended")
     user.end_all()
     wait_until(lambda: not runs(pid), "the job to end")
@@ -104,7 +104,7 @@ def test_a_job_that_has_ended_is_left_out(user: OrdinaryUser) -> None:
 # --- lies ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_record_that_names_a_process_of_roots_counts_for_nothing(user: OrdinaryUser) -> None:
+def test_a_record_that_names_a_root_process_is_ignored(user: OrdinaryUser) -> None:
     start_sleeper(user, "liar")
     path = registry_of(user) / "liar/record.json"
     record = json.loads(path.read_text())
@@ -137,7 +137,7 @@ def test_links_pipes_and_files_of_others_are_not_read(user: OrdinaryUser) -> Non
     assert listed(user) == [f"{user.name}/real"]
 
 
-def test_a_registry_behind_a_link_is_not_looked_at(user: OrdinaryUser) -> None:
+def test_a_registry_behind_a_link_is_not_read(user: OrdinaryUser) -> None:
     start_sleeper(user, "moved")
     folder = registry_of(user)
     folder.rename(user.home / "elsewhere")
@@ -151,6 +151,6 @@ def test_a_registry_behind_a_link_is_not_looked_at(user: OrdinaryUser) -> None:
     assert listed(user) == [f"{user.name}/moved"]
 
 
-def test_names_that_lead_out_of_the_registry_are_none() -> None:
+def test_names_that_escape_the_registry_are_refused() -> None:
     with pytest.raises(InvalidRequest, match=r"no job '\.\./\.\./x' of user"):
         others.find_running("daemon/../../x")

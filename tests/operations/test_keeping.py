@@ -1,4 +1,4 @@
-"""A job under the interposer that is dumped and runs on: its snapshot is of the moment at which it stood still."""
+"""A job under the interposer is dumped and left running: its snapshot is of the moment at which it stood still."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def pieces(report: gpucr.DumpReport, job: Job) -> object:
 @pytest.mark.parametrize(("gpu_mib", "host_mib", "way"), [
     (400, 0, GPU), later(200, 4096, HOST), later(200, 0, NOWHERE),
 ])  # fmt: skip
-def test_what_is_saved_while_the_job_runs_on(
+def test_saved_while_the_job_runs(
     start: StartJob,
     library: Path,
     driver: CudaDriver,

@@ -1,4 +1,4 @@
-"""Jobs restored without a sandbox have a keeper too, and a gpucr that is killed leaves no job without a record."""
+"""Jobs restored without a sandbox have a keeper too, and a killed gpucr leaves no job without a record."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def killed_after(owner, name):
 @pytest.mark.parametrize(
     ("number", "ended"), [(signal.SIGTERM, ("ended", 7, None)), (signal.SIGKILL, ("ended", None, 9))]
 )
-def test_how_a_restored_job_ended_is_known(
+def test_the_exit_status_of_a_restored_job_is_recorded(
     folder: Path, tmp_path: Path, number: signal.Signals, ended: tuple[str, int | None, int | None]
 ) -> None:
     start(folder)
@@ -112,7 +112,7 @@ def test_dumped_again_after_a_restore(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.criu
-def test_a_job_that_gpucr_did_not_start_is_collected_too(counter: CounterFactory, tmp_path: Path) -> None:
+def test_a_job_gpucr_did_not_start_is_reaped_too(counter: CounterFactory, tmp_path: Path) -> None:
     job = counter("--mib", "2", "--fork", "1")
     gpucr.dump(job.pid, tmp_path / "s")
     job.reap()
@@ -150,7 +150,7 @@ read line
 
 @pytest.mark.criu
 @pytest.mark.parametrize("flags", ["-c", "-mc"], ids=["in the script's process group", "in one of its own"])
-def test_a_job_of_a_script_comes_back_into_its_session(folder: Path, tmp_path: Path, flags: str) -> None:
+def test_a_scripts_job_is_restored_into_its_session(folder: Path, tmp_path: Path, flags: str) -> None:
     """Stopped, in a process group without a parent outside in that session, the job would be sent SIGHUP."""
     program = str(simulator.build() / "counter")
     with (
@@ -215,7 +215,7 @@ def test_gpucr_is_killed_in_a_restore_with_cuda(folder: Path, tmp_path: Path, ev
 
 
 @pytest.mark.criu
-def test_the_keeper_is_killed_before_it_has_the_job(folder: Path, tmp_path: Path) -> None:
+def test_the_keeper_is_killed_before_it_adopts_the_job(folder: Path, tmp_path: Path) -> None:
     record = start(folder)
     gpucr.dump("job", tmp_path / "s")
     before = registered.registry().find("job").record
@@ -253,7 +253,7 @@ def test_killed_between_the_record_and_the_keeper(folder: Path, tmp_path: Path, 
 
 
 @pytest.mark.criu
-def test_a_job_that_wants_to_end_with_its_parent(folder: Path, tmp_path: Path) -> None:
+def test_a_job_with_a_parent_death_signal(folder: Path, tmp_path: Path) -> None:
     """Its parent is CRIU for a moment, as after every restore: it ends, before gpucr has finished or right after."""
     code = "import ctypes; assert ctypes.CDLL(None).prctl(1, 9, 0, 0, 0) == 0  # PR_SET_PDEATHSIG\n" + PROGRAM
     command = [sys.executable, "-I", "-S", "-c", code]
@@ -298,7 +298,7 @@ def test_killed_right_after_the_start(folder: Path) -> None:
 
 @pytest.mark.criu
 @pytest.mark.parametrize("isolate", [False, True])
-def test_killed_when_the_job_was_ended_for_its_snapshot(folder: Path, tmp_path: Path, isolate: bool) -> None:
+def test_killed_after_the_job_was_ended_for_its_snapshot(folder: Path, tmp_path: Path, isolate: bool) -> None:
     record = start(folder, isolate=isolate)
     killed("end", "dump", "dump", "job", tmp_path / "s")
     wait_until(lambda: state()[0] == "dumped", "the job to be gone")
@@ -309,7 +309,7 @@ def test_killed_when_the_job_was_ended_for_its_snapshot(folder: Path, tmp_path: 
 
 @pytest.mark.criu
 def test_killed_between_the_commit_and_the_end_of_the_job(folder: Path, tmp_path: Path) -> None:
-    """CRIU finds its socket closed and lets the job continue: that counts, and not what the registry was told."""
+    """CRIU finds its socket closed and lets the job continue: that counts, and not the record in the registry."""
     record = start(folder)
     code = "from gpucr.jobs.registered import DumpNote\nkilled_after(DumpNote, 'write')\ngpucr.dump('job', sys.argv[1])"
     run_and_be_killed(KILLED_AFTER + code, tmp_path / "s")

@@ -127,7 +127,7 @@ def _staging_files(pid: int) -> list[str]:
     ("point", "operation"),
     [("watching", "dump"), ("sending", "suspend"), later("watching", "suspend"), later("sending", "dump")],
 )
-def test_with_the_staging_file_open_in_the_process_or_on_its_way(
+def test_with_the_staging_file_open_or_being_sent(
     counter: CounterFactory, driver: CudaDriver, tmp_path: Path, operation: str, point: str
 ) -> None:
     """It would keep that memory, and could never be dumped again."""
@@ -145,7 +145,7 @@ def test_with_the_staging_file_open_in_the_process_or_on_its_way(
 
 
 @pytest.mark.criu
-def test_a_staging_file_that_no_guard_has_closed_is_closed_by_the_next_dump(
+def test_a_staging_file_left_open_is_closed_by_the_next_dump(
     counter: CounterFactory, driver: CudaDriver, tmp_path: Path
 ) -> None:
     job = counter("--mib", "4")
@@ -164,7 +164,7 @@ def test_a_staging_file_that_no_guard_has_closed_is_closed_by_the_next_dump(
 
 @pytest.mark.criu
 @pytest.mark.parametrize("suspended", [False, True])
-def test_a_socket_that_no_guard_has_closed_is_closed_by_the_next_dump(
+def test_a_socket_left_open_is_closed_by_the_next_dump(
     counter: CounterFactory, driver: CudaDriver, tmp_path: Path, suspended: bool
 ) -> None:
     """Also in a process that was suspended before, whose staging nobody captures."""
@@ -188,7 +188,7 @@ def test_a_socket_that_no_guard_has_closed_is_closed_by_the_next_dump(
 
 
 @pytest.mark.criu
-def test_these_are_the_phases_of_a_dump(counter: CounterFactory, tmp_path: Path) -> None:
+def test_the_phases_of_a_dump(counter: CounterFactory, tmp_path: Path) -> None:
     job = counter()
     report = gpucr.dump(job.pid, tmp_path / "s", leave_running=True)
     assert [phase.name for phase in report.phases] == [*DUMP_PHASES, *THAW_PHASES]

@@ -1,4 +1,4 @@
-"""gpucr is killed at every step of a dump into a store and of a restore out of one: job and store stay whole."""
+"""gpucr is killed at every step of a dump into a store and a restore from it: job and store stay intact."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_in_a_dump_that_leaves_the_job_running(
     assert_whole(store, [])
 
 
-def test_these_are_the_phases_of_a_restore(counter: CounterFactory, store: Path) -> None:
+def test_the_phases_of_a_restore(counter: CounterFactory, store: Path) -> None:
     job = counter("--mib", "1")
     gpucr.dump(job.pid, store)
     job.reap()

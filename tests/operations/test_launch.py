@@ -1,4 +1,4 @@
-"""`gpucr run` and what follows: a job is started, listed, frozen and brought back by its name, and its log is read."""
+"""`gpucr run` and later commands: a job is started, listed, frozen and restored by its name, and its log is read."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _run(*arguments: object, **changes: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("isolation", [pytest.param("--isolate", marks=pytest.mark.root), "--no-isolate"])
-def test_a_job_runs_and_how_it_ended_is_kept(isolation: str, tmp_path: Path) -> None:
+def test_a_job_runs_and_its_exit_status_is_kept(isolation: str, tmp_path: Path) -> None:
     printed = _run("--name", "short", isolation, "--cwd", tmp_path, "--", "sh", "-c", "pwd; echo oops >&2; exit 3")
     assert printed["isolated"] is (isolation == "--isolate")
     assert printed["network"] == ("own" if isolation == "--isolate" else "host")
@@ -91,7 +91,7 @@ def test_a_job_runs_and_how_it_ended_is_kept(isolation: str, tmp_path: Path) -> 
     assert "ended (exit code 3)" in command.run("jobs", "--all").stdout
 
 
-def test_a_job_that_a_signal_ends() -> None:
+def test_a_job_ended_by_a_signal() -> None:
     launch.run_job(["sh", "-c", "kill -TERM $$"], name="killed", isolate=False)
     _wait_for_end("killed")
     assert registered.registry().find("killed").state.signal == signal.SIGTERM
@@ -111,7 +111,7 @@ def test_a_job_outlives_the_gpucr_that_started_it_and_its_session() -> None:
     assert _states() == {"long": "running"}
 
 
-def test_options_behind_the_command_are_the_commands_own() -> None:
+def test_options_after_the_command_belong_to_the_command() -> None:
     for arguments in (["--", "echo", "--json", "-n", "x"], ["echo", "--json", "-n", "x"]):
         name = command.run_json_before("run", *arguments)["name"]
         assert name.startswith("echo-")
@@ -136,7 +136,7 @@ def test_options_behind_the_command_are_the_commands_own() -> None:
         pytest.param(["--explain", "--cwd", "/dev/shm", "true"], "the folder /dev/shm is in", marks=pytest.mark.root),
     ],
 )
-def test_what_cannot_be_started(options: list[str], said: str, state: Path) -> None:
+def test_start_failures(options: list[str], said: str, state: Path) -> None:
     done = command.run("run", *options)
     assert (done.returncode, done.stdout) == (2, "")
     assert said in done.stderr
@@ -144,7 +144,7 @@ def test_what_cannot_be_started(options: list[str], said: str, state: Path) -> N
 
 
 @pytest.mark.root
-def test_what_lies_in_shared_memory_is_for_jobs_that_see_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_in_shared_memory_needs_a_job_that_sees_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as hidden:
         program, link = Path(hidden, "program"), tmp_path / "link"
         program.write_text("#!/bin/sh\npwd\n")
@@ -208,7 +208,7 @@ def test_a_signal_before_the_program_runs_leaves_no_job(monkeypatch: pytest.Monk
     assert launch.list_jobs() == ()
 
 
-def test_a_signal_when_the_program_has_begun_leaves_the_job_and_its_record(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_after_the_program_has_started_keeps_the_job_and_its_record(monkeypatch: pytest.MonkeyPatch) -> None:
     """A job without a record cannot be found again, and "interrupted" would not be true."""
     send = StartedKeeper.send
 
@@ -223,7 +223,7 @@ def test_a_signal_when_the_program_has_begun_leaves_the_job_and_its_record(monke
     assert _states() == {"begun": "running"}
 
 
-def test_a_registry_that_cannot_be_used(tmp_path: Path) -> None:
+def test_an_unusable_registry(tmp_path: Path) -> None:
     (tmp_path / "state").write_text("no folder")
     for arguments in (["run", "true"], ["jobs"], ["jobs", "--forget", "x"], ["logs", "x"], ["state", "x"]):
         done = command.run(*arguments)
@@ -240,7 +240,7 @@ def test_the_users_own_log(tmp_path: Path) -> None:
     assert log.read_text() == "before\nhi\n"
 
 
-def test_nothing_of_the_caller_is_open_in_the_job(tmp_path: Path) -> None:
+def test_the_job_inherits_no_descriptors(tmp_path: Path) -> None:
     with (tmp_path / "secret").open("w") as file:
         os.set_inheritable(file.fileno(), True)
         launch.run_job(["sh", "-c", "ls -l /proc/self/fd"], name="fds", isolate=False)
@@ -249,7 +249,7 @@ def test_nothing_of_the_caller_is_open_in_the_job(tmp_path: Path) -> None:
     assert "/dev/null" in _log("fds")
 
 
-def test_the_job_has_the_environment_that_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_job_has_the_chosen_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_P2P_DISABLE", "0")
     started = launch.run_job(["env"], name="env", isolate=False, interpose=False)
     _wait_for_end("env")
@@ -271,7 +271,7 @@ def _without_privileges(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.skipif(os.geteuid() == 0 and shutil.which("setpriv") is None, reason="there is no setpriv")
-def test_without_privileges_a_job_is_not_isolated_and_says_so() -> None:
+def test_without_privileges_a_job_is_not_isolated_and_that_is_reported() -> None:
     refused = _without_privileges("run", "--isolate", "true")
     assert refused.returncode == 2
     assert "need CAP_SYS_ADMIN" in refused.stderr
@@ -288,7 +288,7 @@ def test_without_privileges_a_job_is_not_isolated_and_says_so() -> None:
 
 
 @pytest.mark.root
-def test_io_uring_is_refused() -> None:
+def test_io_uring_is_denied() -> None:
     launch.run_job(["grep", "Seccomp:", "/proc/self/status"], name="filtered", isolate=False)
     _wait_for_end("filtered")
     assert _log("filtered").split() == ["Seccomp:", "2"]
@@ -313,7 +313,7 @@ def test_explain_starts_nothing_and_gives_reasons(state: Path, monkeypatch: pyte
     assert all(change["reason"] for change in by_name.values())
 
 
-def test_what_was_measured_on_this_machine_goes_before_the_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measurements_override_the_rules(monkeypatch: pytest.MonkeyPatch) -> None:
     comes_back = Measurement(True, "comes back", "2026-01-02")
     monkeypatch.setattr(launch, "measurements", lambda _: {"peer_access": comes_back, "legacy_ipc": comes_back})
     chosen = {change.variable for change in launch.plan_job(["true"], interpose=False).environment}
@@ -321,7 +321,7 @@ def test_what_was_measured_on_this_machine_goes_before_the_rules(monkeypatch: py
     assert "NCCL_CUMEM_ENABLE" in chosen
 
 
-def test_without_a_driver_nothing_is_chosen_for_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_driver_no_nccl_settings_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_driver() -> None:
         raise DriverUnavailable("there is none")
 
@@ -367,13 +367,13 @@ def test_an_unknown_name(arguments: list[str], counter: Callable[..., JobRecord]
     assert "hint:  did you mean count?" in done.stderr
 
 
-def test_what_is_neither_a_pid_nor_a_name() -> None:
+def test_neither_a_pid_nor_a_name() -> None:
     done = command.run("state", "A+b")
     assert done.returncode == 2
     assert "neither a pid nor the name of a job" in done.stderr
 
 
-def test_the_name_of_a_job_that_has_ended() -> None:
+def test_the_name_of_an_ended_job() -> None:
     launch.run_job(["true"], name="gone", isolate=False)
     _wait_for_end("gone")
     with pytest.raises(InvalidRequest, match="the job gone does not run any more") as caught:
@@ -381,7 +381,7 @@ def test_the_name_of_a_job_that_has_ended() -> None:
     assert caught.value.hint == "`gpucr logs gone` shows its last output"
 
 
-def test_forgetting_and_using_a_name_again() -> None:
+def test_forgetting_and_reusing_a_name() -> None:
     launch.run_job(["sleep", "1000"], name="again", isolate=False)
     done = command.run("run", "--name", "again", "true")
     assert done.returncode == 2
@@ -398,7 +398,7 @@ def test_forgetting_and_using_a_name_again() -> None:
     assert _states() == {}
 
 
-def test_forgetting_several_is_all_or_none() -> None:
+def test_forgetting_several_is_all_or_nothing() -> None:
     for name in ("a", "b"):
         launch.run_job(["true"], name=name, isolate=False)
         _wait_for_end(name)
@@ -411,7 +411,7 @@ def test_forgetting_several_is_all_or_none() -> None:
     assert _states() == {}
 
 
-def test_a_snapshot_that_is_gone_is_said(tmp_path: Path) -> None:
+def test_a_missing_snapshot_is_reported(tmp_path: Path) -> None:
     launch.run_job(["true"], name="job", isolate=False)
     _wait_for_end("job")
     record = registered.registry().find("job").record
@@ -433,7 +433,7 @@ def test_a_snapshot_that_is_gone_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["sleep 5", "sleep 'x", b"sleep 5"])
-def test_a_command_that_is_one_text(text: Any) -> None:
+def test_a_command_as_a_single_string(text: Any) -> None:
     with pytest.raises(InvalidRequest, match=r"the command is one text, .*where a list of words is needed") as caught:
         gpucr.run_job(text)
     assert "['sleep'," in str(caught.value.hint)
@@ -441,8 +441,8 @@ def test_a_command_that_is_one_text(text: Any) -> None:
         gpucr.run_job(["sleep", 5])  # type: ignore[list-item]
 
 
-def test_forgetting_by_force_and_what_is_damaged(state: Path) -> None:
-    """As when the container is gone that it was started in."""
+def test_forgetting_with_force_and_damaged_records(state: Path) -> None:
+    """As when the container that it was started in no longer exists."""
     launch.run_job(["true"], name="job", isolate=False)
     _wait_for_end("job")
     record = registered.registry().find("job").record
@@ -497,7 +497,7 @@ def test_following_a_log_until_the_job_ends(tmp_path: Path) -> None:
     assert follower.returncode == 0
 
 
-def test_a_log_that_was_removed(tmp_path: Path) -> None:
+def test_a_removed_log(tmp_path: Path) -> None:
     log = tmp_path / "log"
     launch.run_job(["true"], name="a", log=log, isolate=False)
     _wait_for_end("a")
@@ -511,7 +511,7 @@ def test_a_log_that_was_removed(tmp_path: Path) -> None:
 
 
 @pytest.mark.root
-def test_exec_reaches_what_only_the_job_sees(tmp_path: Path) -> None:
+def test_exec_sees_the_jobs_namespaces(tmp_path: Path) -> None:
     serve = (
         "import os, socket; s = socket.create_server(('127.0.0.1', 7411))\n"
         "open('/dev/shm/mine', 'w').write('private')\n"
@@ -532,7 +532,7 @@ def test_exec_reaches_what_only_the_job_sees(tmp_path: Path) -> None:
 
 
 @pytest.mark.root
-def test_exec_in_a_folder_that_the_job_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exec_in_a_folder_the_job_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     launch.run_job(["sleep", "600"], name="inside", isolate=True)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         monkeypatch.chdir(folder)
@@ -541,7 +541,7 @@ def test_exec_in_a_folder_that_the_job_does_not_have(monkeypatch: pytest.MonkeyP
     assert f"the current folder {folder} cannot be used inside the job" in done.stderr
 
 
-def test_exec_passes_the_exit_code_and_the_input_on() -> None:
+def test_exec_passes_on_exit_code_and_input() -> None:
     assert command.run("exec", os.getpid(), "sh", "-c", "exit 7").returncode == 7
     assert command.run("exec", os.getpid(), "sh", "-c", "kill -KILL $$").returncode == 128 + 9
     done = command.run("exec", os.getpid(), "--", "no-such-program")
@@ -589,7 +589,7 @@ def test_a_job_keeps_its_name_and_its_log_through_a_dump_and_a_restore(isolate: 
     report = gpucr.restore(snapshot)
     assert report.name == "beat"
     assert _states() == {"beat": "running"}
-    wait_until(lambda: len(_log("beat").split()) > printed, "the job to go on with its log")
+    wait_until(lambda: len(_log("beat").split()) > printed, "the job to continue with its log")
     numbers = [int(line) for line in _log("beat").splitlines(keepends=True) if line.endswith("\n")]
     assert numbers == list(range(len(numbers)))
     after = registered.registry().find("beat").record
@@ -598,7 +598,7 @@ def test_a_job_keeps_its_name_and_its_log_through_a_dump_and_a_restore(isolate: 
 
 
 @pytest.mark.criu
-def test_a_restored_job_gets_another_name_where_its_own_is_taken(tmp_path: Path) -> None:
+def test_a_restored_job_gets_another_name_if_its_own_is_taken(tmp_path: Path) -> None:
     launch.run_job(["sleep", "1000"], name="job", isolate=False)
     gpucr.dump("job", tmp_path / "snapshot")
     launch.forget_job("job")
@@ -608,7 +608,7 @@ def test_a_restored_job_gets_another_name_where_its_own_is_taken(tmp_path: Path)
 
 
 @pytest.mark.criu
-def test_a_restored_job_leaves_the_name_of_another_one_that_was_dumped_alone(tmp_path: Path) -> None:
+def test_a_restored_job_leaves_another_dumped_jobs_name_alone(tmp_path: Path) -> None:
     for month in ("january", "february"):
         launch.run_job(["sh", "-c", f"echo {month}; exec sleep 1000"], name="job", isolate=False)
         wait_until(lambda: bool(_log("job")), "the job to say something")
@@ -637,7 +637,7 @@ def test_a_job_with_another_name_keeps_its_log_when_the_old_one_is_forgotten(tmp
     launch.forget_job("job")
     assert _states() == {"other": "running"}
     printed = len(_log("other").split())
-    wait_until(lambda: len(_log("other").split()) > printed, "the job to go on with its log")
+    wait_until(lambda: len(_log("other").split()) > printed, "the job to continue with its log")
 
 
 @pytest.mark.criu
@@ -656,7 +656,7 @@ def test_a_restored_job_whose_log_was_removed(before_the_dump: bool, tmp_path: P
 
 
 @pytest.mark.criu
-def test_a_registry_that_is_of_no_use_stops_no_restore(tmp_path: Path, state: Path) -> None:
+def test_an_unusable_registry_does_not_stop_a_restore(tmp_path: Path, state: Path) -> None:
     launch.run_job(["sleep", "1000"], name="job", isolate=False, log=tmp_path / "log")
     gpucr.dump("job", tmp_path / "snapshot")
     state.rename(state.with_name("away"))  # the keeper may be about to write there how the job ended

@@ -1,4 +1,4 @@
-"""`gpucr run` and what follows if it is not easy: no privileges, a full disk, several at once, a terminal."""
+"""Difficult cases of `gpucr run` and later commands: no privileges, a full disk, concurrency, a terminal."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_exec_has_no_more_capabilities_than_the_job(disguised: tuple[str, Path])
     assert set(shown) <= set(theirs)
 
 
-def test_exec_does_not_tell_the_passphrase(folder: Path) -> None:
+def test_exec_does_not_reveal_the_passphrase(folder: Path) -> None:
     launch.run_job(["sleep", "1000"], name="job", cwd=folder, isolate=False)
     shown = command.run("exec", "job", "env", env={"GPUCR_PASSPHRASE": "xyzzy", "MINE": "1"}).stdout
     assert "MINE=1" in shown
@@ -174,7 +174,7 @@ def test_exec_does_not_tell_the_passphrase(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("isolate", [pytest.param(True, marks=pytest.mark.root), False])
-def test_neither_keeper_nor_job_has_the_passphrase(
+def test_neither_keeper_nor_job_sees_the_passphrase(
     isolate: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("GPUCR_PASSPHRASE", "AWS_SECRET_ACCESS_KEY", "GPUCR_ANYTHING"):
@@ -189,7 +189,7 @@ def test_neither_keeper_nor_job_has_the_passphrase(
 
 
 @pytest.mark.root
-def test_what_another_user_may_not_look_at(nobody: Nobody, folder: Path) -> None:
+def test_an_inaccessible_folder_of_another_user(nobody: Nobody, folder: Path) -> None:
     """One line that says so, where `Path.exists` and the like raise PermissionError."""
     folder.chmod(0o700)
     (folder / "manifest.json").touch()
@@ -215,14 +215,14 @@ def _at_once(folder: Path, *options: str) -> list[tuple[int, str]]:
     return [(each.returncode, text) for each, text in zip(running, said, strict=True)]
 
 
-def test_one_name_at_once(folder: Path) -> None:
+def test_concurrent_starts_with_one_name(folder: Path) -> None:
     done = _at_once(folder, "--name", "same")
     assert sorted(code for code, _ in done) == [0, 2, 2, 2], done
     assert all("the job same is running: its name is taken" in said for code, said in done if code)
     assert processes_in(folder) == [registered.resolve_pid("same")]
 
 
-def test_without_a_name_at_once(folder: Path) -> None:
+def test_concurrent_starts_without_a_name(folder: Path) -> None:
     assert [code for code, _ in _at_once(folder)] == [0] * 4
     assert {job.name for job in launch.list_jobs()} == {f"sleep-{number}" for number in range(1, 5)}
     assert len(processes_in(folder)) == 4
@@ -240,7 +240,7 @@ def test_a_name_that_looks_like_a_number_is_a_name(name: str, folder: Path) -> N
 
 
 @pytest.mark.parametrize("name", ["7", "007", "+7", "７"])
-def test_a_number_is_no_name(name: str) -> None:
+def test_a_number_is_not_a_name(name: str) -> None:
     refused = command.run("run", "--name", name, "true")
     assert refused.returncode == 2
     assert "cannot be the name of a job" in refused.stderr
@@ -279,13 +279,13 @@ def test_a_state_folder_that_cannot_be_written(mount: str, said: str, folder: Pa
 
 
 @pytest.mark.criu
-def test_a_dump_goes_on_where_the_registry_cannot_be_written(folder: Path, tmp_path: Path) -> None:
+def test_a_dump_continues_if_the_registry_cannot_be_written(folder: Path, tmp_path: Path) -> None:
     record = launch.run_job(["sleep", "1000"], name="job", cwd=folder, isolate=False).record
     in_the_way = Path(record.status_path).parent / "record.json.new"
     in_the_way.mkdir()
     done = command.run("dump", "job", "--to", tmp_path / "s")
     assert done.returncode == 0, done.stderr
-    assert "the record of the job job does not know of this snapshot: [Errno 21]" in done.stderr
+    assert "the record of the job job does not list this snapshot: [Errno 21]" in done.stderr
     in_the_way.rmdir()
     wait_until(lambda: gpucr.list_jobs()[0].state.word != "running", "its keeper to write that it has ended")
     assert gpucr.restore(tmp_path / "s").name == "job"
@@ -312,7 +312,7 @@ def test_a_log_is_followed_through_a_dump_and_a_restore(isolate: bool, folder: P
     assert [int(number) for number in numbers] == list(range(2, len(numbers) + 2))
 
 
-def test_following_ends_when_the_name_is_another_jobs(folder: Path) -> None:
+def test_following_ends_when_the_name_is_reused(folder: Path) -> None:
     first = launch.run_job(["sleep", "1000"], name="job", cwd=folder, isolate=False).record
     with command.start("logs", "--follow", "job") as follower:
         wait_until(lambda: str(first.log) in _open_files(follower.pid), "it to follow")
@@ -369,7 +369,7 @@ def cancelled_exec(*words: object) -> str:
 
 
 @pytest.mark.parametrize(("trap", "limit_s"), [("", 1000), ("trap '' TERM;", 0)], ids=["by SIGTERM", "by SIGKILL"])
-def test_an_exec_that_is_cancelled_ends_its_command(tmp_path: Path, trap: str, limit_s: int) -> None:
+def test_a_cancelled_exec_ends_its_command(tmp_path: Path, trap: str, limit_s: int) -> None:
     ran = tmp_path / "ran"
     script = f"{trap} echo $$ >{ran}.new; mv {ran}.new {ran}; while :; do sleep 0.1; done"
     said = cancelled_exec(ran, limit_s, 0, "sh", "-c", script)
@@ -377,8 +377,8 @@ def test_an_exec_that_is_cancelled_ends_its_command(tmp_path: Path, trap: str, l
     assert not Path(f"/proc/{ran.read_text().strip()}").exists()
 
 
-def test_a_handler_that_takes_longer_than_a_look_is_no_signal(tmp_path: Path) -> None:
-    """As on a busy machine. A wait for signals of Python's has got one then that never came."""
+def test_a_slow_handler_is_not_mistaken_for_a_signal(tmp_path: Path) -> None:
+    """As on a busy machine. Python's wait for signals then returns one that never came."""
     ran = tmp_path / "ran"
     script = f"echo $$ >{ran}.new; mv {ran}.new {ran}; while :; do sleep 0.1; done"
     said = cancelled_exec(ran, 1000, 0.15, "sh", "-c", script)
@@ -386,7 +386,7 @@ def test_a_handler_that_takes_longer_than_a_look_is_no_signal(tmp_path: Path) ->
     assert not Path(f"/proc/{ran.read_text().strip()}").exists()
 
 
-def test_an_exec_that_was_cancelled_before_runs_nothing(tmp_path: Path) -> None:
+def test_an_exec_cancelled_beforehand_runs_nothing(tmp_path: Path) -> None:
     assert cancelled_exec("/", 0, 0, "touch", tmp_path / "ran") == "the machine is wanted; nothing was run\n"
     assert not (tmp_path / "ran").exists()
 
@@ -401,7 +401,7 @@ def test_exec_passes_signals_on(number: signal.Signals) -> None:
         assert running.wait(command.TIMEOUT_S) == 9
 
 
-def test_signals_are_passed_on_by_what_could_be_cancelled() -> None:
+def test_a_cancellable_exec_passes_signals_on() -> None:
     code = (
         "import gpucr, os, sys\nfrom gpucr.jobs.exec_in_job import run_inside\n"
         "sys.exit(run_inside(os.getppid(), sys.argv[1:], cancel=gpucr.Cancellation()))"
@@ -431,7 +431,7 @@ class Terminal:
     def wait_for(self, text: str) -> None:
         while text not in self.shown:
             if not select.select([self._master], [], [], DEADLINE_S)[0]:
-                pytest.fail(f"waited in vain for {text!r}: {self.shown!r}")
+                pytest.fail(f"waited without success for {text!r}: {self.shown!r}")
             self.shown += os.read(self._master, 4096).decode()
 
     def press(self, keys: bytes) -> None:
@@ -462,7 +462,7 @@ def test_exec_on_a_terminal(isolate: bool, folder: Path) -> None:
         assert terminal.process.wait(command.TIMEOUT_S) == 9
 
 
-def test_a_program_that_control_c_ends(folder: Path) -> None:
+def test_a_program_ended_by_control_c(folder: Path) -> None:
     launch.run_job(["sleep", "1000"], name="job", cwd=folder, isolate=False)
     with Terminal(command.command("exec", "job", "--", "sh", "-c", "echo ready; exec sleep 1000")) as terminal:
         terminal.wait_for("ready")

@@ -1,4 +1,4 @@
-"""What an operation has opened is closed when it ends, and not when its error or report is forgotten.
+"""An operation closes its files when it ends, not when its error or report is garbage-collected.
 
 A disk with a snapshot could not be unmounted before that, nor its folder be used by another dump.
 """
@@ -57,7 +57,7 @@ def fail_at(phase: str) -> OnProgress:
 
 
 @pytest.mark.parametrize("leave_running", [True, later(False)])
-def test_a_dump_to_a_folder_lets_it_go(counter: CounterFactory, tmp_path: Path, leave_running: bool) -> None:
+def test_a_dump_releases_its_folder(counter: CounterFactory, tmp_path: Path, leave_running: bool) -> None:
     job, disk = counter(), tmp_path / "disk"
     disk.mkdir()
     whole = gpucr.dump(job.pid, tmp_path / "whole", leave_running=True)
@@ -78,7 +78,7 @@ def test_a_dump_to_a_folder_lets_it_go(counter: CounterFactory, tmp_path: Path, 
     assert below(disk) == []
 
 
-def test_a_restore_lets_the_folder_go(counter: CounterFactory, tmp_path: Path) -> None:
+def test_a_restore_releases_its_folder(counter: CounterFactory, tmp_path: Path) -> None:
     job, place = counter(), tmp_path / "s"
     gpucr.dump(job.pid, place)
     job.reap()
@@ -96,7 +96,7 @@ def test_a_restore_lets_the_folder_go(counter: CounterFactory, tmp_path: Path) -
     assert job.ask() == 101
 
 
-def test_looking_at_a_snapshot_lets_it_go(counter: CounterFactory, tmp_path: Path) -> None:
+def test_inspecting_releases_the_folder(counter: CounterFactory, tmp_path: Path) -> None:
     job, place = counter(), tmp_path / "s"
     gpucr.dump(job.pid, place, leave_running=True)
     contents = gpucr.inspect(place)

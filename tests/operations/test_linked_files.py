@@ -61,10 +61,10 @@ def link_remaps(folder: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("is_cache_there", [later(False), True])
-def test_a_library_that_was_upgraded_while_a_cache_has_the_old_one_too(
+def test_an_upgraded_library_whose_old_version_is_still_cached(
     is_cache_there: bool, start: StartJob, tmp_path: Path
 ) -> None:
-    """As package managers do that link files from a cache. The snapshot has the old one, wherever the cache is."""
+    """As with package managers that link files from a cache. The snapshot has the old one, wherever the cache is."""
     job = start(UPGRADED)
     gpucr.dump(job.pid, tmp_path / "running", leave_running=True)
     assert link_remaps(job.folder) == []
@@ -84,7 +84,7 @@ def test_a_library_that_was_upgraded_while_a_cache_has_the_old_one_too(
     assert list(job.folder.glob("*.cr*")) == []
 
 
-def test_a_library_that_was_upgraded_and_a_store(start: StartJob, tmp_path: Path) -> None:
+def test_an_upgraded_library_and_a_store(start: StartJob, tmp_path: Path) -> None:
     job = start(UPGRADED)
     gpucr.init_store(tmp_path / "store")
     job.dump_and_end(f"{tmp_path}/store#a")
@@ -93,7 +93,7 @@ def test_a_library_that_was_upgraded_and_a_store(start: StartJob, tmp_path: Path
     assert job.go_on() == "True"
 
 
-def test_a_library_that_was_upgraded_in_a_sandbox(start_sandboxed: StartJob, tmp_path: Path) -> None:
+def test_an_upgraded_library_in_a_sandbox(start_sandboxed: StartJob, tmp_path: Path) -> None:
     job = start_sandboxed(UPGRADED)
     job.dump_and_end(tmp_path / "s")
     assert link_remaps(job.folder) == []
@@ -102,8 +102,8 @@ def test_a_library_that_was_upgraded_in_a_sandbox(start_sandboxed: StartJob, tmp
     assert job.go_on() == "True"
 
 
-def test_a_file_that_is_written_under_a_name_that_is_gone(start: StartJob, tmp_path: Path) -> None:
-    """What the restored job writes would not come into the file that has the other name."""
+def test_a_file_written_under_a_removed_name(start: StartJob, tmp_path: Path) -> None:
+    """The restored job's output would not go into the file with the other name."""
     job = start(WRITING)
     with pytest.raises(gpucr.Unsupported, match="writes to a file whose name is gone, but which has another") as caught:
         gpucr.dump(job.pid, tmp_path / "s", leave_running=True)
@@ -112,10 +112,10 @@ def test_a_file_that_is_written_under_a_name_that_is_gone(start: StartJob, tmp_p
     assert job.pids() == [job.pid]
 
 
-def test_a_name_that_leads_to_another_file_by_now(
+def test_a_name_that_now_refers_to_another_file(
     start: StartJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who can write to the folder must not have gpucr put any other file into the snapshot."""
+    """A user who can write to the folder must not make gpucr include another file in the snapshot."""
     job = start(UPGRADED)
     replacements: list[tuple[Callable[[Path], None], type[gpucr.GpucrError], str]] = [
         (lambda name: name.hardlink_to(job.folder / "cache" / "other"), gpucr.CriuError, "is not the file of the job"),

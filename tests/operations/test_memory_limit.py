@@ -1,4 +1,4 @@
-"""Job and gpucr in one cgroup with a limit: an operation is refused, or it succeeds. The kernel kills nobody."""
+"""Job and gpucr in one cgroup with a limit: an operation is refused or succeeds, and the kernel kills nothing."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _kills(folder: Path) -> int:
             match = re.search(r"^oom_kill (\d+)$", (folder / name).read_text(), re.MULTILINE)
             assert match is not None
             return int(match[1])
-    pytest.fail("the cgroup tells of no kills")
+    pytest.fail("the cgroup reports no kills")
 
 
 def _used_bytes(folder: Path) -> int:
@@ -71,7 +71,7 @@ def _used_bytes(folder: Path) -> int:
 
 
 @pytest.mark.parametrize("operation", ["dump", later("keep"), later("suspend"), later("restore")])
-def test_the_least_room_that_is_not_refused_is_enough(
+def test_the_smallest_accepted_limit_is_enough(
     sim_only: None, counter: CounterFactory, cgroup: tuple[Path, Path], tmp_path: Path, operation: str
 ) -> None:
     (folder, limit), mib = cgroup, 64

@@ -1,4 +1,4 @@
-"""A running job goes to other GPUs, and stays where it was when something fails."""
+"""A running job moves to other GPUs, and stays where it was on failure."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ def places(job: Counter) -> dict[int, list[str]]:
     }
 
 
-def test_a_job_goes_to_another_gpu_and_on(machine: MakeMachine, counter: CounterFactory, driver: CudaDriver) -> None:
+def test_a_job_moves_to_another_gpu_and_continues(
+    machine: MakeMachine, counter: CounterFactory, driver: CudaDriver
+) -> None:
     uuids = machine("2x256MiB")
     job = counter("--mib", "8", "--fork", "1")
     pids = job.processes()
@@ -47,7 +49,7 @@ def test_a_job_goes_to_another_gpu_and_on(machine: MakeMachine, counter: Counter
     assert_goes_on(job, driver, pids, 102)
 
 
-def test_two_gpus_of_one_job_change_places_though_neither_has_room_for_both(
+def test_two_gpus_are_swapped_though_neither_has_room_for_both(
     machine: MakeMachine, counter: CounterFactory, driver: CudaDriver
 ) -> None:
     uuids = machine("2x256MiB")
@@ -58,7 +60,7 @@ def test_two_gpus_of_one_job_change_places_though_neither_has_room_for_both(
     assert_goes_on(job, driver, [job.pid], 101)
 
 
-def test_a_job_that_is_there_already_is_left_alone(machine: MakeMachine, counter: CounterFactory) -> None:
+def test_a_job_already_there_is_left_alone(machine: MakeMachine, counter: CounterFactory) -> None:
     uuids = machine("2x256MiB")
     job = counter("--mib", "8", "--devices", "1")
     report = gpucr.move(job.pid, gpu="1")
@@ -67,7 +69,7 @@ def test_a_job_that_is_there_already_is_left_alone(machine: MakeMachine, counter
     assert job.ask() == 101
 
 
-def test_a_gpu_without_room_is_refused_before_anything_is_done(machine: MakeMachine, counter: CounterFactory) -> None:
+def test_a_gpu_without_room_is_refused_before_anything_starts(machine: MakeMachine, counter: CounterFactory) -> None:
     uuids = machine("2x256MiB")
     job, other = counter("--mib", "100"), counter("--mib", "200", "--devices", "1")
     begun: list[str] = []
@@ -78,7 +80,7 @@ def test_a_gpu_without_room_is_refused_before_anything_is_done(machine: MakeMach
 
 
 @pytest.mark.parametrize("fault", ["checkpoint#1=801", "restore#1=999", "unlock#1=999"])
-def test_what_fails_leaves_it_where_it_was(
+def test_a_failed_move_leaves_the_job_where_it_was(
     machine: MakeMachine, counter: CounterFactory, driver: CudaDriver, fault: str
 ) -> None:
     uuids = machine("2x256MiB")
@@ -93,10 +95,8 @@ def test_what_fails_leaves_it_where_it_was(
 
 
 @long
-def test_one_of_two_that_cannot_go_brings_the_other_one_back(
-    machine: MakeMachine, driver: CudaDriver, tmp_path: Path
-) -> None:
-    """Each fills its GPU: the one that has moved stands where the other one belongs."""
+def test_if_one_of_two_cannot_move_the_other_returns(machine: MakeMachine, driver: CudaDriver, tmp_path: Path) -> None:
+    """Each fills its GPU: the one that has moved occupies the other one's."""
     uuids = machine("2x256MiB")
     program = f"{simulator.build() / 'counter'} --port 0 --mib 350"
     ranks = [
@@ -136,7 +136,7 @@ def test_gpucr_is_killed(
     assert_goes_on(job, driver, pids, 101)
 
 
-def test_the_command_and_what_it_refuses(machine: MakeMachine, counter: CounterFactory) -> None:
+def test_the_command_and_its_refusals(machine: MakeMachine, counter: CounterFactory) -> None:
     uuids = machine("2x256MiB")
     job = counter("--mib", "8")
     nowhere = command.run("move", job.pid)
@@ -167,11 +167,11 @@ def interposed(counter: CounterFactory, library: Path, tmp_path: Path) -> Callab
 @pytest.mark.parametrize(
     ("peers", "faults"), sample([("1", ""), ("0", ""), ("1", "restore#1=999"), ("0", "unlock#3=999")], 3)
 )
-def test_memory_of_an_interposed_job_goes_along(
+def test_memory_of_an_interposed_job_is_moved(
     machine: MakeMachine, interposed: Callable[..., Counter], driver: CudaDriver, monkeypatch: pytest.MonkeyPatch,
     peers: str, faults: str,
 ) -> None:  # fmt: skip
-    """From GPU to GPU where they reach each other, else by way of host memory."""
+    """From GPU to GPU if they can reach each other, else through host memory."""
     uuids = machine("2x1GiB")
     monkeypatch.setenv("GPUCR_SIM_PEERS", peers)
     job, count = interposed(faults), 101

@@ -128,7 +128,7 @@ def test_a_tree_of_several_users(name: str, folder: Path, tmp_path: Path) -> Non
 
 
 def test_a_tree_of_one_user_below_root_is_one_job(folder: Path, tmp_path: Path) -> None:
-    """So is a program that a launcher, run by root, has started for somebody."""
+    """The same holds for a program that a launcher run by root has started for a user."""
     with supervisor(forking(NOBODY, NOBODY), folder) as pid:
         assert gpucr.plan_dump(pid, tmp_path / "s").pid == pid
 
@@ -145,7 +145,7 @@ def test_two_logins_are_two_users(folder: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_jobs_that_gpucr_keeps(name: str, folder: Path, tmp_path: Path, state_home: Path) -> None:
+def test_jobs_with_keepers(name: str, folder: Path, tmp_path: Path, state_home: Path) -> None:
     """Their keepers are the children of a process that asks for orphans, as of every init."""
     subreaper = "import ctypes; ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)"
     arguments = command.command("run", "--name", "kept", "--no-isolate", "--", sys.executable, "-c", WAIT)
@@ -165,8 +165,8 @@ def kept_job() -> JobRecord:
     return job.record
 
 
-def test_what_somebody_runs_as_another_user_is_theirs(folder: Path, tmp_path: Path) -> None:
-    """As by sudo: the way from root to the second user leads through the first."""
+def test_programs_run_as_another_user_belong_to_their_caller(folder: Path, tmp_path: Path) -> None:
+    """As with sudo: the path from root to the second user leads through the first."""
     code = f"""
 read, write = os.pipe()
 if os.fork() == 0:
@@ -285,8 +285,8 @@ def _is_removed(top: Path) -> bool:
     return not top.exists()
 
 
-def test_force_takes_what_was_found_and_leaves_gpucr_out(tmp_path: Path, sim_only: None) -> None:
-    """A shell with gpucr itself below it. A dump would stop itself, and is refused even so."""
+def test_force_takes_all_processes_but_gpucr(tmp_path: Path, sim_only: None) -> None:
+    """A shell with gpucr itself below it. A dump would stop itself, and is refused even with force."""
     gpucr_itself = shlex.join(command.command())
     program = shlex.quote(str(simulator.build() / "counter"))
     script = f"{program} --port 0 --mib 2 >counter 2>&1 & until grep -q ready counter; do sleep 0.1; done"
@@ -325,7 +325,7 @@ def test_an_init_above_several_users(name: str, container: StartContainer, tmp_p
     assert "is not one job" in done.stderr
 
 
-def test_a_job_that_is_pid_1_of_its_container(container: StartContainer, sim_only: None) -> None:
+def test_a_job_as_pid_1_of_its_container(container: StartContainer, sim_only: None) -> None:
     made = container([str(simulator.build() / "counter"), "--port", "0", "--mib", "2"])
     wait_ready(made.output)
     for name, state in (("suspend", "checkpointed"), ("resume", "running")):

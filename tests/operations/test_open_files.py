@@ -1,4 +1,4 @@
-"""Few descriptors: every exit code is true at every limit, and what an operation raises is its own."""
+"""Few descriptors: at every limit the exit code is true, and operations raise only their own errors."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_the_soft_limit_is_raised_for_the_operation_only(counter: CounterFactory
     gpucr.resume(job.pid)
 
 
-def test_two_operations_at_once_leave_the_limit_as_it_was() -> None:
+def test_two_concurrent_operations_leave_the_limit_unchanged() -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     first, second = descriptor_limit.raised(), descriptor_limit.raised()
     with first:
@@ -145,7 +145,7 @@ def test_two_operations_at_once_leave_the_limit_as_it_was() -> None:
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == before
 
 
-def test_a_reserve_that_cannot_be_had_holds_nothing() -> None:
+def test_a_failed_reserve_holds_no_descriptors() -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     count = len(processes.open_files(os.getpid()))
     resource.setrlimit(resource.RLIMIT_NOFILE, (count + 20, before[1]))
@@ -190,7 +190,7 @@ with descriptor_limit.raised():
 """
 
 
-def test_a_job_that_is_started_gets_the_callers_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_started_job_gets_the_callers_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     log = tmp_path / "log"
     started = ["prlimit", "--nofile=300:2000", sys.executable, "-c", RUN_DURING_AN_OPERATION, str(log)]
@@ -206,7 +206,7 @@ def _fail(*_: object) -> None:
     raise gpucr.GpucrError("out of everything")
 
 
-def test_the_guard_undoes_what_the_operation_cannot(
+def test_the_guard_does_the_undo_the_operation_cannot(
     counter: CounterFactory, driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And then the job is as it was found, so that the exit code is that of the failure."""
@@ -236,7 +236,7 @@ except gpucr.JobDamaged as error:
 """
 
 
-def test_a_guard_that_is_needed_is_not_dismissed(counter: CounterFactory, driver: CudaDriver) -> None:
+def test_a_needed_guard_is_not_dismissed(counter: CounterFactory, driver: CudaDriver) -> None:
     job = counter("--mib", "1", "--fork", "1")
     pids = job.processes()
     ended = subprocess.run([sys.executable, "-c", LET_THE_GUARD_FAIL, str(job.pid)], check=False, timeout=60)
@@ -246,7 +246,7 @@ def test_a_guard_that_is_needed_is_not_dismissed(counter: CounterFactory, driver
     assert job.send("verify") == "ok"
 
 
-def test_a_guard_that_cannot_keep_a_reserve_refuses(tmp_path: Path) -> None:
+def test_a_guard_without_a_reserve_refuses(tmp_path: Path) -> None:
     guard = Guard()
     try:
         guard.wait_ready()

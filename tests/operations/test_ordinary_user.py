@@ -1,4 +1,4 @@
-"""What a user without privileges can do with his own jobs, with a CRIU that root has granted and without one."""
+"""An unprivileged user's own jobs, with and without a CRIU that root has granted."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def runs(pid: int) -> bool:
 def assert_goes_on(user: OrdinaryUser) -> None:
     alive = user.home / "alive"
     alive.unlink(missing_ok=True)
-    wait_until(alive.exists, "the program to go on")
+    wait_until(alive.exists, "the program to continue")
 
 
 def wait_until_written(path: Path, what: str) -> None:
@@ -131,7 +131,7 @@ def test_a_store_and_a_job_that_keeps_running(user: OrdinaryUser) -> None:
     assert user.succeeds("sim", "ask", str(port), "inc") == "101\n"
 
 
-def test_what_a_program_has_open_comes_back(user: OrdinaryUser) -> None:
+def test_open_files_are_restored(user: OrdinaryUser) -> None:
     pid = start_program(
         user,
         """
@@ -220,7 +220,7 @@ threading.Thread(target=talk, daemon=True).start()
 """
 
 
-def test_a_job_with_a_connection_takes_a_grant_for_its_group(user: OrdinaryUser) -> None:
+def test_a_job_with_a_connection_needs_a_grant_for_its_group(user: OrdinaryUser) -> None:
     granted = user.as_root("criu", "--grant", "--network", "--group", "daemon")
     assert granted.returncode == 0, granted.stderr
     every, some = json.loads(user.as_root("criu", "--json").stdout)["granted"]
@@ -234,7 +234,7 @@ def test_a_job_with_a_connection_takes_a_grant_for_its_group(user: OrdinaryUser)
         user.groups = (1,)
         before = capabilities_of(pid)
         user.succeeds("dump", str(pid), "--to", "running", "--leave-running")
-        wait_until_written(user.home / "talked", "the program to talk to itself while it goes on")
+        wait_until_written(user.home / "talked", "the program to talk to itself while it continues")
         user.succeeds("dump", str(pid), "--to", "connected")
         findings = {each["what"] for each in json.loads(user.gpucr("doctor", "--json").stdout)["checkups"]}
         assert "connections are not silenced while this user's jobs are dumped" in findings
@@ -290,28 +290,28 @@ def test_a_job_in_namespaces_is_refused(user: OrdinaryUser) -> None:
     assert "is in namespaces of its own (user, net)" in said
 
 
-def test_a_job_that_has_closed_itself(user: OrdinaryUser) -> None:
+def test_a_nondumpable_job(user: OrdinaryUser) -> None:
     pid = start_program(user, "import ctypes\nctypes.CDLL(None).prctl(4, 0, 0, 0, 0)")
     code, said = user.refused("dump", str(pid), "--to", "refused")
     assert code == "GPUCR-NOT-PERMITTED"
     assert "PR_SET_DUMPABLE" in said
 
 
-def test_no_new_privs_is_named(user: OrdinaryUser) -> None:
+def test_no_new_privs_is_reported(user: OrdinaryUser) -> None:
     pid = start_program(user, "")
     code, said = user.refused("dump", str(pid), "--to", "refused", as_himself=("--no-new-privs",))
     assert code == "GPUCR-NOT-PERMITTED"
     assert "no_new_privs" in said
 
 
-def test_a_reduced_bounding_set_is_named(user: OrdinaryUser) -> None:
+def test_a_reduced_bounding_set_is_reported(user: OrdinaryUser) -> None:
     pid = start_program(user, "")
     code, said = user.refused("dump", str(pid), "--to", "refused", as_himself=("--bounding-set=-checkpoint_restore",))
     assert code == "GPUCR-NOT-PERMITTED"
     assert "CAP_CHECKPOINT_RESTORE" in said
 
 
-def test_doctor_tells_what_the_grant_gives(user: OrdinaryUser) -> None:
+def test_doctor_reports_what_the_grant_allows(user: OrdinaryUser) -> None:
     shown = user.gpucr("doctor", "--json")
     findings = {each["what"] for each in json.loads(shown.stdout)["checkups"]}
     assert "this user can suspend, dump and restore jobs of its own" in findings
@@ -321,7 +321,7 @@ def test_doctor_tells_what_the_grant_gives(user: OrdinaryUser) -> None:
 # --- without it --------------------------------------------------------------------------------------------------
 
 
-def test_suspend_and_freeze_need_no_grant_and_a_dump_names_it(stranger: OrdinaryUser) -> None:
+def test_suspend_and_freeze_need_no_grant_and_a_dump_asks_for_one(stranger: OrdinaryUser) -> None:
     port = lasting_port(socket.SOCK_DGRAM)
     pid = stranger.start_counter("nj", port)
     code, said = stranger.refused("dump", "nj", "--to", "snap")
@@ -336,7 +336,7 @@ def test_suspend_and_freeze_need_no_grant_and_a_dump_names_it(stranger: Ordinary
     assert stranger.succeeds("sim", "ask", str(port), "inc") == "101\n"
 
 
-def test_what_root_has_suspended_by_custom_storage_only_root_resumes(
+def test_only_root_resumes_what_root_suspended_by_custom_storage(
     stranger: OrdinaryUser, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is refused before anything begins."""
@@ -361,7 +361,7 @@ def test_only_root_grants_and_revokes(stranger: OrdinaryUser) -> None:
         assert code in ("GPUCR-NOT-PERMITTED", "GPUCR-NO-CRIU"), said
 
 
-def test_the_grant_is_for_a_group_and_is_taken_back(stranger: OrdinaryUser) -> None:
+def test_the_grant_is_for_a_group_and_can_be_revoked(stranger: OrdinaryUser) -> None:
     assert stranger.as_root("criu", "--grant", "--group", "daemon").returncode == 0
     (where,) = json.loads(stranger.as_root("criu", "--json").stdout)["granted"]
     assert (where["group"], where["network"]) == ("daemon", False)
@@ -376,7 +376,7 @@ def test_the_grant_is_for_a_group_and_is_taken_back(stranger: OrdinaryUser) -> N
     assert stranger.as_root("criu", "--revoke").stderr == "nothing was granted\n"
 
 
-def test_nosuid_is_found_out_at_the_grant(stranger: OrdinaryUser) -> None:
+def test_nosuid_is_detected_at_the_grant(stranger: OrdinaryUser) -> None:
     remount = stranger.as_root_runs("mount", "-o", "remount,nosuid", "/opt")
     assert remount.returncode == 0, remount.stderr
     done = stranger.as_root("criu", "--grant")
@@ -390,7 +390,7 @@ def test_nosuid_is_found_out_at_the_grant(stranger: OrdinaryUser) -> None:
 
 
 @pytest.mark.parametrize("umask", ["000", "077"])
-def test_a_store_is_its_owners_alone_whatever_the_umask(user: OrdinaryUser, umask: str) -> None:
+def test_a_store_is_private_under_any_umask(user: OrdinaryUser, umask: str) -> None:
     pid = start_program(user, "")
     store = user.home / f"store-{umask}"
     with_umask = ("sh", "-c", f'umask {umask}; exec "$@"', "sh", sys.executable, "-m", "gpucr")
@@ -401,7 +401,7 @@ def test_a_store_is_its_owners_alone_whatever_the_umask(user: OrdinaryUser, umas
     assert modes == {(True, 0o700), (False, 0o600)}
 
 
-def test_a_store_that_a_group_can_write_is_refused_and_stays_as_it_is(user: OrdinaryUser) -> None:
+def test_a_group_writable_store_is_refused_and_left_alone(user: OrdinaryUser) -> None:
     pid = start_program(user, "")
     user.succeeds("store", "init", "shared")
     user.succeeds("dump", str(pid), "--leave-running", "--to", "shared#a")
@@ -421,7 +421,7 @@ def test_a_store_that_a_group_can_write_is_refused_and_stays_as_it_is(user: Ordi
     assert_goes_on(user)
 
 
-def test_a_store_of_another_user_is_refused_even_where_it_can_be_read(user: OrdinaryUser) -> None:
+def test_another_users_store_is_refused_even_if_readable(user: OrdinaryUser) -> None:
     pid = start_program(user, "")
     user.succeeds("store", "init", "theirs")
     user.succeeds("dump", str(pid), "--to", "theirs#a")
@@ -434,7 +434,7 @@ def test_a_store_of_another_user_is_refused_even_where_it_can_be_read(user: Ordi
         assert code == "GPUCR-STORE"
 
 
-def test_a_store_that_a_group_shares(user: OrdinaryUser) -> None:
+def test_a_store_shared_by_a_group(user: OrdinaryUser) -> None:
     pid = start_program(user, "")
     place = user.home.with_name(f"{user.home.name}-shared")
     assert user.as_root("store", "init", str(place), "--shared-with-group", "daemon").returncode == 0

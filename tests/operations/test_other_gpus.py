@@ -1,4 +1,4 @@
-"""A job goes onto other GPUs than it had, named or chosen, in a resume and in a restore."""
+"""A job moves to other GPUs, named or chosen, in a resume and in a restore."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def works(job: Counter) -> bool:
     ("4x256MiB", "0=3", [3]),
     ("8x256MiB", "0=7,7=3", [7]),
 ])  # fmt: skip
-def test_a_part_of_the_map_is_enough(
+def test_part_of_the_map_is_enough(
     machine: MakeMachine, counter: CounterFactory, gpus: str, gpu_map: str, expected: list[int]
 ) -> None:
     uuids = machine(gpus)
@@ -93,7 +93,7 @@ def test_every_process_of_a_tree_is_moved(machine: MakeMachine, counter: Counter
     assert {driver.state(pid) for pid in job.processes()} == {RUNNING}
 
 
-def test_a_process_that_is_shown_one_gpu_needs_a_place_for_all(machine: MakeMachine, counter: CounterFactory) -> None:
+def test_a_process_that_sees_one_gpu_needs_a_map_for_all(machine: MakeMachine, counter: CounterFactory) -> None:
     uuids = machine("4x256MiB")
     job = counter("--mib", "8", env={"CUDA_VISIBLE_DEVICES": "1"})
     gpucr.suspend(job.pid)
@@ -114,8 +114,8 @@ def test_a_process_that_is_shown_one_gpu_needs_a_place_for_all(machine: MakeMach
     assert works(job)
 
 
-def test_processes_of_one_job_that_see_different_gpus(machine: MakeMachine, tmp_path: Path) -> None:
-    """As ranks do that a launcher gives one GPU each."""
+def test_processes_of_one_job_with_different_visible_gpus(machine: MakeMachine, tmp_path: Path) -> None:
+    """Like ranks that a launcher gives one GPU each."""
     uuids = machine("4x256MiB")
     program = simulator.build() / "counter"
     ranks = [f"CUDA_VISIBLE_DEVICES={gpu} {program} --port 0 --mib 8 > {tmp_path}/{gpu} & " for gpu in (0, 1)]
@@ -136,7 +136,7 @@ def test_processes_of_one_job_that_see_different_gpus(machine: MakeMachine, tmp_
             os.killpg(job.pid, signal.SIGKILL)
 
 
-def test_a_program_that_has_set_what_it_sees_itself(machine: MakeMachine) -> None:
+def test_a_program_that_set_its_own_visible_gpus(machine: MakeMachine) -> None:
     """/proc shows the environment of its start; the driver knows all GPUs in any case."""
     uuids = machine("4x256MiB")
     with child_of_its_own([sys.executable, "-c", ITS_OWN_ENVIRONMENT]) as pid:
@@ -148,7 +148,7 @@ def test_a_program_that_has_set_what_it_sees_itself(machine: MakeMachine) -> Non
         assert [use.gpu_uuid for use in gpu_processes() if use.pid == pid] == [uuids[0]]
 
 
-def test_a_process_that_knows_fewer_gpus_than_the_machine_has(machine: MakeMachine, counter: CounterFactory) -> None:
+def test_a_process_that_sees_fewer_gpus_than_the_machine_has(machine: MakeMachine, counter: CounterFactory) -> None:
     """As under a cgroup that allows one of them: the driver refuses the whole map, and takes that of what is used."""
     uuids = machine("4x256MiB")
     job = counter("--mib", "8", env={"GPUCR_SIM_GPUS": "1x256MiB"})
@@ -161,9 +161,7 @@ def test_a_process_that_knows_fewer_gpus_than_the_machine_has(machine: MakeMachi
     assert works(job)
 
 
-def test_a_refusal_that_the_gpus_are_not_the_reason_of(
-    machine: MakeMachine, counter: CounterFactory, driver: CudaDriver
-) -> None:
+def test_a_refusal_unrelated_to_the_gpus(machine: MakeMachine, counter: CounterFactory, driver: CudaDriver) -> None:
     uuids = machine("2x256MiB")
     job = counter("--mib", "8", env={"GPUCR_SIM_FAULTS": "restore#1=1,restore#2=801"})
     gpucr.suspend(job.pid)
@@ -175,7 +173,7 @@ def test_a_refusal_that_the_gpus_are_not_the_reason_of(
     assert places(job) == [uuids[1]]
 
 
-def test_auto_leaves_a_gpu_that_has_become_full(machine: MakeMachine, counter: CounterFactory) -> None:
+def test_auto_leaves_a_full_gpu(machine: MakeMachine, counter: CounterFactory) -> None:
     uuids = machine("2x256MiB")
     job = counter("--mib", "100")
     gpucr.suspend(job.pid)
@@ -191,7 +189,7 @@ def test_auto_leaves_a_gpu_that_has_become_full(machine: MakeMachine, counter: C
     assert works(job)
 
 
-def test_auto_stays_where_nothing_has_changed(machine: MakeMachine, counter: CounterFactory) -> None:
+def test_auto_stays_if_nothing_has_changed(machine: MakeMachine, counter: CounterFactory) -> None:
     uuids = machine("2x256MiB")
     job = counter("--mib", "8", "--devices", "1")
     gpucr.suspend(job.pid)
@@ -214,7 +212,7 @@ def test_auto_without_room_changes_nothing(machine: MakeMachine, counter: Counte
     assert works(job)
 
 
-def test_a_resume_that_is_undone_leaves_the_job_on_its_new_gpu(
+def test_an_undone_resume_leaves_the_job_on_its_new_gpu(
     machine: MakeMachine, counter: CounterFactory, driver: CudaDriver
 ) -> None:
     """It is suspended again, but from there: the next map has to name that GPU."""
@@ -233,7 +231,7 @@ def test_a_resume_that_is_undone_leaves_the_job_on_its_new_gpu(
     assert works(job)
 
 
-def test_the_command_takes_and_tells_it(machine: MakeMachine, counter: CounterFactory) -> None:
+def test_the_command_accepts_and_reports_the_map(machine: MakeMachine, counter: CounterFactory) -> None:
     uuids = machine("2x256MiB")
     job = counter("--mib", "8")
     gpucr.suspend(job.pid)
@@ -254,7 +252,7 @@ def test_the_command_takes_and_tells_it(machine: MakeMachine, counter: CounterFa
     (["--gpu", "9"], 2, "there is no GPU 9 on this machine"),
     (["--gpu-map", "0=1,1=1"], 2, "appears twice on the right side"),
 ])  # fmt: skip
-def test_what_the_command_refuses(
+def test_refusals_of_the_command(
     machine: MakeMachine,
     counter: CounterFactory,
     driver: CudaDriver,
@@ -301,9 +299,7 @@ def test_a_job_of_gpu_0_is_restored_on_gpu_1_while_gpu_0_is_busy(
 
 
 @pytest.mark.criu
-def test_what_a_process_can_use_is_in_the_snapshot(
-    machine: MakeMachine, counter: CounterFactory, tmp_path: Path
-) -> None:
+def test_the_snapshot_records_the_usable_gpus(machine: MakeMachine, counter: CounterFactory, tmp_path: Path) -> None:
     uuids = machine("4x256MiB")
     job = counter("--mib", "8", env={"CUDA_VISIBLE_DEVICES": "1"})
     gpucr.suspend(job.pid)
@@ -321,7 +317,7 @@ def test_what_a_process_can_use_is_in_the_snapshot(
 
 
 @pytest.mark.criu
-def test_there_and_back_for_a_process_that_is_shown_one_gpu(counter: CounterFactory, tmp_path: Path) -> None:
+def test_a_process_that_sees_one_gpu_moves_twice(counter: CounterFactory, tmp_path: Path) -> None:
     """On the GPUs of this machine: the driver has the last word on which map it takes."""
     gpus = list_gpus()[:2]
     if len(gpus) < 2:
@@ -361,7 +357,7 @@ def test_a_machine_with_more_gpus(machine: MakeMachine, counter: CounterFactory,
     there = machine("4x256MiB", "larger")
     gpucr.restore(tmp_path / "s", gpu="3,1")
     assert places(job) == sorted([there[3], there[1]])
-    # It sees these two of four from now on, whatever its environment says.
+    # It sees these two of four from now on, regardless of its environment.
     gpucr.suspend(job.pid)
     report = gpucr.resume(job.pid, gpu_map="3=0")
     assert report.gpu_map == GpuMap(((there[1], there[1]), (there[3], there[0])))

@@ -1,4 +1,4 @@
-"""Limits on memory, and memory that runs out at any moment: an error in words, and the job as it was found."""
+"""Memory limits, and memory that runs out at any moment: a clear error, and the job as it was found."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ def test_memory_runs_out_after_a_dump_and_a_restore(counter: CounterFactory, tmp
         assert job.send("verify") == "ok"
 
 
-def test_memory_that_runs_out_for_the_error_itself(counter: CounterFactory, driver: CudaDriver) -> None:
+def test_memory_runs_out_while_the_error_is_made(counter: CounterFactory, driver: CudaDriver) -> None:
     job = counter("--mib", "1")
     no_error = (
         "import gpucr.cli.failures\ndef fail(*_, **__):\n    raise MemoryError\ngpucr.cli.failures.unexpected = fail\n"

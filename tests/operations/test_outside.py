@@ -1,4 +1,4 @@
-"""Jobs with shared memory, alone and with files and connections: dumped, ended, and back at once. With real CRIU.
+"""Jobs with shared memory, alone and with files and connections: dumped, ended and restored. With real CRIU.
 
 None may run beside another that has files in /dev/shm to which CRIU gives a name while it dumps: it numbers these names
 again in each dump, and one of two that want the same number fails.
@@ -140,7 +140,7 @@ def remaps() -> set[tuple[str, int]]:
     return found
 
 
-def test_shared_memory_comes_back_as_it_was(start: StartJob, tmp_path: Path, shared_name: str) -> None:
+def test_shared_memory_is_restored_unchanged(start: StartJob, tmp_path: Path, shared_name: str) -> None:
     job = start(SHARED.replace("NAME", shared_name))
     assert shared_paths(shared_name) == [shared_name, f"sem.{shared_name}"]
     inode = Path(f"/dev/shm/{shared_name}").stat().st_ino
@@ -159,10 +159,8 @@ def test_shared_memory_comes_back_as_it_was(start: StartJob, tmp_path: Path, sha
     assert shared_paths(shared_name) == [shared_name, f"sem.{shared_name}"]
 
 
-def test_a_gpucr_that_is_killed_when_criu_has_ended_leaves_no_names(
-    start: StartJob, tmp_path: Path, shared_name: str
-) -> None:
-    """The snapshot is complete by then. The names would be in the way of another job's dump."""
+def test_a_gpucr_killed_after_criu_leaves_no_names(start: StartJob, tmp_path: Path, shared_name: str) -> None:
+    """The snapshot is already complete. The names would block another job's dump."""
     job = start(SHARED.replace("NAME", shared_name))
     inode = Path(f"/dev/shm/sem.{shared_name}").stat().st_ino
     done = python(KILLED_AT_THE_END, job.pid, tmp_path / "s")
@@ -175,7 +173,7 @@ def test_a_gpucr_that_is_killed_when_criu_has_ended_leaves_no_names(
     assert job.go_on() == "2 1 b'first' True"
 
 
-def test_shared_memory_whose_names_are_gone_comes_back(start: StartJob, tmp_path: Path, shared_name: str) -> None:
+def test_shared_memory_without_names_is_restored(start: StartJob, tmp_path: Path, shared_name: str) -> None:
     """After a reboot, or on another machine, /dev/shm is empty."""
     job = start(SHARED.replace("NAME", shared_name))
     job.dump_and_end(tmp_path / "s")
@@ -188,7 +186,7 @@ def test_shared_memory_whose_names_are_gone_comes_back(start: StartJob, tmp_path
     assert shared_paths(shared_name) == [shared_name, f"sem.{shared_name}"]
 
 
-def test_shared_memory_that_others_use_is_not_replaced(start: StartJob, tmp_path: Path, shared_name: str) -> None:
+def test_shared_memory_in_use_by_others_is_not_replaced(start: StartJob, tmp_path: Path, shared_name: str) -> None:
     job = start(SHARED.replace("NAME", shared_name))
     job.dump_and_end(tmp_path / "s")
     with (
@@ -224,7 +222,7 @@ def test_shared_memory_is_put_back_when_the_restore_fails(
     assert shared_paths(shared_name) == before
 
 
-def test_a_second_restore_takes_nothing_away_from_the_first(
+def test_a_second_restore_takes_nothing_from_the_first(
     start: StartJob, tmp_path: Path, shared_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = start(SHARED.replace("NAME", shared_name))
@@ -330,7 +328,7 @@ def expected_of_training(turn: int) -> str:
     return str([(rank, batch, batch * (batch + 1) // 2, turn) for rank in range(2)])
 
 
-def test_a_job_like_torchruns_goes_on_at_once(start: StartJob, tmp_path: Path, shared_name: str) -> None:
+def test_a_torchrun_like_job_continues_at_once(start: StartJob, tmp_path: Path, shared_name: str) -> None:
     job = start(TORCHRUN.replace("NAME", shared_name))
     port = int((job.folder / "done-0").read_text())
     for turn in range(1, 4):
@@ -347,9 +345,7 @@ def test_a_job_like_torchruns_goes_on_at_once(start: StartJob, tmp_path: Path, s
     assert (job.folder / "train.log").read_text().splitlines() == [expected_of_training(turn) for turn in range(1, 7)]
 
 
-def test_an_older_state_of_such_a_job_restores_after_it_went_on(
-    start: StartJob, tmp_path: Path, shared_name: str
-) -> None:
+def test_an_older_snapshot_of_such_a_job_can_be_restored(start: StartJob, tmp_path: Path, shared_name: str) -> None:
     job = start(TORCHRUN.replace("NAME", shared_name))
     assert job.go_on() == expected_of_training(1)
     job.dump_and_end(tmp_path / "s", leave_running=True)
@@ -365,7 +361,7 @@ def test_an_older_state_of_such_a_job_restores_after_it_went_on(
     assert kept.read_text().splitlines() == [expected_of_training(turn) for turn in range(2, 4)]
 
 
-def test_such_a_job_in_a_sandbox(start_sandboxed: StartJob, tmp_path: Path, shared_name: str) -> None:
+def test_a_torchrun_like_job_in_a_sandbox(start_sandboxed: StartJob, tmp_path: Path, shared_name: str) -> None:
     job = start_sandboxed(TORCHRUN.replace("NAME", shared_name))
     assert shared_paths(shared_name) == [], "its /dev/shm is its own"
     assert job.go_on() == expected_of_training(1)
@@ -383,7 +379,7 @@ def test_such_a_job_in_a_sandbox(start_sandboxed: StartJob, tmp_path: Path, shar
     assert shared_paths(shared_name) == []
 
 
-def test_shared_memory_in_a_sandbox_that_nobody_has_open(start_sandboxed: StartJob, tmp_path: Path) -> None:
+def test_unopened_shared_memory_in_a_sandbox(start_sandboxed: StartJob, tmp_path: Path) -> None:
     """Torch's way to hand tensors on: a file lies in /dev/shm until the other process opens it."""
     code = (
         "with open('/dev/shm/handed-on', 'wb') as file:\n    file.write(b'tensor')\nos.mkdir('/dev/shm/folder')\n"
@@ -403,7 +399,9 @@ def test_semaphores_in_a_sandbox(start_sandboxed: StartJob, tmp_path: Path, shar
     assert job.go_on() == "2 1 b'first' True"
 
 
-def test_such_a_job_with_a_cuda_process(start: StartJob, sim_only: None, tmp_path: Path, shared_name: str) -> None:
+def test_a_torchrun_like_job_with_a_cuda_process(
+    start: StartJob, sim_only: None, tmp_path: Path, shared_name: str
+) -> None:
     """The agent's tree has a process with device memory, which goes the way of the driver."""
     program = [str(simulator.build() / "counter"), "--port", "0", "--mib", "8"]
     prepare = f"import json\njson.dump({program!r}, open('counter', 'w'))\n"

@@ -58,7 +58,7 @@ def test_stores(counter: CounterFactory, tmp_path: Path) -> None:
     assert (json.loads(done.stdout)["damaged"], done.stderr) == ({}, "")
 
 
-def test_every_command_that_cron_may_run_has_it() -> None:
+def test_every_command_for_cron_has_quiet() -> None:
     quiet = {name for name, command in COMMANDS.items() if not isinstance(command, click.Group) and _has_quiet(command)}
     names = (
         "suspend",

@@ -1,4 +1,4 @@
-"""Jobs whose processes wait for each other on the GPU: frozen, brought back, and left alone if that cannot be."""
+"""Jobs whose processes wait for each other on the GPU: frozen, restored, or left alone if that is impossible."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_all_are_locked_and_nothing_is_lost(
         job.assert_goes_on()
 
 
-def test_members_that_were_locked_or_checkpointed_before_stay_so(ranks: RanksFactory, driver: CudaDriver) -> None:
+def test_members_locked_or_checkpointed_before_stay_so(ranks: RanksFactory, driver: CudaDriver) -> None:
     job = ranks(4)
     lock(driver, job)
     driver.checkpoint(job.ranks[0])
@@ -96,7 +96,7 @@ def test_the_undo_of_a_resume_locks_them_in_the_same_way(ranks: RanksFactory, dr
     job.assert_goes_on()
 
 
-def test_the_undo_of_a_resume_that_had_unlocked_only_some(ranks: RanksFactory, driver: CudaDriver) -> None:
+def test_the_undo_of_a_partly_finished_resume(ranks: RanksFactory, driver: CudaDriver) -> None:
     job = ranks(4)
     gang = lock(driver, job)
     for pid in job.ranks[1:]:
@@ -186,7 +186,7 @@ def test_without_a_deadline_it_is_a_lock_timeout(
     job.assert_goes_on()
 
 
-def test_a_rank_that_dies_in_the_middle(ranks: RanksFactory, driver: CudaDriver) -> None:
+def test_a_rank_dies_midway(ranks: RanksFactory, driver: CudaDriver) -> None:
     job = ranks(3)
     job.pause(0)
     job.wait_standstill()
@@ -209,7 +209,7 @@ def test_a_rank_that_dies_in_the_middle(ranks: RanksFactory, driver: CudaDriver)
     assert {driver.state(pid) for pid in job.ranks[1:]} == {RUNNING}
 
 
-def test_ctrl_c_in_the_middle(ranks: RanksFactory, driver: CudaDriver) -> None:
+def test_ctrl_c_midway(ranks: RanksFactory, driver: CudaDriver) -> None:
     job = ranks(3)
     job.pause(0)
     job.wait_standstill()

@@ -50,7 +50,7 @@ def _register(name: str, root: ProcessId) -> None:
         )
 
 
-def test_a_restored_job_has_its_name_and_its_log_again(snapshot: Snapshot) -> None:
+def test_a_restored_job_keeps_its_name_and_log(snapshot: Snapshot) -> None:
     launch = snapshot.manifest.launch
     assert launch is not None
     with restored_name(snapshot) as name:
@@ -65,7 +65,7 @@ def test_a_restored_job_has_its_name_and_its_log_again(snapshot: Snapshot) -> No
     assert (record.snapshot, record.dumped) == (str(snapshot.path), False)
 
 
-def test_a_log_that_is_there_is_left_as_it_is(snapshot: Snapshot) -> None:
+def test_an_existing_log_is_left_alone(snapshot: Snapshot) -> None:
     launch = snapshot.manifest.launch
     assert launch is not None
     log = Path(launch.log_path)
@@ -76,7 +76,7 @@ def test_a_log_that_is_there_is_left_as_it_is(snapshot: Snapshot) -> None:
     assert log.read_text() == "before"
 
 
-def test_a_clone_has_a_name_and_a_log_of_its_own(snapshot: Snapshot, state: Path) -> None:
+def test_a_clone_has_its_own_name_and_log(snapshot: Snapshot, state: Path) -> None:
     with sleeper() as one, sleeper() as two:
         for child, expected in ((one, "trainer-1-2"), (two, "trainer-1-3")):
             with restored_name(snapshot, clone=True) as name:
@@ -95,7 +95,7 @@ def test_the_user_names_a_clone(snapshot: Snapshot) -> None:
 
 
 @pytest.mark.parametrize("what", ["running", "dumped", "another one dumped", "gone", "damaged"])
-def test_whose_name_it_takes_over(what: str, snapshot: Snapshot, state: Path) -> None:
+def test_the_name_a_restored_job_takes(what: str, snapshot: Snapshot, state: Path) -> None:
     launch = snapshot.manifest.launch
     assert launch is not None
     _register("trainer-1", ME if what == "running" else ProcessId(unused_pid(), 1))
@@ -117,7 +117,7 @@ def test_whose_name_it_takes_over(what: str, snapshot: Snapshot, state: Path) ->
         assert name.name == "trainer-1-2"
 
 
-def test_jobs_with_one_log_of_the_users_are_told_apart_by_the_snapshot(snapshot: Snapshot, tmp_path: Path) -> None:
+def test_jobs_with_the_same_user_log_are_distinguished_by_snapshot(snapshot: Snapshot, tmp_path: Path) -> None:
     launch = snapshot.manifest.launch
     assert launch is not None
     log = str(tmp_path / "log")
@@ -130,7 +130,7 @@ def test_jobs_with_one_log_of_the_users_are_told_apart_by_the_snapshot(snapshot:
             assert name.name == expected
 
 
-def test_a_restore_while_another_one_has_the_name_is_refused(
+def test_a_restore_is_refused_while_another_job_has_the_name(
     snapshot: Snapshot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(registries, "LOCK_TIMEOUT_S", 0.1)
@@ -140,7 +140,7 @@ def test_a_restore_while_another_one_has_the_name_is_refused(
 
 
 @pytest.mark.parametrize("is_open", [True, False])
-def test_a_log_that_was_gone_at_the_dump_is_a_warning(is_open: bool, snapshot: Snapshot) -> None:
+def test_a_log_missing_at_the_dump_is_a_warning(is_open: bool, snapshot: Snapshot) -> None:
     launch = snapshot.manifest.launch
     assert launch is not None
     opened_files = (JobFile(launch.log_path, 5, is_written=True, is_mapped=False),) if is_open else ()
@@ -152,7 +152,7 @@ def test_a_log_that_was_gone_at_the_dump_is_a_warning(is_open: bool, snapshot: S
             assert ["had been removed" in warning for warning in warnings] == [True] * (not is_open and not clone)
 
 
-def test_a_restore_that_fails_changes_nothing(snapshot: Snapshot, state: Path) -> None:
+def test_a_failed_restore_changes_nothing(snapshot: Snapshot, state: Path) -> None:
     _register("trainer-1", ProcessId(unused_pid(), 1))
     before = (state / "trainer-1" / "record.json").read_bytes()
     with contextlib.suppress(ZeroDivisionError), restored_name(snapshot):
@@ -163,7 +163,7 @@ def test_a_restore_that_fails_changes_nothing(snapshot: Snapshot, state: Path) -
     assert os.listdir(state) == ["trainer-1"]
 
 
-def test_a_job_that_gpucr_did_not_start_has_no_name(snapshot: Snapshot) -> None:
+def test_a_job_gpucr_did_not_start_has_no_name(snapshot: Snapshot) -> None:
     other = dataclasses.replace(snapshot, manifest=replace(snapshot.manifest, launch=None))
     with restored_name(other) as name:
         assert name is None
@@ -171,7 +171,7 @@ def test_a_job_that_gpucr_did_not_start_has_no_name(snapshot: Snapshot) -> None:
         pass
 
 
-def test_a_name_that_no_job_can_have_is_a_warning(snapshot: Snapshot) -> None:
+def test_an_impossible_name_is_a_warning(snapshot: Snapshot) -> None:
     """A manifest that somebody else wrote."""
     launch = snapshot.manifest.launch
     assert launch is not None
@@ -208,7 +208,7 @@ def test_resolving() -> None:
         registered.resolve_pid("mine")
 
 
-def test_a_damaged_record_says_so(state: Path) -> None:
+def test_a_damaged_record_is_reported(state: Path) -> None:
     _register("mine", ME)
     (state / "mine" / "record.json").write_text("{}")
     with pytest.raises(InvalidRequest, match="the record of the job mine is damaged: there is no `format_version`"):
@@ -222,4 +222,4 @@ def test_no_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registered, "state_folder", nobody_knows)
     with pytest.raises(InvalidRequest, match="uid 7 has no home folder"):
         registered.resolve_pid("mine")
-    assert registered.record_of(ME) is None, "a dump goes on without it"
+    assert registered.record_of(ME) is None, "a dump continues without it"

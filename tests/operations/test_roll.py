@@ -41,7 +41,7 @@ def test_nobody_is_missing() -> None:
 
 
 @pytest.mark.parametrize(("code", "is_loss"), [("os._exit(0)", False), ("os._exit(1)", True), ("os.abort()", True)])
-def test_only_a_process_that_ended_well_is_no_loss(code: str, is_loss: bool) -> None:
+def test_only_a_process_that_exited_successfully_is_no_loss(code: str, is_loss: bool) -> None:
     with started(code) as (child, process, _), Roll(_job_of(child.pid)) as roll:
         _end(child)
         child.wait()
@@ -50,7 +50,7 @@ def test_only_a_process_that_ended_well_is_no_loss(code: str, is_loss: bool) -> 
         assert ended.is_loss is (is_loss or not TELLS_AFTERWARDS)
 
 
-def test_descriptors_that_run_out_leave_it_open_how_a_process_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_descriptors_the_exit_status_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(pid: int, flags: int = 0) -> int:
         raise OSError(24, "Too many open files")
 
@@ -90,7 +90,7 @@ def _killing_criu(monkeypatch: pytest.MonkeyPatch, hook: str) -> None:
 
 @pytest.mark.criu
 @pytest.mark.parametrize("hook", [later("pre-dump"), "query-ext-files", later("post-dump")])
-def test_criu_that_is_killed(
+def test_a_killed_criu(
     sim_only: None, counter: CounterFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hook: str
 ) -> None:
     """Either every process is there and works, or the error names exactly those that are not."""
@@ -112,12 +112,12 @@ def test_criu_that_is_killed(
 
 def _goes_on(pid: int) -> bool:
     with contextlib.suppress(gpucr.GpucrError):
-        return processes.goes_on(processes.describe(pid).id)
+        return processes.keeps_running(processes.describe(pid).id)
     return False
 
 
 @pytest.mark.criu
-def test_one_that_has_ended_keeps_no_other_from_getting_its_device_memory_back(
+def test_an_ended_process_does_not_block_the_others_device_memory(
     sim_only: None, counter: CounterFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = counter("--fork", "2")
@@ -141,7 +141,7 @@ def test_one_that_has_ended_keeps_no_other_from_getting_its_device_memory_back(
 
 @pytest.mark.criu
 @pytest.mark.parametrize("is_allowed", [True, False])
-def test_criu_is_spared_in_a_dump_or_it_is_said_once(
+def test_criu_is_spared_in_a_dump_or_a_warning_is_given_once(
     sim_only: None, counter: CounterFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_allowed: bool
 ) -> None:
     job = counter()
@@ -171,7 +171,7 @@ def test_criu_is_spared_in_a_dump_or_it_is_said_once(
 
 
 @pytest.mark.criu
-def test_a_restored_job_is_not_spared_in_the_place_of_others(
+def test_a_restored_job_is_not_spared_by_the_oom_killer(
     sim_only: None, counter: CounterFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A process inherits that from its parent: CRIU is not asked to be spared when it makes a job."""

@@ -1,4 +1,4 @@
-"""Jobs in sandboxes: dumped from outside, restored into new ones, several at once, and nothing is left of a failure."""
+"""Jobs in sandboxes: dumped from outside, restored into new ones, several at once; failures leave nothing."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def folder(folder: Path) -> Iterator[Path]:
 
 
 class Program:
-    """The program above, as a job: what it says of itself."""
+    """The program above, as a job: what it says about itself."""
 
     def __init__(self, folder: Path, **options: Any) -> None:
         self.folder = folder
@@ -106,8 +106,8 @@ class Program:
 
     def assert_goes_on(self) -> dict[str, int]:
         before = self.state()
-        wait_until(lambda: self.state()["rounds"] > before["rounds"] + 3, "the job to go on")
-        wait_until(lambda: self.state()["ticks"] > before["ticks"] + 3, "its second thread to go on")
+        wait_until(lambda: self.state()["rounds"] > before["rounds"] + 3, "the job to continue")
+        wait_until(lambda: self.state()["ticks"] > before["ticks"] + 3, "its second thread to continue")
         state = self.state()
         assert state["memory"] == state["rounds"]
         assert state["child lives"]
@@ -128,7 +128,7 @@ def lineage_of(pid: int) -> str:
 # --- dump and restore --------------------------------------------------------------------------------------------
 
 
-def test_a_whole_job_comes_back(folder: Path, tmp_path: Path) -> None:
+def test_a_whole_job_is_restored(folder: Path, tmp_path: Path) -> None:
     job = Program(folder)
     before = job.assert_goes_on()
     keeper = job.record.keeper
@@ -147,7 +147,7 @@ def test_a_whole_job_comes_back(folder: Path, tmp_path: Path) -> None:
     wait_until(lambda: status_of("job") == ("ended", 7, None), "the exit code to be known")
 
 
-def test_a_job_that_is_left_running_keeps_its_keeper(folder: Path, tmp_path: Path) -> None:
+def test_a_job_left_running_keeps_its_keeper(folder: Path, tmp_path: Path) -> None:
     job = Program(folder)
     gpucr.dump("job", tmp_path / "s", leave_running=True)
     job.assert_goes_on()
@@ -162,8 +162,8 @@ def test_the_keepers_pid_stands_for_the_job(folder: Path, tmp_path: Path) -> Non
     assert report.pid == job.record.pid
 
 
-def test_a_keeper_that_is_not_noted_here(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A gpucr with another /run: it can tell the job from no container's, and says what it takes."""
+def test_a_keeper_unknown_here(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gpucr with another /run: it cannot distinguish the job from a container's, and says what it takes."""
     job = Program(folder)
     with monkeypatch.context() as elsewhere:
         elsewhere.setattr(process_records, "runtime_folder", lambda: tmp_path / "run" / "gpucr")
@@ -176,7 +176,7 @@ def test_a_keeper_that_is_not_noted_here(folder: Path, tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize("isolate", [True, later(False)])
-def test_a_job_of_other_cgroups_than_gpucr(folder: Path, tmp_path: Path, isolate: bool) -> None:
+def test_a_job_in_other_cgroups_than_gpucr(folder: Path, tmp_path: Path, isolate: bool) -> None:
     """As a job of one login has for a gpucr of another one, or that of a batch system's next start: it goes there."""
     with limited(1 << 34) as (cgroup, _):
         job = Program(folder, isolate=isolate)
@@ -189,7 +189,7 @@ def test_a_job_of_other_cgroups_than_gpucr(folder: Path, tmp_path: Path, isolate
             assert Path(f"/proc/{pid}/cgroup").read_text() == Path("/proc/self/cgroup").read_text()
 
 
-def test_pids_ports_and_names_that_are_taken_outside(folder: Path, tmp_path: Path) -> None:
+def test_pids_ports_and_names_taken_outside(folder: Path, tmp_path: Path) -> None:
     job = Program(folder)
     gpucr.dump("job", tmp_path / "s")
     with socket.create_server(("127.0.0.1", job.port)):
@@ -240,7 +240,7 @@ def test_no_mounts_and_no_processes_are_left(folder: Path, tmp_path: Path) -> No
 # --- clones ------------------------------------------------------------------------------------------------------
 
 
-def test_clones_beside_the_original(folder: Path, tmp_path: Path, driver: CudaDriver) -> None:
+def test_clones_run_beside_the_original(folder: Path, tmp_path: Path, driver: CudaDriver) -> None:
     with start_counter(folder, "--mib", "16") as original:
         assert original.ask() == 101
         gpucr.dump("counter", tmp_path / "s", leave_running=True)
@@ -260,7 +260,7 @@ def test_clones_beside_the_original(folder: Path, tmp_path: Path, driver: CudaDr
             assert len(inner) == 1
 
 
-def test_a_clone_has_a_log_of_its_own(folder: Path, tmp_path: Path) -> None:
+def test_a_clone_has_its_own_log(folder: Path, tmp_path: Path) -> None:
     job = Program(folder)
     gpucr.dump("job", tmp_path / "s")
     at_dump = job.record.log.read_bytes()
@@ -280,7 +280,7 @@ def test_a_clone_has_a_log_of_its_own(folder: Path, tmp_path: Path) -> None:
     assert report.name == "job-2"
 
 
-def test_a_clone_when_the_original_and_its_log_are_gone(folder: Path, tmp_path: Path) -> None:
+def test_a_clone_after_the_original_and_its_log_are_gone(folder: Path, tmp_path: Path) -> None:
     job = Program(folder)
     gpucr.dump("job", tmp_path / "s")
     gpucr.forget_job("job", force=True)
@@ -302,7 +302,7 @@ def test_a_second_restore_is_refused_while_the_job_runs(folder: Path, tmp_path: 
     job.assert_goes_on()
 
 
-def test_a_second_restore_is_refused_while_one_is_under_way(
+def test_a_second_restore_is_refused_during_the_first(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = Program(folder)
@@ -330,7 +330,7 @@ def test_a_clone_of_a_job_without_a_sandbox_is_refused(folder: Path, tmp_path: P
     assert "--isolate" in str(caught.value.hint)
 
 
-def test_a_clone_takes_names_of_sockets_over_and_says_so(folder: Path, tmp_path: Path) -> None:
+def test_a_clone_takes_over_socket_names_and_reports_it(folder: Path, tmp_path: Path) -> None:
     code = (
         "import socket, time\n"
         "s = socket.socket(socket.AF_UNIX); s.bind('talk'); s.listen(); print('ready', flush=True); time.sleep(1000)"
@@ -350,16 +350,14 @@ def test_a_clone_takes_names_of_sockets_over_and_says_so(folder: Path, tmp_path:
 # --- a job that was in no sandbox, restored into one --------------------------------------------------------------
 
 
-def test_a_keeper_that_ends_while_copies_are_looked_for(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_keeper_ends_while_copies_are_searched(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lineage = lineage_of(Program(folder).record.pid)
     assert len(sandbox.copies(lineage)) == 1
     monkeypatch.setattr(lookup, "pids_of", lambda _pid: ())  # as of a process that has ended
     assert sandbox.copies(lineage) == ()
 
 
-def test_isolated_only_by_the_restore(folder: Path, tmp_path: Path) -> None:
+def test_a_job_isolated_only_by_the_restore(folder: Path, tmp_path: Path) -> None:
     job = Program(folder, isolate=False)
     before = job.assert_goes_on()
     assert sandbox.of(job.record.pid) is None
@@ -379,7 +377,7 @@ def test_isolated_only_by_the_restore(folder: Path, tmp_path: Path) -> None:
     job.assert_goes_on()
 
 
-def test_a_job_that_gpucr_did_not_start(folder: Path, tmp_path: Path, counter: CounterFactory) -> None:
+def test_a_job_gpucr_did_not_start(folder: Path, tmp_path: Path, counter: CounterFactory) -> None:
     job = counter("--mib", "4")
     gpucr.dump(job.pid, tmp_path / "s")
     job.reap()
@@ -398,7 +396,7 @@ def test_a_job_that_gpucr_did_not_start(folder: Path, tmp_path: Path, counter: C
 # --- failures ----------------------------------------------------------------------------------------------------
 
 
-def test_a_restore_that_fails_leaves_nothing(folder: Path, tmp_path: Path) -> None:
+def test_a_failed_restore_leaves_nothing(folder: Path, tmp_path: Path) -> None:
     job = Program(folder)
     lineage = lineage_of(job.record.pid)
     gpucr.dump("job", tmp_path / "s")
@@ -469,7 +467,7 @@ def test_a_job_without_cuda_whose_restore_is_killed(folder: Path, tmp_path: Path
 
 @pytest.mark.parametrize("where", ["spawn", later("socket")])
 def test_a_signal_while_criu_starts(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
-    """A process that was born in the sandbox and that nobody collects would keep the sandbox from ending."""
+    """A process created in the sandbox that nobody reaps would keep the sandbox from ending."""
     job = Program(folder)
     gpucr.dump("job", tmp_path / "s")
     receive, join = socket.recv_fds, threading.Thread.join
@@ -501,19 +499,19 @@ def test_a_signal_while_criu_starts(folder: Path, tmp_path: Path, monkeypatch: p
     job.assert_goes_on()
 
 
-def test_a_terminal_has_no_place_in_a_sandbox(tmp_path: Path) -> None:
+def test_a_job_on_a_terminal_is_refused_in_a_sandbox(tmp_path: Path) -> None:
     snapshot = samples.committed(tmp_path / "s")
     with pytest.raises(InvalidRequest, match="terminal") as caught:
         plan_sandbox(snapshot, None, isolate=True, clone=False, shell_job=True)
     assert "gpucr run" in str(caught.value.hint)
 
 
-def test_a_clone_needs_a_log_of_its_own(tmp_path: Path) -> None:
+def test_a_clone_needs_its_own_log(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="no log of its own"):
         plan_sandbox(samples.committed(tmp_path / "s"), None, isolate=False, clone=True, shell_job=False)
 
 
-def test_by_command(folder: Path, tmp_path: Path, driver: CudaDriver) -> None:
+def test_with_the_command(folder: Path, tmp_path: Path, driver: CudaDriver) -> None:
     with start_counter(folder, "--mib", "4") as original:
         run_json("dump", "counter", "--to", tmp_path / "s", "--leave-running")
         refused = run("restore", tmp_path / "s")

@@ -94,7 +94,7 @@ def restore_confined(snapshot: Path) -> None:
 
 
 def rewrite(snapshot: Path, change: Callable[[tuple[ThreadRecord, ...]], tuple[ThreadRecord, ...] | None]) -> None:
-    """Change what the manifest says of the threads of the first process."""
+    """Change what the manifest says about the threads of the first process."""
     file = snapshot / "manifest.json"
     read = manifests.decode(file.read_bytes())
     first, *others = read.processes
@@ -108,7 +108,7 @@ def bound_to(cpus: str) -> Callable[[tuple[ThreadRecord, ...]], tuple[ThreadReco
 
 
 @pytest.mark.parametrize("isolated", [later(False), True])
-def test_every_thread_has_its_own_again_though_the_shell_is_confined(
+def test_every_thread_gets_its_own_cpus_even_from_a_confined_shell(
     isolated: bool, start: StartJob, start_sandboxed: StartJob, tmp_path: Path
 ) -> None:
     job = (start_sandboxed if isolated else start)(code(DIFFERENT))
@@ -119,7 +119,7 @@ def test_every_thread_has_its_own_again_though_the_shell_is_confined(
     assert json.loads(job.go_on()) == expected
 
 
-def test_the_manifest_tells_threads_that_are_bound_from_those_that_are_free(start: StartJob, tmp_path: Path) -> None:
+def test_the_manifest_distinguishes_bound_and_free_threads(start: StartJob, tmp_path: Path) -> None:
     job = start(code(DIFFERENT))
     tids = processes.threads(job.pid)
     first, second = gpucr.dump(job.pid, tmp_path / "s", leave_running=True).snapshot.manifest.processes
@@ -130,7 +130,7 @@ def test_the_manifest_tells_threads_that_are_bound_from_those_that_are_free(star
     assert second.scheduling == (ThreadRecord(second.pid, None, 0),)
 
 
-def test_a_cuda_process_is_bound_before_it_goes_on(counter: CounterFactory, tmp_path: Path) -> None:
+def test_a_cuda_process_is_bound_before_it_continues(counter: CounterFactory, tmp_path: Path) -> None:
     job = counter("--mib", "1")
     for tid in processes.threads(job.pid):
         os.sched_setaffinity(tid, {USABLE[0]})
@@ -146,7 +146,7 @@ def _dumped(start: StartJob, folder: Path) -> Job:
     return job
 
 
-def test_cpus_of_which_some_are_missing(start: StartJob, tmp_path: Path) -> None:
+def test_some_cpus_are_missing(start: StartJob, tmp_path: Path) -> None:
     job = _dumped(start, tmp_path / "s")
     rewrite(tmp_path / "s", bound_to(f"{USABLE[0]},8190-8191"))
     report = gpucr.restore(tmp_path / "s")
@@ -156,7 +156,7 @@ def test_cpus_of_which_some_are_missing(start: StartJob, tmp_path: Path) -> None
     assert json.loads(job.go_on()) == [[[USABLE[0]], 0]]
 
 
-def test_cpus_of_which_none_is_there(start: StartJob, tmp_path: Path) -> None:
+def test_all_cpus_are_missing(start: StartJob, tmp_path: Path) -> None:
     job = _dumped(start, tmp_path / "s")
     rewrite(tmp_path / "s", bound_to("8000-8191"))
     done = command.run("restore", tmp_path / "s")
@@ -165,21 +165,21 @@ def test_cpus_of_which_none_is_there(start: StartJob, tmp_path: Path) -> None:
     assert json.loads(job.go_on()) == [[USABLE, 0]]
 
 
-def test_a_snapshot_that_does_not_tell_leaves_all_as_it_is(start: StartJob, tmp_path: Path) -> None:
+def test_a_snapshot_without_scheduling_changes_nothing(start: StartJob, tmp_path: Path) -> None:
     job = _dumped(start, tmp_path / "s")
     rewrite(tmp_path / "s", lambda _: None)
     restore_confined(tmp_path / "s")
     assert json.loads(job.go_on()) == [[[USABLE[-1]], HIGH]]
 
 
-def test_a_thread_that_the_job_has_not_changes_nothing(start: StartJob, tmp_path: Path) -> None:
+def test_an_unknown_thread_changes_nothing(start: StartJob, tmp_path: Path) -> None:
     job = _dumped(start, tmp_path / "s")
     rewrite(tmp_path / "s", lambda threads: tuple(replace(each, thread=1 << 40) for each in threads))
     gpucr.restore(tmp_path / "s")
     assert json.loads(job.go_on()) == [[USABLE, 0]]
 
 
-def test_what_cannot_be_set_does_not_end_the_restore(
+def test_a_setting_that_fails_does_not_end_the_restore(
     start: StartJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> NoReturn:

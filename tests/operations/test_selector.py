@@ -1,4 +1,4 @@
-"""A job that is named by several trees, or by its cgroup: one gang."""
+"""A job named by several trees, or by its cgroup, is one gang."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def states(driver: CudaDriver, *jobs: Counter) -> set[CudaState | None]:
     return {driver.state(pid) for job in jobs for pid in job.processes()}
 
 
-def test_ranks_that_wait_for_each_other_and_have_no_root_in_common(ranks: RanksFactory, driver: CudaDriver) -> None:
+def test_ranks_that_wait_for_each_other_without_a_common_root(ranks: RanksFactory, driver: CudaDriver) -> None:
     """One by one they could not be locked: each waits for the others on the GPU."""
     job = ranks(4, "--queue", "1")
     done = command.run("suspend", *job.ranks, "--as-one")
@@ -70,14 +70,14 @@ def test_the_guard_brings_all_trees_back(counter: CounterFactory, driver: CudaDr
     wait_until(lambda: states(driver, *jobs) == {RUNNING}, "the guard to bring them back")
 
 
-def test_trees_in_each_other_are_one_tree(counter: CounterFactory, tmp_path: Path) -> None:
+def test_nested_trees_are_one_tree(counter: CounterFactory, tmp_path: Path) -> None:
     job = counter("--fork", "1")
     child = next(pid for pid in job.processes() if pid != job.pid)
     assert gpucr.plan_dump(JobSelector(child, job.pid), tmp_path / "s").pid == job.pid
     assert len(gpucr.job_states(JobSelector(job.pid, child))) == 2
 
 
-def test_several_users_are_not_one_job_either(counter: CounterFactory) -> None:
+def test_several_users_are_not_one_job(counter: CounterFactory) -> None:
     mine = counter()
     several = pytest.raises(gpucr.InvalidRequest, match="users 5, 65534")
     with _of_user(65534) as pid, _of_user(5) as other, several as caught:
@@ -108,7 +108,7 @@ def _move(pid: int, folder: Path) -> None:
 
 
 def test_a_cgroup_is_a_job(counter: CounterFactory, driver: CudaDriver, cgroup: Path, tmp_path: Path) -> None:
-    """As a batch system has it: what it started is in the cgroup, and in some below it."""
+    """As with a batch system, whose processes are in the cgroup and in others below it."""
     below = cgroup / f"task-{secrets.token_hex(4)}"
     below.mkdir()
     first, second, outside = counter(), counter("--fork", "1"), counter()
@@ -141,7 +141,7 @@ def test_a_cgroup_with_one_tree_is_dumped(cgroup: Path, counter: CounterFactory,
     assert job.ask() == 101
 
 
-def test_what_is_no_cgroup_is_refused(cgroup: Path, tmp_path: Path) -> None:
+def test_a_path_that_is_not_a_cgroup_is_refused(cgroup: Path, tmp_path: Path) -> None:
     with sleeper() as child:
         (tmp_path / "cgroup.procs").write_text(str(child.pid))  # anybody can write such a file
         for folder, why in (
@@ -174,14 +174,14 @@ def test_a_job_is_named_in_one_way(arguments: tuple[str, ...], why: str) -> None
     assert why in done.stderr
 
 
-def test_a_selector_names_something() -> None:
+def test_a_selector_must_not_be_empty() -> None:
     for trees, cgroup in (((), None), ((1,), "/x")):
         with pytest.raises(gpucr.InvalidRequest, match="by its trees, or by its cgroup"):
             JobSelector(*trees, cgroup=cgroup)
     assert JobSelector(7, "name") == JobSelector(7, "name") != JobSelector("name", 7)
 
 
-def test_only_is_for_one_process(counter: CounterFactory) -> None:
+def test_only_takes_a_single_process(counter: CounterFactory) -> None:
     jobs = [counter(), counter()]
     with pytest.raises(gpucr.InvalidRequest, match="--only is for one process"):
         gpucr.suspend(JobSelector(*(job.pid for job in jobs)), only=True)

@@ -1,4 +1,4 @@
-"""Several trees are one job: dumped in one snapshot, of one moment, and restored all or none."""
+"""Several trees as one job: dumped into one snapshot of one moment, and restored all or none."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def assert_go_on(jobs: tuple[Counter, ...], driver: CudaDriver, count: int = 101
         assert {driver.state(pid) for pid in job.processes()} == {RUNNING}
 
 
-def test_two_trees_are_dumped_and_come_back(two: tuple[Counter, Counter], driver: CudaDriver, tmp_path: Path) -> None:
+def test_two_trees_are_dumped_and_restored(two: tuple[Counter, Counter], driver: CudaDriver, tmp_path: Path) -> None:
     before = [job.processes() for job in two]
     report = dump(two, tmp_path / "s")
     assert (report["pid"], report["process_count"], report["left_running"]) == (two[0].pid, 3, False)
@@ -91,7 +91,7 @@ def test_left_running(two: tuple[Counter, Counter], driver: CudaDriver, tmp_path
     assert_go_on(two, driver)
 
 
-def test_a_store_has_several_trees(two: tuple[Counter, Counter], driver: CudaDriver, tmp_path: Path) -> None:
+def test_a_store_holds_several_trees(two: tuple[Counter, Counter], driver: CudaDriver, tmp_path: Path) -> None:
     gpucr.init_store(tmp_path / "store")
     dump(two, f"{tmp_path}/store#a")
     for job in two:
@@ -142,7 +142,7 @@ def come_back(jobs: list[Job], snapshot: Path, **options: Any) -> gpucr.RestoreR
 
 
 def test_a_connection_between_two_trees_is_kept(start: StartJob, tmp_path: Path) -> None:
-    """With what is on its way: the message was sent, and nobody has read it."""
+    """Including data in transit: the message was sent, and not yet read."""
     server = start(SERVER)
     client = start(CLIENT.format(port=(server.folder / "done-0").read_text()))
     client.go_on()
@@ -153,7 +153,7 @@ def test_a_connection_between_two_trees_is_kept(start: StartJob, tmp_path: Path)
     assert server.go_on() == "message 2"
 
 
-def test_one_that_was_stopped_stays_stopped(start: StartJob, tmp_path: Path) -> None:
+def test_a_stopped_tree_stays_stopped(start: StartJob, tmp_path: Path) -> None:
     runs, stopped = start(STEPS), start(STEPS)
     os.kill(stopped.pid, signal.SIGSTOP)
     wait_until(lambda: status(stopped.pid) == "T", "the stop")
@@ -189,7 +189,7 @@ def test_a_sandbox_lasts_as_long_as_one_of_its_trees(start: StartJob, tmp_path: 
     assert inside.wait_ended(60)
 
 
-def test_the_registry_knows_each_of_them(tmp_path: Path, state_home: Path) -> None:
+def test_the_registry_knows_each_tree(tmp_path: Path, state_home: Path) -> None:
     for name in ("first", "second"):
         gpucr.run_job(["sleep", "1000"], name=name, isolate=False)
     gpucr.dump(JobSelector("first", "second"), tmp_path / "s")
@@ -201,7 +201,7 @@ def test_the_registry_knows_each_of_them(tmp_path: Path, state_home: Path) -> No
 
 
 def test_trees_that_share_something_are_refused(start: StartJob, tmp_path: Path) -> None:
-    """What started them is a job that can be dumped: as one tree, in which they share it."""
+    """Their common parent can be dumped as one tree, in which they share it."""
     job = start("""
 import subprocess
 writer = subprocess.Popen(["sleep", "1000"], stdout=subprocess.PIPE)
@@ -221,7 +221,7 @@ step()
     assert {status(pid) for pid in (writer, reader)} == {"S"}
 
 
-def test_memory_without_a_name_is_not_shared_any_more(start: StartJob, tmp_path: Path) -> None:
+def test_unnamed_memory_is_no_longer_shared(start: StartJob, tmp_path: Path) -> None:
     job = start("""
 import mmap, os, signal
 shared = mmap.mmap(-1, 4096)
@@ -296,7 +296,7 @@ def test_a_tree_that_cannot_be_dumped_leaves_all_running(
     assert_go_on(two, driver)
 
 
-def test_a_tree_that_cannot_be_restored_ends_those_that_were(
+def test_a_tree_that_cannot_be_restored_ends_the_others(
     two: tuple[Counter, Counter],
     driver: CudaDriver,
     tmp_path: Path,
@@ -316,7 +316,7 @@ def test_a_tree_that_cannot_be_restored_ends_those_that_were(
     assert_go_on(two, driver)
 
 
-def test_a_tree_that_is_refused_at_last_ends_those_that_were_ready(
+def test_a_tree_refused_at_the_end_ends_the_ready_ones(
     two: tuple[Counter, Counter], driver: CudaDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second tree is complete, and stopped, when the first one's CRIU is told to end."""
@@ -395,7 +395,7 @@ def test_gpucr_dies_in_a_dump(
         Snapshot.open(tmp_path / "s").verify()
 
 
-def test_gpucr_dies_while_it_ends_the_job(two: tuple[Counter, Counter], driver: CudaDriver, tmp_path: Path) -> None:
+def test_gpucr_dies_while_ending_the_job(two: tuple[Counter, Counter], driver: CudaDriver, tmp_path: Path) -> None:
     """Half of the job must not continue."""
     code = f"""
 from gpucr.linux import processes
@@ -470,8 +470,8 @@ def test_a_job_without_cuda_is_frozen(start: StartJob, tmp_path: Path) -> None:
     ("how", "code_of_it"),
     [("os.kill(os.getpid(), signal.SIGKILL)", -9), later("sys.exit(4)", 4), later("if os.fork(): os._exit(5)", 5)],
 )
-def test_a_job_is_thawed_when_its_program_ends(start: StartJob, how: str, code_of_it: int) -> None:
-    """Though it has forgotten the job. A fork of the program does not thaw it."""
+def test_a_job_is_thawed_when_the_program_that_froze_it_ends(start: StartJob, how: str, code_of_it: int) -> None:
+    """Even if it has forgotten the job. A fork of the program does not thaw it."""
     jobs = [start(STEPS), start(STEPS)]
     code = f"""
 import os, signal, sys, gpucr

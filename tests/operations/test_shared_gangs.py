@@ -52,7 +52,7 @@ def states(gang: SharingGang, driver: CudaDriver) -> set[CudaState | None]:
 
 
 def assert_as_found(gang: SharingGang, driver: CudaDriver) -> None:
-    """They run, with everything that they had, and nothing is kept."""
+    """Assert that they run with all their memory, and that nothing is kept."""
     assert states(gang, driver) == {RUNNING}
     for pid in gang.pids:
         with Agent(pid) as agent:
@@ -61,7 +61,7 @@ def assert_as_found(gang: SharingGang, driver: CudaDriver) -> None:
 
 
 def assert_shares(gang: SharingGang) -> None:
-    """What one of them writes the others read, in both directions."""
+    """Assert that each reads what the other writes."""
     first, *others = gang.processes
     assert first.say("write").endswith("100")
     for each in others:
@@ -75,7 +75,7 @@ HOST_NODE = "create(2 * MIB, 3)"
 
 
 @pytest.mark.parametrize("exporter", [EXPORTER, EXPORTER.replace("create(2 * MIB)", HOST_NODE)], ids=["gpu", "host"])
-def test_blocks_that_are_shared_by_descriptor(exporter: str, start: StartGang, driver: CudaDriver) -> None:
+def test_blocks_shared_by_descriptor(exporter: str, start: StartGang, driver: CudaDriver) -> None:
     gang = start(exporter, IMPORTER)
     for _ in range(2):
         gpucr.suspend(gang.pid, gpu_state="interposed")
@@ -85,7 +85,7 @@ def test_blocks_that_are_shared_by_descriptor(exporter: str, start: StartGang, d
         assert_shares(gang)
 
 
-def test_who_got_it_from_who_had_imported_it(start: StartGang, driver: CudaDriver) -> None:
+def test_a_block_passed_on_by_an_importer(start: StartGang, driver: CudaDriver) -> None:
     gang = start(EXPORTER, FORWARDER, IMPORTER)
     gpucr.suspend(gang.pid)
     gpucr.resume(gang.pid)
@@ -126,7 +126,7 @@ def test_a_frozen_gang_is_thawed(start: StartGang, driver: CudaDriver) -> None:
     assert_shares(gang)
 
 
-def test_a_gang_that_shares_is_moved(machine: MakeMachine, start: StartGang, driver: CudaDriver) -> None:
+def test_a_sharing_gang_is_moved(machine: MakeMachine, start: StartGang, driver: CudaDriver) -> None:
     here, there = machine("2x1GiB")
     gang = start(EXPORTER, IMPORTER)
     for old, new in ((here, there), (there, here)):
@@ -141,7 +141,7 @@ def test_a_gang_that_shares_is_moved(machine: MakeMachine, start: StartGang, dri
 
 @pytest.mark.parametrize("force", [False, True])
 @pytest.mark.parametrize("job", [0, 1], ids=["the owner alone", "the importer alone"])
-def test_an_end_outside_of_the_job(job: int, force: bool, start: StartGang, driver: CudaDriver) -> None:
+def test_a_block_shared_outside_the_job(job: int, force: bool, start: StartGang, driver: CudaDriver) -> None:
     gang = start(EXPORTER, IMPORTER, roots=[0, 1])
     if job == 0 and force:
         return  # an importer in another tree shows nowhere: what is named has to be the whole job
@@ -153,7 +153,7 @@ def test_an_end_outside_of_the_job(job: int, force: bool, start: StartGang, driv
 
 
 @pytest.mark.parametrize("plain", [0, 1], ids=["owner", "importer"])
-def test_one_without_an_interposer(plain: int, start: StartGang, driver: CudaDriver) -> None:
+def test_a_member_without_an_interposer(plain: int, start: StartGang, driver: CudaDriver) -> None:
     gang = start(EXPORTER, IMPORTER, plain=[plain])
     with pytest.raises(Unsupported) as caught:
         gpucr.suspend(gang.pid, force=True)
@@ -167,7 +167,7 @@ def test_one_without_an_interposer(plain: int, start: StartGang, driver: CudaDri
 
 
 @pytest.mark.parametrize("call", sample(["fetch", "export", "drop", "drop_imported", "give_back", "keep"], 5))
-def test_what_an_agent_refuses_in_a_suspend_leaves_the_gang_running(
+def test_an_agents_refusal_in_a_suspend_leaves_the_gang_running(
     call: str, start: StartGang, driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gang = start(EXPORTER, IMPORTER)
@@ -186,7 +186,7 @@ UNUSED = ("fetch", "drop_imported", "give_back")
 
 
 @pytest.mark.parametrize("call", sample(["blocks", "fetch", "export", "drop_imported", "give_back", "keep"], 5))
-def test_what_an_agent_refuses_in_a_resume_leaves_it_to_the_next_one(
+def test_an_agents_refusal_in_a_resume_leaves_it_to_the_next(
     call: str, start: StartGang, driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gang = start(EXPORTER, IMPORTER)
@@ -195,7 +195,7 @@ def test_what_an_agent_refuses_in_a_resume_leaves_it_to_the_next_one(
     with pytest.raises(gpucr.GpucrError):
         gpucr.resume(gang.pid)
     monkeypatch.undo()
-    assert states(gang, driver) == {RUNNING if call == "keep" else CHECKPOINTED}, "the first one goes on before that"
+    assert states(gang, driver) == {RUNNING if call == "keep" else CHECKPOINTED}, "the first one continues before that"
     gpucr.resume(gang.pid)
     assert_as_found(gang, driver)
     assert_shares(gang)
@@ -215,10 +215,10 @@ def refuse_once(call: str, pid: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("dies", [0, 1], ids=["owner", "importer"])
-def test_one_that_dies_while_the_others_stand_still(
+def test_a_member_dies_while_the_others_are_stopped(
     dies: int, start: StartGang, driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Memory of an owner that has ended is still in our hands: who had imported it continues with it."""
+    """gpucr still holds the memory of an owner that has ended: importers continue with it."""
     gang = start(EXPORTER, IMPORTER)
     real = CudaDriver.checkpoint
 

@@ -29,11 +29,11 @@ pytestmark = [pytest.mark.criu, pytest.mark.usefixtures("sim_only", "state_home"
 
 
 class Gang:
-    """Two processes that write into blocks of each other, step by step, as far as they may."""
+    """Two processes that write into blocks of each other, step by step, as long as they may."""
 
     def __init__(self, folder: Path, *, isolate: bool) -> None:
         self._may_step, self.name = folder / "steps", f"gang-{folder.name}"
-        pace.let_go_on(self._may_step, 0)
+        pace.let_continue(self._may_step, 0)
         self.record = gpucr.run_job(
             [sys.executable, str(PROGRAM), str(STEPS), "0"],
             name=self.name, cwd=folder, isolate=isolate, interpose=True,
@@ -42,7 +42,7 @@ class Gang:
 
     def step_to(self, count: int) -> list[str]:
         """Let it do so many steps in all. Returns its lines."""
-        pace.let_go_on(self._may_step, count)
+        pace.let_continue(self._may_step, count)
         wait_until(lambda: len(self.lines()) >= count, f"step {count}")
         return self.lines()
 
@@ -99,7 +99,7 @@ def test_left_running_and_saved_while_frozen(folder: Path, undisturbed: list[str
 
 
 @pytest.mark.parametrize("call", [later("drop_imported"), "export", later("give_back")])
-def test_a_restore_that_cannot_share_anew_ends_what_it_began(
+def test_a_restore_that_cannot_share_again_ends_what_it_started(
     call: str, folder: Path, undisturbed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gang = Gang(folder, isolate=False)
@@ -114,6 +114,6 @@ def test_a_restore_that_cannot_share_anew_ends_what_it_began(
         patch.setattr(Agent, call, refuse)
         with pytest.raises(InterposerError, match="no memory"):
             gpucr.restore(folder / "s")
-    assert not any(processes.goes_on(each.id) for each in members)
+    assert not any(processes.keeps_running(each.id) for each in members)
     gpucr.restore(folder / "s")
     assert gang.step_to(STEPS) == undisturbed

@@ -1,4 +1,4 @@
-"""Jobs whose processes share device memory: refused with the job as it was, unless it is known to come back."""
+"""Jobs whose processes share device memory: refused and left unchanged, unless it is known to come back."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def pair() -> Iterator[Pair]:
 
 
 @pytest.mark.parametrize("second_gpu", [False, True])
-def test_a_job_that_has_opened_a_tensor_is_refused_and_goes_on(pair: Pair, second_gpu: bool) -> None:
+def test_a_job_with_an_open_tensor_is_refused_and_keeps_running(pair: Pair, second_gpu: bool) -> None:
     process, first, second = pair("both_open", second_gpu=second_gpu)
     with pytest.raises(Unsupported, match=rf"process {second} .*made by process {first};") as caught:
         gpucr.suspend(first)
@@ -43,7 +43,7 @@ def test_a_job_that_has_opened_a_tensor_is_refused_and_goes_on(pair: Pair, secon
 
 
 @pytest.mark.criu
-def test_a_dump_of_it_is_refused_too(pair: Pair, tmp_path: Path) -> None:
+def test_a_dump_is_refused_too(pair: Pair, tmp_path: Path) -> None:
     process, first, _ = pair("both_open")
     done = run("dump", first, "--to", tmp_path / "snapshot")
     assert (done.returncode, "GPUCR-CUDA-IPC" in done.stderr) == (3, True)
@@ -51,7 +51,7 @@ def test_a_dump_of_it_is_refused_too(pair: Pair, tmp_path: Path) -> None:
     assert cuda_ipc.ask(process) == RIGHT
 
 
-def test_why_it_is_refused(pair: Pair) -> None:
+def test_the_reason_of_the_refusal(pair: Pair) -> None:
     _, first, second = pair("both_open")
     gpucr.suspend(first, force=True)
     with pytest.raises(DriverError) as caught:
@@ -59,7 +59,7 @@ def test_why_it_is_refused(pair: Pair) -> None:
     assert (caught.value.pid, caught.value.result) == (second, 1)
 
 
-def test_two_processes_on_one_gpu_may_share_memory_without_a_trace(pair: Pair) -> None:
+def test_two_processes_on_one_gpu_may_share_memory_invisibly(pair: Pair) -> None:
     process, first, second = pair("memory_open")
     with pytest.raises(Unsupported, match=rf"2 processes \({first}, {second}\) may share memory of the same GPU"):
         gpucr.suspend(first)
@@ -67,7 +67,7 @@ def test_two_processes_on_one_gpu_may_share_memory_without_a_trace(pair: Pair) -
 
 
 @pytest.mark.parametrize("case", ["memory_closed", later("both_closed"), later("vmm_closed_released")])
-def test_what_was_closed_comes_back_if_the_user_insists(pair: Pair, case: str) -> None:
+def test_closed_tensors_are_restored_with_force(pair: Pair, case: str) -> None:
     process, first, _ = pair(case)
     with pytest.raises(Unsupported, match="over CUDA IPC"):
         gpucr.suspend(first)
@@ -86,7 +86,7 @@ def test_closed_tensors_in_a_snapshot(pair: Pair, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", ["both_open", "memory_open"])
-def test_a_machine_that_was_measured_to_bring_it_back(
+def test_a_machine_measured_to_restore_shared_tensors(
     pair: Pair, nothing_measured: pytest.MonkeyPatch, case: str
 ) -> None:
     nothing_measured.setenv("GPUCR_SIM_DRIVER", "610")
@@ -98,14 +98,14 @@ def test_a_machine_that_was_measured_to_bring_it_back(
 
 
 @pytest.mark.parametrize("case", ["nothing", "event_shared"])
-def test_processes_with_a_gpu_each_that_have_opened_nothing(pair: Pair, case: str) -> None:
+def test_processes_on_separate_gpus_that_opened_nothing(pair: Pair, case: str) -> None:
     process, first, _ = pair(case, second_gpu=True)
     assert gpucr.suspend(first).warnings == ()
     gpucr.resume(first)
     assert cuda_ipc.ask(process) == RIGHT
 
 
-def test_children_without_cuda_are_no_sharers(pair: Pair) -> None:
+def test_children_without_cuda_do_not_share(pair: Pair) -> None:
     """They inherit the mapping of the file."""
     process, first, _ = pair("event_shared_fork", second_gpu=True)
     assert gpucr.suspend(first).warnings == ()
@@ -123,7 +123,7 @@ def test_ranks_over_shared_host_memory_are_not_refused(counter: CounterFactory) 
     assert apart.ask() == 101
 
 
-def test_a_part_of_a_tree_is_judged_with_the_rest(pair: Pair) -> None:
+def test_part_of_a_tree_is_judged_with_the_rest(pair: Pair) -> None:
     process, first, second = pair("memory_open")
     for pid in (first, second):
         with pytest.raises(Unsupported, match=rf"2 processes .*\b{first}\b.* may share memory of the same GPU"):
@@ -134,7 +134,7 @@ def test_a_part_of_a_tree_is_judged_with_the_rest(pair: Pair) -> None:
 
 
 def test_only_one_of_two_processes_on_a_gpu(pair: Pair) -> None:
-    """One that has opened the other's memory is refused alone, too, where that shows."""
+    """One that has opened the other's memory is also refused alone, if that is visible."""
     process, _, second = pair("both_open")
     with pytest.raises(Unsupported, match=f"process {second} "):
         gpucr.suspend(second, only=True)

@@ -1,4 +1,4 @@
-"""A signal at any moment of a command: the exit code says what has become of the job."""
+"""A signal at any moment of a command: the exit code describes the state of the job."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def send_at(moment: Moment, numbers: tuple[int, ...], *arguments: object) -> sub
 
 
 def run_signalled(moment: Moment, numbers: tuple[int, ...], *arguments: object) -> subprocess.CompletedProcess[str]:
-    """Run `gpucr ARGUMENTS`, which must not end but by itself."""
+    """Run `gpucr ARGUMENTS`, which must end by itself."""
     done = send_at(moment, numbers, *arguments)
     assert "Traceback" not in done.stderr, f"{moment}: {done.stderr}"
     assert "it was not sent" not in done.stderr, f"{moment}: {done.stderr}"
@@ -190,7 +190,7 @@ SANDBOXED_PHASES = ["load", "verify", "sandbox", "criu", "hold", "restore", "unl
 
 
 def assert_restores(snapshot: Path, job: Counter, moments: list[tuple[Moment, int]], *options: str) -> None:
-    """Whatever the moment: all of the job runs and that was a success, or nothing of it is there."""
+    """At any moment: all of the job runs and that was a success, or nothing of it is there."""
     for number, (moment, expected) in enumerate(moments):
         as_json = ("--json",) if number % 2 else ()
         done = run_signalled(moment, SIGNALS[number // 2 % 4], "restore", snapshot, *as_json, *options)
@@ -254,7 +254,7 @@ def test_restore_of_a_job_without_cuda(start: StartJob, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("numbers", sample(SIGNALS, len(SIGNALS)), ids=str)
 def test_store_operations(tmp_path: Path, numbers: tuple[int, ...]) -> None:
-    """A finished result stays, no matter what comes afterwards; and before that nothing is."""
+    """A finished result stays, regardless of later signals; before that there is none."""
     store = tmp_path / "store"
     done = run_signalled(("call", "init_store"), numbers, "store", "init", store)
     assert (done.returncode, store.exists()) == (130, False)

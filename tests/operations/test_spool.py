@@ -127,7 +127,7 @@ def test_a_file_system_that_reserves_nothing(disk: Path, monkeypatch: pytest.Mon
     assert raised.value.code == "GPUCR-NO-SPACE"
 
 
-def test_temporary_files_in_memory_are_no_disk(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_memory_backed_folder_is_not_a_disk(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     in_memory = Path("/dev/shm")
     if not memory.lies_in_memory(in_memory):
         pytest.skip("/dev/shm is on a disk here")
@@ -141,7 +141,7 @@ def test_temporary_files_in_memory_are_no_disk(disk: Path, monkeypatch: pytest.M
     assert (found.folder, found.why_not) == (disk, None)
 
 
-def test_a_disk_that_is_too_small_or_that_others_can_change(disk: Path) -> None:
+def test_a_disk_too_small_or_writable_by_others(disk: Path) -> None:
     assert "free" in (Spool.find(1 << 60).why_not or "")
     disk.chmod(0o777)
     assert "every user (mode 0777) can change" in (Spool.find(MIB).why_not or "")
@@ -177,7 +177,7 @@ def test_a_dump_into_a_store(
 
 
 @pytest.mark.criu
-def test_a_dump_that_host_memory_has_room_for_takes_no_disk(
+def test_a_dump_that_fits_in_host_memory_uses_no_disk(
     job: Counter, tmp_path: Path, disk: Path, made: list[tuple[Path, int]]
 ) -> None:
     gpucr.init_store(tmp_path / "store")
@@ -190,7 +190,7 @@ def test_a_dump_that_host_memory_has_room_for_takes_no_disk(
 
 @pytest.mark.criu
 @pytest.mark.usefixtures("no_host_memory")
-def test_what_needs_no_copy_takes_no_disk(
+def test_a_dump_without_a_copy_uses_no_disk(
     job: Counter, driver: CudaDriver, tmp_path: Path, disk: Path, made: list[tuple[Path, int]]
 ) -> None:
     """A dump into a folder goes there; a suspended process keeps its memory itself."""
@@ -223,7 +223,7 @@ def test_a_frozen_job(
 
 @long
 @pytest.mark.criu
-def test_a_cgroup_that_is_smaller_than_the_device_memory(
+def test_a_cgroup_smaller_than_the_device_memory(
     counter: CounterFactory, driver: CudaDriver, tmp_path: Path, disk: Path
 ) -> None:
     """For real: gpucr and its carrier are in it. The job is outside, since its GPU is host memory."""
@@ -253,7 +253,7 @@ def test_a_cgroup_that_is_smaller_than_the_device_memory(
 
 @pytest.mark.criu
 @pytest.mark.usefixtures("no_host_memory")
-def test_without_memory_and_disk_nothing_begins(
+def test_without_memory_and_disk_nothing_starts(
     job: Counter, driver: CudaDriver, tmp_path: Path, disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpucr.init_store(tmp_path / "store")
@@ -268,7 +268,7 @@ def test_without_memory_and_disk_nothing_begins(
 
 
 @pytest.mark.usefixtures("no_host_memory")
-def test_a_dry_run_says_where_it_goes(job: Counter, tmp_path: Path, disk: Path) -> None:
+def test_a_dry_run_reports_the_disk(job: Counter, tmp_path: Path, disk: Path) -> None:
     gpucr.init_store(tmp_path / "store")
     plan = gpucr.plan_dump(job.pid, tmp_path / "store")
     assert any(step.startswith("allocate 0") and str(disk) in step for step in plan.steps), plan.steps
@@ -281,7 +281,7 @@ def test_a_dry_run_says_where_it_goes(job: Counter, tmp_path: Path, disk: Path) 
 
 @pytest.mark.criu
 @pytest.mark.usefixtures("no_host_memory", "disk")
-def test_a_disk_that_is_full_by_then_leaves_the_job_running(
+def test_a_disk_that_filled_meanwhile_leaves_the_job_running(
     job: Counter, driver: CudaDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The space is reserved before anything stops."""
@@ -302,7 +302,7 @@ def test_a_disk_that_is_full_by_then_leaves_the_job_running(
 @pytest.mark.criu
 @pytest.mark.usefixtures("no_host_memory", "disk")
 @pytest.mark.parametrize("into", ["folder", "store"])
-def test_without_a_carrier_memory_for_staging_is_not_there(
+def test_without_a_carrier_there_is_no_memory_for_staging(
     into: str, job: Counter, driver: CudaDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The way to staging is open only where host memory has room for it."""
@@ -319,7 +319,7 @@ def test_without_a_carrier_memory_for_staging_is_not_there(
     assert_runs(job, driver, job.processes(), 101)
 
 
-def test_one_disk_for_both_is_said(disk: Path, tmp_path: Path) -> None:
+def test_one_disk_for_both_is_reported(disk: Path, tmp_path: Path) -> None:
     size_bytes = memory.free_disk_bytes(disk) // 4
     assert [each.what for each in preflight.check_spool(disk, size_bytes, None, tmp_path)] == [
         f"{format_bytes(size_bytes)} of device memory go through an unencrypted file in {disk}"

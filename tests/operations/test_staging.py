@@ -1,4 +1,4 @@
-"""Device memory on its way: captured, saved around CRIU, put back; and every case in which the plain way is taken."""
+"""Staging: captured, saved around CRIU, put back; and every case in which the plain way is taken."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def as_root() -> None:
 
 
 def notes_of(operation: Callable[..., Any], *arguments: Any, **options: Any) -> list[str]:
-    """What the operation says of how it moved device memory. (A lock may take two attempts on a busy machine.)"""
+    """What the operation says about how it moved device memory. (A lock may take two attempts on a busy machine.)"""
     events: list[Progress] = []
     operation(*arguments, on_progress=events.append, **options)
     return [event.description for event in events if event.event == "note" and event.phase != "lock"]
@@ -151,7 +151,7 @@ REFUSALS = [refuse_tracing, refuse_injection, behave_differently, refuse_the_fil
 
 
 @pytest.mark.parametrize("refuse", REFUSALS)
-def test_where_staging_cannot_be_captured_the_driver_goes_its_own_way(
+def test_if_staging_cannot_be_captured_the_driver_uses_its_own(
     counter: CounterFactory, monkeypatch: pytest.MonkeyPatch, refuse: Callable[[pytest.MonkeyPatch], str]
 ) -> None:
     job = counter("--mib", "8")
@@ -163,10 +163,10 @@ def test_where_staging_cannot_be_captured_the_driver_goes_its_own_way(
     assert_unharmed(job, 101)
 
 
-def test_the_kernel_may_refuse_the_file_in_the_middle_of_the_call(
+def test_the_kernel_may_refuse_the_file_during_the_call(
     counter: CounterFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The driver's call is begun with the file, fails, and is made again as the driver made it."""
+    """The driver's call starts with the file, fails, and is repeated as the driver made it."""
     monkeypatch.setattr(capture, "MAP_SHARED", 0)  # neither shared nor private: EINVAL
     job = counter("--mib", "8")
     (note,) = notes_of(gpucr.suspend, job.pid)
@@ -180,7 +180,7 @@ def test_the_kernel_may_refuse_the_file_in_the_middle_of_the_call(
 
 @pytest.mark.criu
 @pytest.mark.parametrize("refuse", REFUSALS[1:])  # if nothing can be traced, nothing can be dumped
-def test_what_was_not_captured_goes_through_criu(
+def test_uncaptured_memory_goes_through_criu(
     counter: CounterFactory,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
@@ -203,7 +203,7 @@ def test_what_was_not_captured_goes_through_criu(
 
 @pytest.mark.criu
 @pytest.mark.parametrize("persist", ["background", "sync"])
-def test_when_a_job_that_is_left_running_goes_on(counter: CounterFactory, tmp_path: Path, persist: Any) -> None:
+def test_when_a_job_left_running_continues(counter: CounterFactory, tmp_path: Path, persist: Any) -> None:
     job = counter("--mib", "16")
     answers: list[tuple[str, bool]] = []
 
@@ -226,7 +226,7 @@ def test_when_a_job_that_is_left_running_goes_on(counter: CounterFactory, tmp_pa
 
 
 @pytest.mark.criu
-def test_a_wrong_word_for_persist_is_refused(counter: CounterFactory, tmp_path: Path) -> None:
+def test_an_unknown_word_for_persist_is_refused(counter: CounterFactory, tmp_path: Path) -> None:
     job = counter()
     with pytest.raises(gpucr.InvalidRequest, match="persist is 'never'") as error:
         gpucr.dump(job.pid, tmp_path / "s", persist="never")  # type: ignore[arg-type]
@@ -235,7 +235,7 @@ def test_a_wrong_word_for_persist_is_refused(counter: CounterFactory, tmp_path: 
 
 
 @pytest.mark.criu
-def test_a_job_that_goes_on_is_not_harmed_when_saving_fails(
+def test_a_failed_save_does_not_harm_a_running_job(
     counter: CounterFactory, driver: CudaDriver, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     job = counter("--mib", "16")
@@ -252,7 +252,7 @@ def test_a_job_that_goes_on_is_not_harmed_when_saving_fails(
 
 
 @pytest.mark.criu
-def test_a_full_disk_leaves_the_job_as_it_was(counter: CounterFactory, driver: CudaDriver, tmp_path: Path) -> None:
+def test_a_full_disk_leaves_the_job_unchanged(counter: CounterFactory, driver: CudaDriver, tmp_path: Path) -> None:
     job = counter("--mib", "32")
     (tmp_path / "small").mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "none", tmp_path / "small"], check=True)
@@ -267,7 +267,7 @@ def test_a_full_disk_leaves_the_job_as_it_was(counter: CounterFactory, driver: C
 
 
 @pytest.mark.criu
-def test_a_writer_that_fails_when_the_driver_is_done_leaves_no_thread_traced(
+def test_a_writer_failure_after_the_driver_leaves_no_thread_traced(
     counter: CounterFactory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     job = counter("--mib", "8", "--fork", "1")
@@ -374,7 +374,7 @@ def test_a_restore_without_a_file_for_device_memory_starts_nothing(
 
 
 @pytest.mark.criu
-def test_a_restore_that_reads_for_too_long_is_ended(
+def test_a_restore_that_reads_too_long_is_ended(
     counter: CounterFactory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     job = counter("--mib", "24")
@@ -400,7 +400,7 @@ def test_a_restore_that_reads_for_too_long_is_ended(
 
 @pytest.mark.criu
 @pytest.mark.parametrize("leave_running", [False, True])
-def test_a_dump_that_saves_for_too_long_is_undone(
+def test_a_dump_that_saves_too_long_is_undone(
     counter: CounterFactory, driver: CudaDriver, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, leave_running: bool
 ) -> None:
     job = counter("--mib", "16")
@@ -430,7 +430,7 @@ def test_a_dump_that_saves_for_too_long_is_undone(
 
 
 @pytest.mark.criu
-def test_a_job_suspended_in_a_file_is_dumped_around_criu_as_well(
+def test_a_job_suspended_in_a_file_is_dumped_around_criu_too(
     counter: CounterFactory, driver: CudaDriver, tmp_path: Path
 ) -> None:
     job = counter("--mib", "16")
@@ -484,7 +484,7 @@ def test_gpucr_itself_stays_small(counter: CounterFactory, tmp_path: Path) -> No
     assert_unharmed(job, 101)
 
 
-def test_a_missing_staging_file_is_told_from_a_private_one(counter: CounterFactory, driver: CudaDriver) -> None:
+def test_a_missing_staging_file_differs_from_private_staging(counter: CounterFactory, driver: CudaDriver) -> None:
     job = counter("--mib", "8")
     driver.lock(job.pid, 1000)
     driver.checkpoint(job.pid)
@@ -526,7 +526,7 @@ def test_all_staging_of_a_suspended_job_is_in_its_file(twice: Counter) -> None:
         assert_unharmed(twice, answer)
 
 
-def test_all_private_staging_is_made_of_huge_pages(twice: Counter, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_private_staging_uses_huge_pages(twice: Counter, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "can_checkpoint_processes", lambda: False)
     before = memory.read_maps(twice.pid)
     assert notes_of(gpucr.suspend, twice.pid) == []
@@ -550,8 +550,8 @@ sys.stdin.read()
 """
 
 
-def test_a_small_part_that_comes_last_is_captured(sim_only: None, driver: CudaDriver) -> None:
-    """Watching must not end when most of what NVML tells has been asked for."""
+def test_a_small_last_part_is_captured(sim_only: None, driver: CudaDriver) -> None:
+    """Watching must not end when most of NVML's figure has been requested."""
     environment = {**os.environ, "GPUCR_SIM_STAGING": "per-gpu"}
     with subprocess.Popen(
         [sys.executable, "-c", UNEQUAL], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
@@ -568,7 +568,7 @@ def test_a_small_part_that_comes_last_is_captured(sim_only: None, driver: CudaDr
             program.kill()
 
 
-def test_what_may_not_be_finished_reaches_back_over_the_edge(twice: Counter, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_unfinished_range_reaches_back_across_the_edge(twice: Counter, monkeypatch: pytest.MonkeyPatch) -> None:
     gpucr.suspend(twice.pid)
     first, second = extents = staging.file_extents(twice.pid)
     monkeypatch.setattr(staging.extents, "_UNSETTLED_BYTES", 0)
@@ -582,7 +582,7 @@ def test_what_may_not_be_finished_reaches_back_over_the_edge(twice: Counter, mon
 
 
 @pytest.mark.criu
-def test_all_parts_go_around_criu_and_come_back(twice: Counter, tmp_path: Path) -> None:
+def test_all_parts_go_around_criu_and_are_restored(twice: Counter, tmp_path: Path) -> None:
     notes = notes_of(gpucr.dump, twice.pid, tmp_path / "s")
     assert not [note for note in notes if note.startswith("process ")]
     twice.reap()
@@ -599,7 +599,7 @@ def test_all_parts_go_around_criu_and_come_back(twice: Counter, tmp_path: Path) 
 
 @pytest.mark.criu
 @pytest.mark.parametrize("persist", ["background", later("sync")])
-def test_all_parts_of_a_job_that_is_left_running(twice: Counter, tmp_path: Path, persist: Any) -> None:
+def test_all_parts_of_a_job_left_running(twice: Counter, tmp_path: Path, persist: Any) -> None:
     gpucr.dump(twice.pid, tmp_path / "s", leave_running=True, persist=persist)
     assert_unharmed(twice, 101)
     snapshot = gpucr.Snapshot.open(tmp_path / "s")
@@ -684,7 +684,7 @@ def test_the_driver_restores_all_parts_while_they_are_still_being_read(
 
 @pytest.mark.criu
 @pytest.mark.parametrize("leave_running", [False, later(True)])
-def test_a_part_that_was_not_captured_goes_through_criu(
+def test_an_uncaptured_part_goes_through_criu(
     twice: Counter, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, leave_running: bool
 ) -> None:
     real_redirect = Capture._redirect

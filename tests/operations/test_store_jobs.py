@@ -1,4 +1,4 @@
-"""Jobs in and out of a store: what is stored once, what comes back, and what a failure leaves."""
+"""Jobs dumped into and restored from a store: deduplication, restores, and failures."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def store(tmp_path: Path) -> Path:
 def no_working_folder_stays(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[None]:
-    """CRIU's images are on their way here, and nowhere else."""
+    """The only folder in which CRIU's images may be in transit."""
     place = tmp_path_factory.mktemp("tmp")
     monkeypatch.setenv("TMPDIR", str(place))
     monkeypatch.setattr("tempfile.tempdir", None)
@@ -70,7 +70,7 @@ def names(store: Path | str, key: gpucr.Secret | None = None) -> list[str | None
 
 
 def assert_comes_back(job: Counter, place: str, expected: int, **options: Any) -> None:
-    """Restore, let it count on, and end it."""
+    """Restore it, let it keep counting, and end it."""
     gpucr.restore(place, **options)
     assert job.ask() == expected
     assert job.send("verify") == "ok"
@@ -109,7 +109,7 @@ def test_an_idle_job_is_written_once(counter: CounterFactory, store: Path) -> No
     assert_comes_back(job, at(store, "first"), 102)
 
 
-def test_what_changes_is_written(counter: CounterFactory, store: Path) -> None:
+def test_changed_data_is_written(counter: CounterFactory, store: Path) -> None:
     job = counter("--mib", "16")
     first = gpucr.dump(job.pid, at(store, "a"), leave_running=True)
     again = gpucr.dump(job.pid, at(store, "b"), leave_running=True)
@@ -130,7 +130,7 @@ def test_what_changes_is_written(counter: CounterFactory, store: Path) -> None:
 
 
 @long
-def test_replicas_share_what_they_have_in_common(counter: CounterFactory, store: Path) -> None:
+def test_replicas_share_common_data(counter: CounterFactory, store: Path) -> None:
     replicas = [counter("--mib", "128") for _ in range(3)]
     written = [
         gpucr.dump(job.pid, at(store, f"replica-{number}")).counts.written_bytes for number, job in enumerate(replicas)
@@ -141,7 +141,7 @@ def test_replicas_share_what_they_have_in_common(counter: CounterFactory, store:
         assert_comes_back(job, at(store, f"replica-{number}"), 101)
 
 
-def test_two_jobs_are_dumped_at_once(counter: CounterFactory, store: Path) -> None:
+def test_two_jobs_are_dumped_concurrently(counter: CounterFactory, store: Path) -> None:
     jobs = [counter("--mib", "16") for _ in range(2)]
     with ThreadPoolExecutor(2) as pool:
         done = list(pool.map(lambda job: run("dump", job.pid, "--to", at(store, f"job-{job.pid}")), jobs))
@@ -153,7 +153,7 @@ def test_two_jobs_are_dumped_at_once(counter: CounterFactory, store: Path) -> No
         assert_comes_back(job, at(store, f"job-{job.pid}"), 101)
 
 
-def test_ranks_are_dumped_twice_and_come_back(ranks: RanksFactory, driver: CudaDriver, store: Path) -> None:
+def test_ranks_are_dumped_twice_and_restored(ranks: RanksFactory, driver: CudaDriver, store: Path) -> None:
     job = ranks(2)
     gpucr.dump(job.pid, at(store, "before"), leave_running=True)
     job.assert_goes_on()
@@ -166,7 +166,7 @@ def test_ranks_are_dumped_twice_and_come_back(ranks: RanksFactory, driver: CudaD
         job.close()
 
 
-def test_the_rest_comes_back_after_a_prune(counter: CounterFactory, store: Path) -> None:
+def test_remaining_snapshots_are_restored_after_a_prune(counter: CounterFactory, store: Path) -> None:
     job = counter("--mib", "16")
     for number in range(4):
         assert job.ask() == 101 + number
@@ -212,7 +212,7 @@ def many_threads() -> Iterator[subprocess.Popen[bytes]]:
         process.wait()
 
 
-def test_more_images_than_a_process_may_have_open_files(many_threads: subprocess.Popen[bytes], store: Path) -> None:
+def test_more_images_than_the_open_file_limit(many_threads: subprocess.Popen[bytes], store: Path) -> None:
     def limited(*arguments: object) -> None:
         limit = ["prlimit", f"--nofile={_MOST_FILES}:", *command(*arguments)]
         done = subprocess.run(limit, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False)
@@ -275,7 +275,7 @@ def test_encrypted(counter: CounterFactory, tmp_path: Path) -> None:
     assert_comes_back(job, at(store, "b"), 101, key=new)
 
 
-def test_a_dump_to_what_is_not_encrypted_is_refused_where_that_was_asked(counter: CounterFactory, store: Path) -> None:
+def test_a_dump_to_an_unencrypted_store_is_refused_with_encrypt(counter: CounterFactory, store: Path) -> None:
     job = counter("--mib", "1")
     with pytest.raises(gpucr.StoreError, match="is not encrypted"):
         gpucr.dump(job.pid, at(store, "a"), encrypt=True)
@@ -288,7 +288,7 @@ def test_a_dump_to_what_is_not_encrypted_is_refused_where_that_was_asked(counter
     assert names(store) == []
 
 
-def test_images_on_a_disk_are_said_where_the_store_is_encrypted(
+def test_images_on_disk_are_reported_if_the_store_is_encrypted(
     counter: CounterFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpucr.init_store(tmp_path / "store", key=KEY)
@@ -318,7 +318,7 @@ def test_where_working_folders_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 # --- what goes wrong -------------------------------------------------------------------------------------------
 
 
-def test_names_and_places_that_cannot_be_meant(counter: CounterFactory, store: Path, tmp_path: Path) -> None:
+def test_invalid_names_and_locations(counter: CounterFactory, store: Path, tmp_path: Path) -> None:
     job = counter("--mib", "1")
     for name in ("latest", "0123456789abcdef", "a/b"):
         with pytest.raises(gpucr.InvalidRequest):
@@ -338,7 +338,7 @@ def test_names_and_places_that_cannot_be_meant(counter: CounterFactory, store: P
 
 
 @pytest.mark.parametrize("leave_running", [later(False), True])
-def test_a_store_that_takes_no_more_leaves_the_job_as_it_was(
+def test_a_full_store_leaves_the_job_unchanged(
     counter: CounterFactory, driver: CudaDriver, store: Path, monkeypatch: pytest.MonkeyPatch, leave_running: bool
 ) -> None:
     job = counter("--mib", "16", "--fork", "1")
@@ -364,7 +364,7 @@ def test_a_store_that_takes_no_more_leaves_the_job_as_it_was(
     assert writers.seen(LocalBackend(store)) == {}, "it says that it has given up"
 
 
-def test_a_commit_that_fails_leaves_the_job_as_it_was(
+def test_a_failed_commit_leaves_the_job_unchanged(
     counter: CounterFactory, store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = counter("--mib", "16")
@@ -386,7 +386,7 @@ def test_a_commit_that_fails_leaves_the_job_as_it_was(
     assert_comes_back(job, at(store, "a"), 102)
 
 
-def test_a_dump_that_was_taken_for_dead_leaves_the_job_as_it_was(
+def test_a_dump_declared_dead_leaves_the_job_unchanged(
     counter: CounterFactory, store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = counter("--mib", "1")
@@ -402,10 +402,8 @@ def test_a_dump_that_was_taken_for_dead_leaves_the_job_as_it_was(
     assert names(store) == []
 
 
-def test_a_snapshot_that_is_not_wanted_is_removed_again(
-    counter: CounterFactory, store: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """CRIU fails after the commit, and the job is alive: one of the two is too many."""
+def test_an_unwanted_snapshot_is_removed(counter: CounterFactory, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CRIU fails after the commit, and the job is alive, so the snapshot must go."""
     job = counter("--mib", "1")
     commit = gpucr.operations.dump_steps.commit
 
@@ -455,9 +453,7 @@ def test_a_flipped_bit_ends_the_restore(counter: CounterFactory, store: Path, wh
     ("what", "leave_running"),
     [("device", False), ("images", True), later("device", True), later("images", False)],
 )
-def test_a_dump_writes_again_what_has_rotted_in_the_store(
-    counter: CounterFactory, store: Path, what: str, leave_running: bool
-) -> None:
+def test_a_dump_rewrites_damaged_pieces(counter: CounterFactory, store: Path, what: str, leave_running: bool) -> None:
     job = counter("--mib", "16")
     first = gpucr.dump(job.pid, at(store, "a"), leave_running=True)
     area = f"device/{job.pid}" if what == "device" else f"images/pages-{_largest_pages(first.snapshot)}.img"
@@ -481,7 +477,7 @@ def test_a_dump_writes_again_what_has_rotted_in_the_store(
     assert_comes_back(job, at(store, "b"), 101)
 
 
-def test_a_store_that_is_trusted_is_not_read(counter: CounterFactory, store: Path) -> None:
+def test_a_trusted_store_is_not_read(counter: CounterFactory, store: Path) -> None:
     job = counter("--mib", "16")
     gpucr.dump(job.pid, at(store, "a"), leave_running=True)
     checked = gpucr.dump(job.pid, at(store, "b"), leave_running=True)
@@ -499,7 +495,7 @@ def _largest_pages(snapshot: Any) -> str:
     return path.removeprefix("images/pages-").removesuffix(".img")
 
 
-def test_a_pack_that_is_missing_is_said_before_anything_starts(counter: CounterFactory, store: Path) -> None:
+def test_a_missing_pack_is_reported_before_anything_starts(counter: CounterFactory, store: Path) -> None:
     job = counter("--mib", "16")
     gpucr.dump(job.pid, at(store, "a"))
     job.reap()
@@ -555,7 +551,7 @@ def test_a_deadline_and_an_interrupt_end_a_restore(counter: CounterFactory, stor
 
 
 @pytest.mark.parametrize("encrypted", [later(False), True])
-def test_a_copy_comes_back(counter: CounterFactory, store: Path, tmp_path: Path, encrypted: bool) -> None:
+def test_a_copied_snapshot_is_restored(counter: CounterFactory, store: Path, tmp_path: Path, encrypted: bool) -> None:
     key = KEY if encrypted else None
     target = tmp_path / "target"
     gpucr.init_store(target, key=key)
@@ -602,7 +598,7 @@ def _patience(monkeypatch: pytest.MonkeyPatch, deadline_s: float) -> None:
 
 
 @long
-def test_there_and_back_over_connections_that_are_cut(
+def test_dump_and_restore_over_failing_connections(
     counter: CounterFactory, server: Server, s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = counter("--mib", "32")
@@ -627,7 +623,7 @@ def test_there_and_back_over_connections_that_are_cut(
     assert_comes_back(job, str(local), 101)
 
 
-def test_a_network_that_is_gone_leaves_the_job_as_it_was(
+def test_a_network_failure_leaves_the_job_unchanged(
     counter: CounterFactory, driver: CudaDriver, server: Server, s3: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = counter("--mib", "16", "--fork", "1")
@@ -660,7 +656,7 @@ def test_a_network_that_is_gone_leaves_the_job_as_it_was(
 # --- commands --------------------------------------------------------------------------------------------------
 
 
-def test_the_commands_of_a_day(counter: CounterFactory, tmp_path: Path) -> None:
+def test_everyday_commands(counter: CounterFactory, tmp_path: Path) -> None:
     store, key = tmp_path / "store", tmp_path / "key"
     key.write_bytes(os.urandom(32))
     env = {"GPUCR_KEY_FILE": str(key)}
@@ -715,7 +711,7 @@ def test_a_full_disk_is_foreseen(counter: CounterFactory, store: Path, monkeypat
 
 
 @pytest.mark.parametrize("name", ["GPUCR_KEY_FILE", "GPUCR_PASSPHRASE"])
-def test_a_key_in_the_environment_does_not_concern_a_plain_folder(
+def test_a_key_in_the_environment_does_not_affect_a_plain_folder(
     process_without_cuda: int, tmp_path: Path, name: str
 ) -> None:
     to, pid, env = str(tmp_path / "plain"), str(process_without_cuda), {name: "/no/such/file"}
@@ -759,7 +755,7 @@ def test_a_damaged_snapshot_gives_exit_code_5(process_without_cuda: int, store: 
         (("verify", "ftp://host/path"), "is no place for a store"),
     ],
 )
-def test_what_cannot_be_meant_is_said(store: Path, arguments: tuple[str, ...], said: str) -> None:
+def test_invalid_requests_are_reported(store: Path, arguments: tuple[str, ...], said: str) -> None:
     (store / "packs" / "ab").mkdir(parents=True)
     done = run(*(text.format(store=store) for text in arguments))
     assert done.returncode in (2, 5)

@@ -73,7 +73,7 @@ def saved(store: Store, memories: dict[DevicePart, bytes]) -> StoredSnapshot:
         return session.commit(name=None, manifest=b"{}", areas=sink.areas)
 
 
-def test_what_changes_after_it_was_saved_early_is_saved_again(store: Store, session: WriteSession) -> None:
+def test_data_changed_after_an_early_save_is_saved_again(store: Store, session: WriteSession) -> None:
     memory = bytearray(os.urandom(8 * PIECE))
     memory[2 * PIECE : 3 * PIECE] = bytes(PIECE)
     fd = staging(bytes(memory))
@@ -112,7 +112,7 @@ def reader_of(store: Store, stored: StoredSnapshot, fds: dict[DevicePart, int]) 
     return DeviceReader(StorePieces(reader, {part: area.pieces(reader) for part, area in areas.items()}), destinations)
 
 
-def test_all_processes_are_filled_side_by_side(store: Store) -> None:
+def test_all_processes_are_filled_in_parallel(store: Store) -> None:
     memories = {pid: os.urandom(count * PIECE) for pid, count in ((THREE, 40), (FOUR, 1), (FIVE, 100))}
     stored = saved(store, memories)
     fds = {pid: staging(len(memory)) for pid, memory in memories.items()}
@@ -144,7 +144,7 @@ def test_zeros_stay_holes(store: Store) -> None:
     os.close(fd)
 
 
-def test_cancelled_nobody_waits_for_ever(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cancelling_releases_every_waiter(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     stored = saved(store, {THREE: os.urandom(8 * PIECE)})
     fd = staging(8 * PIECE)
     reader = reader_of(store, stored, {THREE: fd})
@@ -167,7 +167,7 @@ def test_cancelled_nobody_waits_for_ever(store: Store, monkeypatch: pytest.Monke
     os.close(fd)
 
 
-def test_damage_is_told_to_who_waits(store: Store, tmp_path: Path) -> None:
+def test_damage_reaches_the_waiter(store: Store, tmp_path: Path) -> None:
     stored = saved(store, {THREE: os.urandom(8 * PIECE)})
     for pack in (tmp_path / "store" / "packs").glob("*/*"):
         data = bytearray(pack.read_bytes())

@@ -1,4 +1,4 @@
-"""Suspend and resume of whole jobs, and what is left when they fail."""
+"""Suspend and resume of whole jobs, and the state after failures."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def states(driver: CudaDriver, counter: Counter) -> set[CudaState | None]:
 
 
 @pytest.mark.by_user
-def test_suspend_frees_the_gpu_and_resume_goes_on(counter: CounterFactory, driver: CudaDriver) -> None:
+def test_suspend_frees_the_gpu_and_resume_continues(counter: CounterFactory, driver: CudaDriver) -> None:
     job = counter("--mib", "32")
     assert job.ask() == 101
     report = gpucr.suspend(job.pid)
@@ -56,7 +56,7 @@ def test_a_pid_stands_for_its_whole_tree(counter: CounterFactory, driver: CudaDr
     assert job.ask() == 101
 
 
-def test_a_process_of_the_tree_that_ends_while_it_is_looked_at(
+def test_a_process_of_the_tree_ends_during_discovery(
     counter: CounterFactory, driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = counter("--mib", "1")
@@ -88,7 +88,7 @@ def test_suspending_twice_changes_nothing(counter: CounterFactory, driver: CudaD
 
 
 @pytest.mark.parametrize("found", [LOCKED, CHECKPOINTED])
-def test_what_was_locked_or_checkpointed_before_is_that_again(
+def test_locked_and_checkpointed_states_are_restored(
     counter: CounterFactory, driver: CudaDriver, found: CudaState
 ) -> None:
     job = counter("--fork", "1")
@@ -105,7 +105,7 @@ def test_what_was_locked_or_checkpointed_before_is_that_again(
     assert states(driver, job) == {RUNNING}
 
 
-def test_pending_work_ends_in_a_timeout_and_a_running_job(counter: CounterFactory, driver: CudaDriver) -> None:
+def test_pending_work_causes_a_timeout_and_the_job_keeps_running(counter: CounterFactory, driver: CudaDriver) -> None:
     job = counter("--fork", "1")
 
     def suspend(timeout_s: float) -> None:
@@ -131,7 +131,7 @@ def test_managed_memory_is_refused_by_the_driver_and_undone(counter: CounterFact
 
 @pytest.mark.by_user
 @pytest.mark.parametrize("action", ["lock", "checkpoint"])
-def test_one_failing_process_brings_all_back(
+def test_one_failing_process_undoes_all(
     sim_only: None, counter: CounterFactory, driver: CudaDriver, monkeypatch: pytest.MonkeyPatch, action: str
 ) -> None:
     job = counter("--fork", "2")
@@ -154,7 +154,7 @@ def test_a_failed_resume_leaves_the_job_suspended(
     action: str,
     slow: str | None,
 ) -> None:
-    """Also where those that ran again are not locked at once: who could not be unlocked is not asked to help them."""
+    """Even if those that ran again cannot be locked at once: one that could not be unlocked does not take part."""
     job = counter("--fork", "2", env=sim_environment(faults=slow) if slow else None)
     gpucr.suspend(job.pid)
     monkeypatch.setenv("GPUCR_SIM_CALLER_FAULTS", f"{action}@{job.processes()[1]}=999")
@@ -168,7 +168,7 @@ def test_a_failed_resume_leaves_the_job_suspended(
 
 @pytest.mark.by_user
 @pytest.mark.parametrize("action", ["lock", "checkpoint"])
-def test_a_process_that_dies_in_the_middle_is_named(
+def test_a_process_that_dies_midway_is_named(
     sim_only: None, counter: CounterFactory, action: str, sim_environment: Callable[..., dict[str, str]]
 ) -> None:
     job = counter(env=sim_environment(faults=f"{action}=die"))
@@ -178,7 +178,7 @@ def test_a_process_that_dies_in_the_middle_is_named(
     assert lost.startswith(f"process {job.pid} (")
 
 
-def test_a_process_that_starts_cuda_meanwhile_is_taken_in(
+def test_a_process_that_starts_cuda_meanwhile_is_included(
     counter: CounterFactory, driver: CudaDriver, sim_environment: Callable[..., dict[str, str]], tmp_path: Path
 ) -> None:
     start = tmp_path / "start"
@@ -202,7 +202,7 @@ def _touch_when_locked(driver: CudaDriver, job: Counter, file: Path) -> None:
     file.touch()
 
 
-def test_a_resume_without_room_is_refused_before_it_starts(
+def test_a_resume_without_room_is_refused_beforehand(
     counter: CounterFactory,
     driver: CudaDriver,
     sim_environment: Callable[..., dict[str, str]],
@@ -225,7 +225,7 @@ def test_a_resume_without_room_is_refused_before_it_starts(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_in_the_middle_undoes_and_ends_with_130(
+def test_a_signal_midway_undoes_and_exits_with_130(
     counter: CounterFactory,
     driver: CudaDriver,
     sim_environment: Callable[..., dict[str, str]],
@@ -279,7 +279,7 @@ def test_the_job_of_a_killed_gpucr_runs_again_by_itself(
     assert driver.state(job.pid) is RUNNING
 
 
-def test_a_second_gpucr_is_refused_while_the_first_is_at_work(
+def test_a_second_gpucr_is_refused_while_the_first_works(
     counter: CounterFactory, driver: CudaDriver, sim_environment: Callable[..., dict[str, str]], tmp_path: Path
 ) -> None:
     job = counter("--fork", "1", env=sim_environment(faults=f"checkpoint=until:{tmp_path / 'go'}"))

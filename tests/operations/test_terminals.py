@@ -42,7 +42,7 @@ while True:
 """
 
 
-def test_a_dump_that_fails_leaves_them_as_they_were(
+def test_a_failed_dump_leaves_terminals_unchanged(
     start: StartJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """CRIU empties them, and makes them non-blocking, when it is to end the job."""
@@ -63,7 +63,7 @@ def test_a_dump_that_fails_leaves_them_as_they_were(
     assert job.go_on() == "HELLOAGAIN"
 
 
-def test_which_processes_have_made_some() -> None:
+def test_processes_that_created_terminals() -> None:
     assert not makes_terminals(os.getpid())
     master, slave = os.openpty()
     try:

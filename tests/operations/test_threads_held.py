@@ -1,4 +1,4 @@
-"""What becomes of a job's threads: nothing is left stopped or traced, and none runs without its device memory.
+"""A job's threads: none is left stopped or traced, and none runs without its device memory.
 
 The simulator has a thread that CRIU's interruption kills while device memory is away (docs/reference/simulator.md), so
 a job that survives here was held all the time.
@@ -141,7 +141,7 @@ def test_after_a_fault_of_the_driver(
 
 
 @pytest.mark.parametrize("leave_running", [False, True])
-def test_after_a_refusal_when_criu_has_dumped_all(
+def test_after_a_refusal_once_criu_has_dumped_everything(
     counter: CounterFactory,
     driver: CudaDriver,
     tmp_path: Path,
@@ -338,7 +338,7 @@ def shell(sim_only: None) -> Iterator[Shell]:
     shell.close()
 
 
-def test_a_job_on_a_terminal_goes_on_and_its_shell_is_warned_about(
+def test_a_job_on_a_terminal_continues_with_a_warning_about_its_shell(
     shell: Shell, driver: CudaDriver, tmp_path: Path
 ) -> None:
     assert processes.has_terminal(shell.pid)
@@ -351,7 +351,7 @@ def test_a_job_on_a_terminal_goes_on_and_its_shell_is_warned_about(
     assert f"si_status={int(signal.SIGCONT)}" in shell.has_seen()
 
 
-def test_a_job_is_stopped_for_criu_and_goes_on(counter: CounterFactory, tmp_path: Path) -> None:
+def test_a_job_is_stopped_for_criu_and_continues(counter: CounterFactory, tmp_path: Path) -> None:
     job = counter()
     gpucr.dump(job.pid, tmp_path / "s", leave_running=True)
     seen = os.waitid(os.P_PID, job.pid, os.WSTOPPED | os.WCONTINUED | os.WNOHANG | os.WNOWAIT)

@@ -40,14 +40,14 @@ def top() -> Iterator[Top]:
 
 
 def assert_given_back(terminal: Terminal) -> None:
-    """The terminal is as it was: its settings, the cursor, and the screen that was there before."""
+    """Assert that the terminal's settings, cursor and previous screen are restored."""
     assert terminal.modes == terminal.modes_before
     assert terminal.raw.rindex(b"\x1b[?25h") > terminal.raw.rindex(b"\x1b[?25l"), "the cursor is hidden"
     if b"\x1b[?1049h" in terminal.raw:
         assert terminal.raw.rindex(b"\x1b[?1049l") > terminal.raw.rindex(b"\x1b[?1049h")
 
 
-def test_suspend_and_resume_with_a_key(counter: CounterFactory, driver: CudaDriver, top: Top) -> None:
+def test_suspend_and_resume_by_key(counter: CounterFactory, driver: CudaDriver, top: Top) -> None:
     job = counter("--mib", "2", "--fork", "1")
     root, child = job.processes()
     terminal = top(job.pid)
@@ -74,7 +74,7 @@ def test_suspend_and_resume_with_a_key(counter: CounterFactory, driver: CudaDriv
     assert_given_back(terminal)
 
 
-def test_no_is_no(counter: CounterFactory, driver: CudaDriver, top: Top) -> None:
+def test_answering_no_does_nothing(counter: CounterFactory, driver: CudaDriver, top: Top) -> None:
     job = counter("--mib", "1")
     terminal = top(job.pid)
     terminal.press("s")
@@ -86,7 +86,7 @@ def test_no_is_no(counter: CounterFactory, driver: CudaDriver, top: Top) -> None
     assert driver.state(job.pid) is RUNNING
 
 
-def test_arrows_select(counter: CounterFactory, driver: CudaDriver, top: Top) -> None:
+def test_arrow_keys_select(counter: CounterFactory, driver: CudaDriver, top: Top) -> None:
     one, other = sorted((counter("--mib", "1"), counter("--mib", "1")), key=lambda job: job.pid)
     terminal = top(one.pid, other.pid, env_term="xterm-256color")
     terminal.press("\x1bOB")  # as a terminal sends it in the mode that curses puts it in
@@ -129,7 +129,7 @@ def begin_suspend(terminal: Terminal, job: Counter, driver: CudaDriver) -> None:
     terminal.wait_for("checkpoint process")  # before that nothing waits for the driver, and it can be left at once
 
 
-def test_cancelling_undoes(slow_job: Counter, driver: CudaDriver, top: Top, go: Path) -> None:
+def test_cancelling_undoes_the_operation(slow_job: Counter, driver: CudaDriver, top: Top, go: Path) -> None:
     terminal = top(slow_job.pid)
     begin_suspend(terminal, slow_job, driver)
     terminal.press("x")
@@ -141,9 +141,7 @@ def test_cancelling_undoes(slow_job: Counter, driver: CudaDriver, top: Top, go: 
     assert terminal.wait_ended() == 0
 
 
-def test_while_something_is_under_way_it_cannot_be_left(
-    slow_job: Counter, driver: CudaDriver, top: Top, go: Path
-) -> None:
+def test_during_an_operation_it_cannot_be_quit(slow_job: Counter, driver: CudaDriver, top: Top, go: Path) -> None:
     terminal = top(slow_job.pid)
     begin_suspend(terminal, slow_job, driver)
     terminal.press("q\x1bsrn")
@@ -153,7 +151,7 @@ def test_while_something_is_under_way_it_cannot_be_left(
     assert driver.state(slow_job.pid) is CHECKPOINTED
 
 
-def test_the_end_of_a_job_is_survived(counter: CounterFactory, top: Top) -> None:
+def test_it_survives_the_end_of_a_job(counter: CounterFactory, top: Top) -> None:
     job = counter("--mib", "1")
     terminal = top(job.pid)
     terminal.press("s")
@@ -165,7 +163,7 @@ def test_the_end_of_a_job_is_survived(counter: CounterFactory, top: Top) -> None
     assert terminal.wait_ended() == 0
 
 
-def test_ranks_can_be_taken_together(ranks: RanksFactory, driver: CudaDriver, top: Top) -> None:
+def test_ranks_can_be_selected_together(ranks: RanksFactory, driver: CudaDriver, top: Top) -> None:
     job = ranks(2)
     terminal = top(*job.ranks)
     terminal.press("s")
@@ -175,7 +173,7 @@ def test_ranks_can_be_taken_together(ranks: RanksFactory, driver: CudaDriver, to
     assert {driver.state(pid) for pid in job.ranks} == {CHECKPOINTED}
 
 
-def test_control_c_gives_the_terminal_back(counter: CounterFactory, top: Top) -> None:
+def test_control_c_restores_the_terminal(counter: CounterFactory, top: Top) -> None:
     terminal = top(counter("--mib", "1").pid)
     terminal.press("\x03")
     assert terminal.wait_ended() == 130
@@ -186,7 +184,7 @@ def test_control_c_gives_the_terminal_back(counter: CounterFactory, top: Top) ->
 def test_control_c_does_not_wait_for_the_driver(
     counter: CounterFactory, driver: CudaDriver, sim_only: None, tmp_path: Path
 ) -> None:
-    """Neither when it looks for the first time, with no screen yet, nor later, nor while Python ends."""
+    """Neither at the first look, before there is a screen, nor later, nor while Python exits."""
     job = counter("--mib", "1")
     for nth in (1, 3):
         log = tmp_path / f"asked-{nth}"
@@ -218,14 +216,14 @@ def test_another_control_c_leaves_the_undo_to_the_guard(
     assert slow_job.ask() == 101
 
 
-def test_control_z_does_not_stop_an_operation_half_way(counter: CounterFactory, top: Top) -> None:
+def test_control_z_does_not_stop_an_operation_midway(counter: CounterFactory, top: Top) -> None:
     terminal = top(counter("--mib", "1").pid)
     terminal.press("\x1as")
     terminal.wait_for("y yes   n no")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_undoes_what_is_under_way(
+def test_a_signal_undoes_the_operation(
     slow_job: Counter, driver: CudaDriver, top: Top, go: Path, number: signal.Signals
 ) -> None:
     terminal = top(slow_job.pid)
@@ -239,9 +237,7 @@ def test_a_signal_undoes_what_is_under_way(
     assert_given_back(terminal)
 
 
-def test_a_terminal_that_goes_away_undoes_what_is_under_way(
-    slow_job: Counter, driver: CudaDriver, top: Top, go: Path
-) -> None:
+def test_a_vanished_terminal_undoes_the_operation(slow_job: Counter, driver: CudaDriver, top: Top, go: Path) -> None:
     terminal = top(slow_job.pid)
     begin_suspend(terminal, slow_job, driver)
     terminal.hang_up()
@@ -250,7 +246,7 @@ def test_a_terminal_that_goes_away_undoes_what_is_under_way(
     assert driver.state(slow_job.pid) is RUNNING
 
 
-def test_a_terminal_that_goes_away(counter: CounterFactory, top: Top) -> None:
+def test_a_vanished_terminal(counter: CounterFactory, top: Top) -> None:
     terminal = top(counter("--mib", "1").pid)
     terminal.hang_up()
     assert terminal.process.wait(DEADLINE_S) == 130
@@ -294,7 +290,7 @@ main()
 """
 
 
-def test_a_defect_gives_the_terminal_back(counter: CounterFactory, top: Top) -> None:
+def test_an_internal_error_restores_the_terminal(counter: CounterFactory, top: Top) -> None:
     terminal = top(program=[sys.executable, "-c", FAILING, str(counter("--mib", "1").pid)])
     terminal.press("s")
     assert terminal.wait_ended() == 1
@@ -302,11 +298,11 @@ def test_a_defect_gives_the_terminal_back(counter: CounterFactory, top: Top) -> 
     assert_given_back(terminal)
 
 
-def test_another_size(counter: CounterFactory, top: Top) -> None:
+def test_a_resized_terminal(counter: CounterFactory, top: Top) -> None:
     assert_it_follows_the_size(top(counter("--mib", "1").pid))
 
 
-def test_another_size_of_which_no_signal_tells(counter: CounterFactory, top: Top) -> None:
+def test_a_terminal_resized_without_a_signal(counter: CounterFactory, top: Top) -> None:
     job = counter("--mib", "1")
     block = "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGWINCH])"
     start = f"import os, signal, sys; {block}; os.execv(sys.argv[1], sys.argv[1:])"
@@ -334,7 +330,7 @@ def blocked_signals(pid: int) -> set[int]:
 # --- without a terminal ----------------------------------------------------------------------------------------
 
 
-def test_without_a_terminal_it_says_so() -> None:
+def test_without_a_terminal_it_is_refused() -> None:
     done = run("top")
     assert (done.returncode, done.stdout) == (2, "")
     assert "gpucr top needs a terminal" in done.stderr
@@ -342,7 +338,7 @@ def test_without_a_terminal_it_says_so() -> None:
 
 
 @pytest.mark.parametrize("term", ["", "no-such-terminal"])
-def test_a_terminal_of_which_nothing_is_known(term: str, top: Top) -> None:
+def test_an_unknown_terminal_type(term: str, top: Top) -> None:
     terminal = Terminal(command("top"), env_term=term)
     try:
         assert terminal.wait_ended() == 2

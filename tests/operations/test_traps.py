@@ -1,4 +1,4 @@
-"""Jobs that would not come back are refused, continue, and can be insisted on; what was measured here decides."""
+"""Unrestorable jobs are refused and keep running; force and measurements on this machine override that."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def nccl_job(counter: CounterFactory, nccl_library: str) -> Counter:
     return counter("--fork", "1", "--no-shm", "--devices", "0,1", "--mib", "2", env={"LD_PRELOAD": nccl_library})
 
 
-def test_a_default_nccl_job_is_refused_with_the_reason_and_goes_on(nccl_job: Counter, driver: CudaDriver) -> None:
+def test_a_default_nccl_job_is_refused_with_the_reason_and_keeps_running(nccl_job: Counter, driver: CudaDriver) -> None:
     assert nccl_job.ask() == 101
     with pytest.raises(
         Unsupported, match=r"2 processes \(\d+, \d+\) may exchange data through NCCL over P2P"
@@ -80,7 +80,7 @@ def test_a_dump_is_refused_too_and_a_dry_run_shows_it(nccl_job: Counter, tmp_pat
     assert nccl_job.ask() == 101
 
 
-def test_settings_that_come_back_are_not_refused(counter: CounterFactory, nccl_library: str) -> None:
+def test_settings_that_can_be_restored_are_not_refused(counter: CounterFactory, nccl_library: str) -> None:
     settings = {"NCCL_P2P_DISABLE": "1", "NCCL_CUMEM_ENABLE": "0", "NCCL_CUMEM_HOST_ENABLE": "0"}
     program = counter("--fork", "1", "--mib", "2", env={"LD_PRELOAD": nccl_library, **settings})
     assert gpucr.suspend(program.pid).warnings == ()
@@ -88,7 +88,7 @@ def test_settings_that_come_back_are_not_refused(counter: CounterFactory, nccl_l
     assert program.ask() == 101
 
 
-def test_a_process_on_two_gpus_is_refused_until_peer_access_is_measured_to_come_back(
+def test_a_process_on_two_gpus_is_refused_until_peer_access_is_measured_to_be_restored(
     counter: CounterFactory, machine_with_peers: pytest.MonkeyPatch
 ) -> None:
     program = counter("--devices", "0,1", "--mib", "2")
@@ -106,7 +106,7 @@ def test_a_process_on_two_gpus_is_refused_until_peer_access_is_measured_to_come_
     assert program.send("verify") == "ok"
 
 
-def test_gpus_that_cannot_reach_each_other(counter: CounterFactory, machine_with_peers: pytest.MonkeyPatch) -> None:
+def test_gpus_without_peer_access(counter: CounterFactory, machine_with_peers: pytest.MonkeyPatch) -> None:
     machine_with_peers.setenv("GPUCR_SIM_PEERS", "0")
     program = counter("--devices", "0,1", "--mib", "2")
     assert gpucr.suspend(program.pid).warnings == ()
@@ -114,7 +114,7 @@ def test_gpus_that_cannot_reach_each_other(counter: CounterFactory, machine_with
     assert program.send("verify") == "ok"
 
 
-def test_insisting_on_it(counter: CounterFactory) -> None:
+def test_overriding_with_force(counter: CounterFactory) -> None:
     """Two GPUs, but nothing was copied between them: it comes back, and the report says what was overruled."""
     program = counter("--devices", "0,1", "--mib", "2")
     report = gpucr.suspend(program.pid, force=True)
@@ -135,7 +135,7 @@ def peers() -> Iterator[Canary]:
         yield canary
 
 
-def test_why_it_is_refused(peers: Canary, driver: CudaDriver) -> None:
+def test_the_reason_of_the_refusal(peers: Canary, driver: CudaDriver) -> None:
     with pytest.raises(Unsupported, match="may use peer access"):
         gpucr.suspend(peers.pid)
     assert peers.ask() is None
@@ -148,7 +148,7 @@ def test_why_it_is_refused(peers: Canary, driver: CudaDriver) -> None:
 
 
 @pytest.mark.criu
-def test_what_was_overruled_is_in_the_snapshot_and_in_the_error(counter: CounterFactory, tmp_path: Path) -> None:
+def test_overridden_findings_are_in_the_snapshot_and_the_error(counter: CounterFactory, tmp_path: Path) -> None:
     program = counter("--devices", "0,1", "--mib", "2", env={"GPUCR_SIM_FAULTS": "restore#1=999"})
     gpucr.dump(program.pid, tmp_path / "s", force=True)
     program.reap()
@@ -171,7 +171,7 @@ def test_a_mig_gpu(counter: CounterFactory, machine_with_peers: pytest.MonkeyPat
 
 
 @pytest.mark.criu
-def test_a_machine_that_was_measured_to_bring_nothing_back(
+def test_a_machine_measured_to_restore_nothing(
     counter: CounterFactory, tmp_path: Path, machine_with_peers: pytest.MonkeyPatch
 ) -> None:
     program = counter("--mib", "2")

@@ -1,4 +1,4 @@
-"""What gpucr believes, or gives to other programs, lies where nobody else can change it; and images can disappear."""
+"""gpucr trusts, and passes to other programs, only paths that nobody else can change; and images can disappear."""
 
 from __future__ import annotations
 
@@ -74,7 +74,9 @@ def test_a_working_folder(unsafe_temporaries: Path) -> None:
     assert list(unsafe_temporaries.iterdir()) == []
 
 
-def test_a_folder_for_changed_images(unsafe_temporaries: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_folder_for_changed_images(
+    unsafe_temporaries: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "snapshot" / "images"
     folder.mkdir(parents=True)
     (folder / images.NAME).write_bytes(image(*OUTSIDE))
@@ -92,7 +94,7 @@ def test_a_folder_for_changed_images(unsafe_temporaries: Path, tmp_path: Path, m
 
 
 @pytest.mark.parametrize("place", [".", "below"])
-def test_a_container_is_not_restored_from_there(unsafe: Path, place: str) -> None:
+def test_a_container_is_not_restored_from_an_untrusted_folder(unsafe: Path, place: str) -> None:
     with pytest.raises(SnapshotError, match="is not used") as refused:
         by_runtime.restore_container(unsafe / place)
     assert refused.value.code == "GPUCR-UNTRUSTED-PATH"
@@ -100,7 +102,7 @@ def test_a_container_is_not_restored_from_there(unsafe: Path, place: str) -> Non
 
 @pytest.mark.criu
 @pytest.mark.parametrize("phase", ["keeper", "criu"])
-def test_images_that_are_taken_away_during_a_restore(
+def test_images_removed_during_a_restore(
     counter: CounterFactory, tmp_path: Path, phase: str, remove_at: Callable[[str, Path], OnProgress]
 ) -> None:
     """They have been verified by then."""
@@ -116,7 +118,7 @@ def test_images_that_are_taken_away_during_a_restore(
 
 
 @pytest.mark.criu
-def test_images_that_are_taken_away_during_a_dump(
+def test_images_removed_during_a_dump(
     counter: CounterFactory, tmp_path: Path, remove_at: Callable[[str, Path], OnProgress]
 ) -> None:
     job, place = counter("--mib", "1"), tmp_path / "s"

@@ -1,4 +1,4 @@
-"""Programs that watch GPUs through NVML, as loggers of a training do: the driver has a state for them as well.
+"""Programs that monitor GPUs through NVML, like training loggers: the driver has a state for them too.
 
 On the simulated driver such a program has no CUDA, and no device files: there it is dumped as any other child.
 """
@@ -50,7 +50,7 @@ def watched(log: Path) -> list[str]:
 def wait_watching(log: Path) -> None:
     """Wait until it has watched for some more time. All that it has seen since its start must be well, and follow."""
     wanted = len(watched(log)) + 10
-    wait_until(lambda: len(watched(log)) >= wanted, "the watcher to go on")
+    wait_until(lambda: len(watched(log)) >= wanted, "the watcher to continue")
     assert watched(log) == [f"{number} ok" for number in range(len(watched(log)))]
 
 

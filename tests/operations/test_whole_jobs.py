@@ -1,4 +1,4 @@
-"""Whole jobs as users have them: started, dumped while they work, gone, and back, here or on other GPUs, once or twice.
+"""Whole jobs as users run them: started, dumped while they work, ended, restored here or on other GPUs, or cloned.
 
 The ranks wait for each other on the GPU, as those of NCCL do, and one lost or doubled step shows in their sums. The
 same on hardware, with torchrun: tests/hardware/whole_jobs.py.
@@ -80,7 +80,7 @@ def test_a_job_is_dumped_while_it_works_and_loses_nothing(
 
 
 @pytest.mark.parametrize("option", ["--isolate", later("--no-isolate")])
-def test_two_ranks_change_places(machine: MakeMachine, folder: Path, tmp_path: Path, option: str) -> None:
+def test_two_ranks_swap_gpus(machine: MakeMachine, folder: Path, tmp_path: Path, option: str) -> None:
     uuids = machine("2x512MiB")
     job = Job(folder, 2, option)
     job.dump(tmp_path / "s")
@@ -133,10 +133,10 @@ def test_one_warm_process_becomes_two_on_two_gpus(machine: MakeMachine, folder: 
         assert listed == {"model": "dumped", "model-on-0": "running", "model-on-1": "running"}
 
 
-def test_a_job_that_could_not_come_back_is_refused_and_goes_on(
+def test_an_unrestorable_job_is_refused_and_keeps_running(
     machine: MakeMachine, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One process on two GPUs that reach each other: a checkpoint would succeed, and no restore bring it back."""
+    """One process on two GPUs that reach each other: a checkpoint would succeed, and every restore fail."""
     machine("2x512MiB")
     monkeypatch.setenv("GPUCR_SIM_PEERS", "1")
     with start_counter(folder, "--devices", "0,1", name="peers", interpose=False) as job:

@@ -1,4 +1,4 @@
-"""Working folders: nothing of them stays, whoever was killed."""
+"""Working folders never stay behind, whichever process is killed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def age(path: Path) -> None:
     os.utime(path, (0, 0))
 
 
-def test_it_is_private_and_removed_with_all_that_is_in_it(place: Path) -> None:
+def test_it_is_private_and_removed_with_its_contents(place: Path) -> None:
     folder = WorkingFolder(1, 0)
     folder.create()
     assert [path.name for path in place.iterdir()] == [folder.path.name]
@@ -41,7 +41,7 @@ def test_it_is_private_and_removed_with_all_that_is_in_it(place: Path) -> None:
     assert list(place.iterdir()) == []
 
 
-def test_what_one_that_was_killed_left_is_removed_by_the_next(place: Path) -> None:
+def test_leftovers_of_a_killed_gpucr_are_removed(place: Path) -> None:
     left, fresh, other = (place / f"{PREFIX}{name}" for name in ("left", "fresh", "other"))
     for path in (left, fresh, other):
         path.mkdir()
@@ -65,7 +65,7 @@ def test_what_one_that_was_killed_left_is_removed_by_the_next(place: Path) -> No
         each.remove()
 
 
-def test_no_folder_can_be_made(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_folder_can_be_created(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = WorkingFolder(1, 0)
     place.rename(place.with_name("elsewhere"))
     with pytest.raises(SnapshotError, match="cannot be made"):
@@ -78,7 +78,7 @@ def test_nothing_else_is_removed(place: Path) -> None:
     assert place.exists()
 
 
-def test_one_whose_maker_was_killed_before_it_was_locked(place: Path) -> None:
+def test_a_folder_whose_gpucr_was_killed_before_locking_it(place: Path) -> None:
     """By its guard, and by a later gpucr."""
     for number in range(2):
         (place / f".gpucr-work-{number}").mkdir(mode=0o700)
@@ -100,10 +100,10 @@ def for_a_store(place: Path) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("made", [for_a_store, private_folder])
-def test_another_gpucr_looks_at_it_before_it_is_locked(
+def test_another_gpucr_checks_the_folder_before_it_is_locked(
     made: Callable[[Path], AbstractContextManager[object]], place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever looks for what was left behind locks it for a moment."""
+    """A gpucr that searches for leftovers locks it briefly."""
     place.chmod(0o700)
     open_it = os.open
     looks: list[threading.Timer] = []

@@ -149,7 +149,7 @@ def test_calls_wait_while_locked_and_checkpointed(libcuda: Libcuda, counter: Cou
     assert program.answer() == "101"
 
 
-def test_a_killed_callers_lock_is_given_up(libcuda: Libcuda, counter: CounterFactory) -> None:
+def test_a_killed_callers_lock_is_abandoned(libcuda: Libcuda, counter: CounterFactory) -> None:
     program = counter()
     program.send("busy 600000")
     source = (
@@ -166,7 +166,7 @@ def test_a_killed_callers_lock_is_given_up(libcuda: Libcuda, counter: CounterFac
     assert int(program.answer()) >= 101
 
 
-def test_a_target_that_dies_ends_the_call(libcuda: Libcuda, counter: CounterFactory) -> None:
+def test_a_dying_target_ends_the_call(libcuda: Libcuda, counter: CounterFactory) -> None:
     program = counter()
     program.send("busy 600000")
     results: list[int] = []
@@ -178,7 +178,7 @@ def test_a_target_that_dies_ends_the_call(libcuda: Libcuda, counter: CounterFact
     assert results == [304]
 
 
-def test_callers_take_turns(libcuda: Libcuda, counter: CounterFactory) -> None:
+def test_concurrent_callers_are_serialised(libcuda: Libcuda, counter: CounterFactory) -> None:
     pid = counter("--mib", "8").pid
     assert libcuda.act("lock", pid) == 0
     results: list[int] = []
@@ -263,7 +263,7 @@ def _memory(pid: int, address: int, size_bytes: int) -> bytes:
 
 
 @pytest.mark.parametrize("how", ["one", "per-gpu", "late"])
-def test_staging_can_be_several_mappings(libcuda: Libcuda, counter: CounterFactory, how: str) -> None:
+def test_staging_can_span_several_mappings(libcuda: Libcuda, counter: CounterFactory, how: str) -> None:
     program = counter("--mib", "5", "--devices", "0,1", env={"GPUCR_SIM_STAGING": how})
     held = used_bytes(program.pid)
     sizes = {"one": [sum(held)], "per-gpu": held, "late": [sum(held) // 2, sum(held) - sum(held) // 2]}
@@ -279,7 +279,7 @@ def test_staging_can_be_several_mappings(libcuda: Libcuda, counter: CounterFacto
         assert (program.ask(), program.send("verify")) == (answer, "ok")
 
 
-def test_an_unknown_staging_is_not_passed_over(run_program: RunProgram) -> None:
+def test_an_unknown_staging_mode_is_refused(run_program: RunProgram) -> None:
     assert run_program("print(cuda.cuInit(0))", GPUCR_SIM_STAGING="two") == ["999"]
 
 
@@ -318,7 +318,7 @@ def test_bad_maps_are_refused_and_a_good_one_works_afterwards(libcuda: Libcuda, 
     assert program.ask() == 101
 
 
-def test_gpus_that_are_not_visible_are_mapped_as_well(
+def test_invisible_gpus_are_mapped_too(
     libcuda: Libcuda, counter: CounterFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = gpu_uuids()
@@ -386,5 +386,5 @@ def test_restore_without_room(
         assert libcuda.state(suspended.pid) == (0, state)
 
 
-def test_an_unknown_behaviour_is_not_passed_over(run_program: RunProgram) -> None:
+def test_an_unknown_behaviour_is_refused(run_program: RunProgram) -> None:
     assert run_program("print(cuda.cuInit(0))", GPUCR_SIM_RESTORE_OOM="gone") == ["999"]

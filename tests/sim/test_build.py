@@ -46,7 +46,7 @@ def test_concurrent_builds_leave_one_whole_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("quick_compiler")
-def test_a_build_is_used_again_without_a_compiler(tmp_path: Path) -> None:
+def test_a_build_is_reused_without_a_compiler(tmp_path: Path) -> None:
     folder = simulator.build(tmp_path / "c")
     (tmp_path / "quick-cc").unlink()
     assert simulator.build(tmp_path / "c") == folder
@@ -61,7 +61,7 @@ def test_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_no_place_for_the_build(tmp_path: Path) -> None:
+def test_no_folder_for_the_build(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(SimulatorUnavailable, match="cannot be used: Not a directory") as failure:
         simulator.build(tmp_path / "file" / "sim")

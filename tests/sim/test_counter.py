@@ -44,7 +44,7 @@ def test_verify_finds_a_changed_byte(libcuda: Libcuda, counter: CounterFactory, 
     assert program.send("verify") == "corrupt"
 
 
-def test_nothing_can_be_saved_on_its_bytes(libcuda: Libcuda, counter: CounterFactory) -> None:
+def test_its_bytes_cannot_be_compressed_or_deduplicated(libcuda: Libcuda, counter: CounterFactory) -> None:
     """No page of zeros, no page twice, nothing to compress: a benchmark measures the moving of all of them."""
     program = counter("--mib", "6")
     libcuda.suspend(program.pid)
@@ -92,7 +92,7 @@ def test_children_are_counters_of_their_own(libcuda: Libcuda, counter: CounterFa
         libcuda.resume(pid)
 
 
-def test_sigterm_ends_it_cleanly_even_while_it_waits_for_an_unlock(libcuda: Libcuda, counter: CounterFactory) -> None:
+def test_sigterm_ends_it_cleanly_even_while_locked(libcuda: Libcuda, counter: CounterFactory) -> None:
     program = counter("--fork", "1")
     assert libcuda.act("lock", program.pid) == 0
     program.post()

@@ -77,7 +77,7 @@ def test_refused_while_the_gpu_is_held(
     assert program.alive
 
 
-def test_goes_on_after_dump_kill_and_restore(
+def test_continues_after_dump_kill_and_restore(
     libcuda: Libcuda, counter: CounterFactory, criu_install: CriuInstall, tmp_path: Path
 ) -> None:
     program = counter("--mib", "20", "--devices", "0,1")
@@ -146,7 +146,7 @@ def test_restored_without_its_device_memory_a_process_dies(
     wait_until(lambda: not program.alive, "the restored process to die")
 
 
-def test_without_such_a_thread_it_lives(
+def test_a_process_without_such_a_thread_survives(
     libcuda: Libcuda, counter: CounterFactory, criu_install: CriuInstall, tmp_path: Path
 ) -> None:
     program = counter(env={"GPUCR_SIM_WATCHER": "0"})

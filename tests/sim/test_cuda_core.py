@@ -54,7 +54,7 @@ with start_target() as target:
 
 
 @pytest.mark.parametrize("process_class", CLASSES.values(), ids=CLASSES)
-def test_gpus_are_named_as_cuda_core_names_them(run_program: RunProgram, machine: Machine, process_class: str) -> None:
+def test_gpus_have_cuda_cores_names(run_program: RunProgram, machine: Machine, process_class: str) -> None:
     machine("3x64MiB")
     source = """
 from cuda.core import Device
@@ -91,7 +91,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("call", "error"), sample(list(REFUSED.items()), 4))
-def test_the_same_is_refused(run_program: RunProgram, call: str, error: type[Exception]) -> None:
+def test_the_same_actions_are_refused(run_program: RunProgram, call: str, error: type[Exception]) -> None:
     source = f"""
 import cuda.core.checkpoint, gpucr
 for Process in (cuda.core.checkpoint.Process, gpucr.Process):

@@ -152,7 +152,7 @@ print(restore(), complete())
     assert caller(target, source) == ["3", f"201 {LOCKED}", "0 0", f"201 {CHECKPOINTED}", "0 0"]
 
 
-def test_documented_only_cugetprocaddress_gives_the_interface(caller: RunCaller, target: Counter) -> None:
+def test_documented_only_cugetprocaddress_returns_the_interface(caller: RunCaller, target: Counter) -> None:
     source = """
 print([find(name)[0] for name in ("cuCheckpointProcessCheckpoint", "cuCheckpointOperationComplete")])
 print(find("cuCheckpointProcessCheckpoint")[1] == find("cuCheckpointProcessCheckpoint", 12080)[1])
@@ -175,7 +175,7 @@ print(call("cuCheckpointProcessRestore", ctypes.c_int(target), ctypes.c_void_p(c
     assert caller(target, source) == [f"0 {CHECKPOINTED}", f"0 {LOCKED}"]
 
 
-def test_documented_a_process_cannot_take_itself(caller: RunCaller, target: Counter) -> None:
+def test_documented_a_process_cannot_checkpoint_itself(caller: RunCaller, target: Counter) -> None:
     assert caller(target, "ready(0, 1)\nprint(checkpoint(os.getpid()))") == ["801"]
 
 
@@ -266,7 +266,7 @@ print(device.value, complete())
     assert [held > 0 for held in used_bytes(one.pid)] == [False, True]
 
 
-def test_assumed_complete_is_for_one_handle_once(libcuda: Libcuda, caller: RunCaller, target: Counter) -> None:
+def test_assumed_complete_works_once_per_handle(libcuda: Libcuda, caller: RunCaller, target: Counter) -> None:
     libcuda.lock(target.pid)
     source = """
 ready(0, 1)
@@ -285,14 +285,16 @@ def test_assumed_reserved_bytes_must_be_zero(libcuda: Libcuda, caller: RunCaller
     assert caller(target, "ready(0, 1)\nprint(checkpoint(reserved=bytes(55) + b'x'), state()[1])") == [f"1 {LOCKED}"]
 
 
-def test_assumed_a_process_comes_back_as_it_left(libcuda: Libcuda, caller: RunCaller, target: Counter) -> None:
+def test_assumed_a_process_is_restored_the_way_it_was_checkpointed(
+    libcuda: Libcuda, caller: RunCaller, target: Counter
+) -> None:
     libcuda.lock(target.pid)
     assert caller(target, "ready(0, 1)\ncheckpoint()\nkept = take()\nprint(complete())") == ["0"]
     assert libcuda.act("restore", target.pid) == 401
     assert libcuda.state(target.pid) == (0, CHECKPOINTED)
 
 
-def test_assumed_a_caller_that_dies_leaves_its_target_where_it_was(
+def test_assumed_a_dying_caller_leaves_its_target_in_its_state(
     libcuda: Libcuda, caller: RunCaller, target: Counter
 ) -> None:
     libcuda.lock(target.pid)
@@ -301,7 +303,7 @@ def test_assumed_a_caller_that_dies_leaves_its_target_where_it_was(
     assert [libcuda.act(action, target.pid) for action in ("lock", "checkpoint", "restore", "unlock")] == [401] * 4
 
 
-def test_assumed_a_target_that_dies_ends_the_operation(libcuda: Libcuda, caller: RunCaller, target: Counter) -> None:
+def test_assumed_a_dying_target_ends_the_operation(libcuda: Libcuda, caller: RunCaller, target: Counter) -> None:
     libcuda.lock(target.pid)
     source = """
 ready(0, 1)
@@ -313,16 +315,14 @@ print(complete(handle), complete(handle))
     assert caller(target, source) == ["304 1"]
 
 
-def test_assumed_a_complete_that_fails_can_be_tried_again(
-    libcuda: Libcuda, caller: RunCaller, counter: CounterFactory
-) -> None:
+def test_assumed_a_failed_complete_can_be_retried(libcuda: Libcuda, caller: RunCaller, counter: CounterFactory) -> None:
     one = counter(env={"GPUCR_SIM_FAULTS": "complete#1=999"})
     libcuda.lock(one.pid)
     source = "ready(0)\ncheckpoint()\nprint(complete(), state()[1], complete(), state()[1])"
     assert caller(one, source) == [f"999 {CHECKPOINTING} 0 {CHECKPOINTED}"]
 
 
-def test_a_target_killed_midway_of_complete(libcuda: Libcuda, caller: RunCaller, counter: CounterFactory) -> None:
+def test_a_target_killed_during_complete(libcuda: Libcuda, caller: RunCaller, counter: CounterFactory) -> None:
     one = counter(env={"GPUCR_SIM_FAULTS": "complete=die"})
     libcuda.lock(one.pid)
     assert caller(one, "ready(0)\ncheckpoint()\nprint(complete())") == ["304"]

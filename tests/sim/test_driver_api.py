@@ -100,7 +100,7 @@ def test_visible_devices_by_uuid(run_program: RunProgram, machine: Machine) -> N
     assert seen == [uuid[4:].replace("-", "") for uuid in wanted]
 
 
-def test_capacity_is_shared_and_the_dead_hold_nothing(
+def test_capacity_is_shared_and_dead_processes_hold_none(
     libcuda: Libcuda, counter: CounterFactory, machine: Machine, run_program: RunProgram
 ) -> None:
     machine("1x64MiB")

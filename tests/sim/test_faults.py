@@ -74,7 +74,7 @@ def test_delay_lengthens_the_action(libcuda: Libcuda, counter: CounterFactory) -
 
 
 @pytest.mark.parametrize("side", ["target", "caller"])
-def test_the_action_waits_for_a_file(
+def test_an_action_can_wait_for_a_file(
     libcuda: Libcuda, counter: CounterFactory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, side: str
 ) -> None:
     faults = f"lock=until:{tmp_path / 'go'}"
@@ -93,7 +93,9 @@ def test_the_action_waits_for_a_file(
     assert libcuda.state(program.pid) == (0, LOCKED)
 
 
-def test_callers_fault_hits_one_pid(libcuda: Libcuda, counter: CounterFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_callers_fault_affects_one_pid(
+    libcuda: Libcuda, counter: CounterFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     one, other = counter().pid, counter().pid
     monkeypatch.setenv("GPUCR_SIM_CALLER_FAULTS", f"lock@{one}=999,state@{other}=800")
     assert libcuda.act("lock", one) == 999
@@ -104,7 +106,9 @@ def test_callers_fault_hits_one_pid(libcuda: Libcuda, counter: CounterFactory, m
     assert libcuda.state(other) == (0, LOCKED)
 
 
-def test_caller_can_kill_the_target(libcuda: Libcuda, counter: CounterFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_callers_fault_can_kill_the_target(
+    libcuda: Libcuda, counter: CounterFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     program = counter()
     monkeypatch.setenv("GPUCR_SIM_CALLER_FAULTS", f"unlock@{program.pid}=die")
     assert libcuda.act("lock", program.pid) == 0
@@ -115,7 +119,7 @@ def test_caller_can_kill_the_target(libcuda: Libcuda, counter: CounterFactory, m
 @pytest.mark.parametrize(
     "faults", ["explode=1", "lock", "lock=", "lock#0=1", "lock@x=1", "lock=delay:", "lock=until:", "lock=1x", ","]
 )
-def test_malformed_faults_are_not_passed_over(
+def test_malformed_faults_are_refused(
     libcuda: Libcuda, counter: CounterFactory, monkeypatch: pytest.MonkeyPatch, faults: str
 ) -> None:
     pid = counter().pid

@@ -23,7 +23,7 @@ def tell(attribute, pointer):
 """
 
 
-def test_what_is_told_of_pointers(run_program: RunProgram) -> None:
+def test_pointer_attributes(run_program: RunProgram) -> None:
     source = """
 _, plain = allocate(3 * MIB)
 _, handle = create()
@@ -50,7 +50,7 @@ print(*[cuda.cuPointerSetAttribute(byref(on), 6, pointer) for pointer in (plain,
     ]
 
 
-def test_memory_of_the_host_is_seen_by_the_processor_too(run_program: RunProgram) -> None:
+def test_host_memory_is_visible_to_the_cpu(run_program: RunProgram) -> None:
     source = """
 result, handle = create(kind=3)
 address, fd, again = show(handle), ctypes.c_int(), u64()
@@ -62,7 +62,7 @@ print(ctypes.string_at(show(again).value, 3).decode(), cuda.cuMemUnmap(address, 
     assert run_program(PRELUDE + source) == ["0 0 abc", "0", "0", "abc 0 1"]
 
 
-def test_multicast_objects_are_made_and_bound(run_program: RunProgram) -> None:
+def test_multicast_objects_are_created_and_bound(run_program: RunProgram) -> None:
     source = """
 group, memory = u64(), create()[1]
 properties = (ctypes.c_uint64 * 4)(1, 2 * MIB, 1, 0)

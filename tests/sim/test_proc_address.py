@@ -115,7 +115,7 @@ def test_the_interface_of_the_version(lookup: Lookup, name: str, version: int, e
         ("cuCheckpointProcessLock", 12070, VERSION_NOT_SUFFICIENT),
     ],
 )
-def test_what_is_not_found(lookup: Lookup, name: str, version: int, status: int) -> None:
+def test_symbols_that_are_not_found(lookup: Lookup, name: str, version: int, status: int) -> None:
     assert lookup.find(name, version) == (0, None, status)
     assert lookup.find_as_cuda_11(name, version) == (500, None)
 

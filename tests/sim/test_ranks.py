@@ -35,9 +35,7 @@ def test_only_a_deleted_shared_mapping_is_left(ranks: RanksFactory) -> None:
 
 
 @pytest.mark.parametrize("queue", [1, 4])
-def test_a_rank_that_is_behind_locks_and_one_that_is_ahead_stays_pending(
-    ranks: RanksFactory, libcuda: Libcuda, queue: int
-) -> None:
+def test_a_rank_behind_locks_and_a_rank_ahead_stays_pending(ranks: RanksFactory, libcuda: Libcuda, queue: int) -> None:
     job = ranks(2, "--step-us", "1000", "--queue", str(queue))
     job.pause(0)
     job.wait_standstill()
@@ -51,7 +49,7 @@ def test_a_rank_that_is_behind_locks_and_one_that_is_ahead_stays_pending(
     job.assert_goes_on()
 
 
-def test_a_rank_runs_ahead_by_what_it_may_queue(ranks: RanksFactory, libcuda: Libcuda) -> None:
+def test_a_rank_runs_ahead_by_its_queue_depth(ranks: RanksFactory, libcuda: Libcuda) -> None:
     job = ranks(2, "--step-us", "1000", "--queue", "6")
     job.pause(0)
     job.wait_standstill()
@@ -76,7 +74,7 @@ def test_results_survive_a_checkpoint(ranks: RanksFactory, libcuda: Libcuda) -> 
         assert job.status(0).steps > before.steps
 
 
-def test_a_job_whose_rank_has_died_stands_still(ranks: RanksFactory, libcuda: Libcuda) -> None:
+def test_a_job_with_a_dead_rank_stalls(ranks: RanksFactory, libcuda: Libcuda) -> None:
     job = ranks(2, "--step-us", "1000", "--queue", "1")
     os.kill(job.ranks[0], signal.SIGKILL)
     wait_until(lambda: job.ranks[0] not in job.processes(), "the rank to end")
@@ -126,7 +124,7 @@ def test_ranks_that_cannot_start_end_the_program(sim_only: None, tmp_path: Path)
     assert "cuMemAlloc" in done.stderr
 
 
-def test_the_command(sim_only: None, tmp_path: Path) -> None:
+def test_the_command_becomes_the_program(sim_only: None, tmp_path: Path) -> None:
     """`gpucr sim ranks` becomes the program."""
     source = "from gpucr.cli.sim import command; command()"
     words = ["ranks", "2", "--status-dir", str(tmp_path), "--step-ms", "0.5", "--skew", "0", "--queue", "1"]

@@ -21,7 +21,7 @@ def export():
 """
 
 
-def test_memory_that_was_not_made_for_it_is_not_exported(run_program: RunProgram) -> None:
+def test_memory_not_created_exportable_is_not_exported(run_program: RunProgram) -> None:
     assert run_program(_VMM + "print(create(0), export())") == ["0 1"]
 
 
@@ -39,7 +39,7 @@ print(cuda.cuMemcpyHtoD_v2(address, data, ctypes.c_size_t(100)), cuda.cuMemAddre
     assert run_program(_VMM + source) == ["1 0", "0", "1", "0 1", "0", "0 1 0", "1 0"]
 
 
-def test_a_descriptor_that_is_no_memory(run_program: RunProgram) -> None:
+def test_a_descriptor_that_is_not_memory(run_program: RunProgram) -> None:
     source = """
 fd = os.memfd_create("x")
 print(cuda.cuMemImportFromShareableHandle(byref(handle), ctypes.c_void_p(fd), 1))
@@ -105,14 +105,14 @@ print(cuda.cuGraphLaunch(None, stream), cuda.cuGraphDestroy(graph))
     assert run_program(source) == ["900 1", "0 0", "1 0"]
 
 
-def test_an_unknown_generation_is_said(run_program: RunProgram) -> None:
+def test_an_unknown_generation_is_reported(run_program: RunProgram) -> None:
     source = "version = ctypes.c_int(); cuda.cuDriverGetVersion(byref(version)); print(version.value)"
     assert run_program(source) == ["13000"]
     assert run_program(source, GPUCR_SIM_DRIVER="future") == ["14000"]
     assert run_program(source, GPUCR_SIM_DRIVER="900") == ["13000"]
 
 
-def test_memory_that_is_released_stays_until_it_is_unmapped(run_program: RunProgram) -> None:
+def test_released_memory_stays_until_unmapped(run_program: RunProgram) -> None:
     source = """
 print(create(1), cuda.cuMemAddressReserve(byref(address), size, zero, u64(0), none))
 data = ctypes.create_string_buffer(b"x" * 100)
@@ -173,6 +173,6 @@ print(cuda.cuIpcGetEventHandle(byref(handle), ctypes.c_void_p(5)))
     assert run_program(_EVENT + source) == ["0 [] 1", "1 0 1 0", "1 1", "400"]
 
 
-def test_the_file_of_events_goes_with_its_process(run_program: RunProgram) -> None:
+def test_the_event_file_is_removed_with_its_process(run_program: RunProgram) -> None:
     (made,) = run_program(_EVENT + "create(BETWEEN); print(shared_files()[0])")
     assert not Path("/dev/shm", made).exists()

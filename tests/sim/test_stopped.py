@@ -67,7 +67,7 @@ def only_main_thread_runs() -> Iterator[Callable[[int], HeldThreads]]:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_answered_when_a_stopped_target_goes_on(libcuda: Libcuda, counter: CounterFactory, name: str) -> None:
+def test_answered_when_a_stopped_target_continues(libcuda: Libcuda, counter: CounterFactory, name: str) -> None:
     call, answer, state = CALLS[name]
     program = counter()
     stop(program.pid)
@@ -79,7 +79,7 @@ def test_answered_when_a_stopped_target_goes_on(libcuda: Libcuda, counter: Count
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_answered_when_a_traced_restore_thread_goes_on(
+def test_answered_when_a_traced_restore_thread_continues(
     libcuda: Libcuda,
     counter: CounterFactory,
     only_main_thread_runs: Callable[[int], HeldThreads],
@@ -95,7 +95,7 @@ def test_answered_when_a_traced_restore_thread_goes_on(
     assert libcuda.state(program.pid) == (0, state)
 
 
-def test_the_restore_thread_is_told_of_a_stopped_target(libcuda: Libcuda, counter: CounterFactory) -> None:
+def test_the_restore_thread_id_of_a_stopped_target_is_returned(libcuda: Libcuda, counter: CounterFactory) -> None:
     program = counter()
     told = libcuda.restore_tid(program.pid)
     stop(program.pid)
@@ -104,7 +104,9 @@ def test_the_restore_thread_is_told_of_a_stopped_target(libcuda: Libcuda, counte
     assert libcuda.state(program.pid) == (0, RUNNING)
 
 
-def test_the_restore_thread_is_told_while_all_threads_are_traced(libcuda: Libcuda, counter: CounterFactory) -> None:
+def test_the_restore_thread_id_is_returned_while_all_threads_are_traced(
+    libcuda: Libcuda, counter: CounterFactory
+) -> None:
     program = counter()
     told = libcuda.restore_tid(program.pid)
     held = [TracedThread.seize(tid) for tid in processes.threads(program.pid)]
@@ -130,7 +132,7 @@ def freezer() -> Iterator[Path]:
     folder.rmdir()
 
 
-def test_answered_when_a_frozen_target_goes_on(libcuda: Libcuda, counter: CounterFactory, freezer: Path) -> None:
+def test_answered_when_a_frozen_target_is_thawed(libcuda: Libcuda, counter: CounterFactory, freezer: Path) -> None:
     program = counter()
     (freezer / "cgroup.procs").write_text(str(program.pid))
     (freezer / "cgroup.freeze").write_text("1")
@@ -145,7 +147,7 @@ def test_answered_when_a_frozen_target_goes_on(libcuda: Libcuda, counter: Counte
     assert caller.result() == (0, RUNNING)
 
 
-def test_the_restore_thread_is_enough(libcuda: Libcuda, counter: CounterFactory) -> None:
+def test_only_the_restore_thread_needs_to_run(libcuda: Libcuda, counter: CounterFactory) -> None:
     program = counter("--mib", "4")
     _, tid = libcuda.restore_tid(program.pid)
     held = HeldThreads({program.pid: tid})
@@ -160,7 +162,7 @@ def test_the_restore_thread_is_enough(libcuda: Libcuda, counter: CounterFactory)
     assert (program.ask(), program.send("verify")) == (101, "ok")
 
 
-def test_a_stopped_target_that_is_killed_ends_the_call(libcuda: Libcuda, counter: CounterFactory) -> None:
+def test_killing_a_stopped_target_ends_the_call(libcuda: Libcuda, counter: CounterFactory) -> None:
     program = counter()
     stop(program.pid)
     asking, locking = Caller(lambda: libcuda.state(program.pid)[0]), Caller(lambda: libcuda.lock(program.pid))
@@ -171,9 +173,7 @@ def test_a_stopped_target_that_is_killed_ends_the_call(libcuda: Libcuda, counter
     assert asking.result() in (0, 304)  # between the signal and its effect the threads count as running again
 
 
-def test_a_target_that_is_killed_while_its_threads_are_held_ends_the_call(
-    libcuda: Libcuda, counter: CounterFactory
-) -> None:
+def test_killing_a_target_with_held_threads_ends_the_call(libcuda: Libcuda, counter: CounterFactory) -> None:
     program = counter(env={"GPUCR_SIM_FAULTS": "checkpoint=hang"})
     _, tid = libcuda.restore_tid(program.pid)
     held = HeldThreads({program.pid: tid})

@@ -1,4 +1,4 @@
-"""Snapshots of made-up content: what a dump does with a store, without a job."""
+"""Snapshots of made-up content: a dump into a store without a job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What reads each format of a store, and valid samples of each, for tests that damage or forge them.
+"""The readers of each format of a store, and valid samples, for tests that damage or forge them.
 
 A reader takes bytes, and raises one of its own errors for what it does not accept. ``tests/store/corpus/FORMAT`` has
 inputs that were once taken wrongly, and others that are worth a look each time.

@@ -1,4 +1,4 @@
-"""A store in memory, as strict as the promises in backend.py, and places that break in the ways that real ones do."""
+"""A store in memory, as strict as the guarantees in backend.py, and backends that fail as real ones do."""
 
 from __future__ import annotations
 

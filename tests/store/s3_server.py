@@ -147,12 +147,12 @@ def _serve(port: int, folder: str) -> None:
 
 
 class CuttingProxy:
-    """Passes connections on, and cuts those of which ``cut_after`` says so.
+    """Passes connections on, and cuts those that ``cut_after`` selects.
 
     ``cut_after(number, request)`` is asked once for each connection, with its first bytes: after how many bytes to the
     client, or, as a negative number, from the client, it is cut; None: never. ``cuts`` counts what was cut.
     ``listener``: where it takes connections, which may be in another network. ``each_request``: it is also asked for
-    later requests of a connection, whose bytes are counted anew.
+    later requests of a connection, whose bytes are counted again.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What is left of a store when a disk, a copy or somebody has damaged some of it, and how it becomes whole again."""
+"""Stores partly damaged by a disk, a copy or a person: what still works, and how they are repaired."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _cut(backend: MemoryBackend, name: str, length: int) -> None:
 # --- the index ---------------------------------------------------------------------------------------------------
 
 
-def test_without_an_index_object_everything_goes_on_and_a_prune_mends_it(secret: Secret | None) -> None:
+def test_without_an_index_object_everything_works_and_a_prune_rebuilds_it(secret: Secret | None) -> None:
     backend = MemoryBackend()
     store = new_store(backend, secret)
     first = dump(store, {"a": content(1, 2, 3)}, "first")
@@ -81,7 +81,7 @@ def test_a_bad_sector_under_an_index_object_is_damage(secret: Secret | None) -> 
     assert "cannot be read: Input/output error" in verify(store).problems[name][0]
 
 
-def test_objects_that_are_too_large_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_oversized_objects_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of some thousand files could be as large as memory: a listing tells their sizes."""
     place = FaultyBackend(MemoryBackend())
     store = new_store(place)
@@ -97,7 +97,7 @@ def test_objects_that_are_too_large_are_not_read(monkeypatch: pytest.MonkeyPatch
     assert not large & {name for operation, name in place.calls if operation == "read"}
 
 
-def test_what_is_read_at_once() -> None:
+def test_objects_read_together() -> None:
     infos = [ObjectInfo(str(number), size, 0.0) for number, size in enumerate((5, 5, 1, 20, 3, 7))]
     assert [[info.size_bytes for info in group] for group in together(infos, 10)] == [[5, 5], [1], [20], [3, 7]]
     assert list(together([], 10)) == []
@@ -117,7 +117,7 @@ def _with_a_batch(secret: Secret | None) -> tuple[MemoryBackend, Store]:
     return backend, store
 
 
-def test_where_it_cannot_be_read_what_was_retired_nothing_is_relied_on(secret: Secret | None) -> None:
+def test_without_the_list_of_retired_packs_nothing_is_reused(secret: Secret | None) -> None:
     backend, store = _with_a_batch(secret)
     (packs,) = (name for name in backend.names("retired/") if name.endswith(".packs"))
     _flip(backend, packs)
@@ -137,7 +137,7 @@ def test_where_it_cannot_be_read_what_was_retired_nothing_is_relied_on(secret: S
     assert restore(store, again) == {"a": content(1, 2, 3, 4)}
 
 
-def test_a_list_of_writers_that_cannot_be_read_is_made_anew(secret: Secret | None) -> None:
+def test_an_unreadable_list_of_writers_is_rebuilt(secret: Secret | None) -> None:
     backend, store = _with_a_batch(secret)
     (writers,) = (name for name in backend.names("retired/") if name.endswith(".writers"))
     _flip(backend, writers)
@@ -154,7 +154,7 @@ def test_a_list_of_writers_that_cannot_be_read_is_made_anew(secret: Secret | Non
 # --- packs -------------------------------------------------------------------------------------------------------
 
 
-def test_a_pack_that_was_cut_short_is_not_relied_on(secret: Secret | None) -> None:
+def test_a_truncated_pack_is_not_reused(secret: Secret | None) -> None:
     """A job would be ended for a snapshot that cannot be restored. Stored again, its pieces repair older ones too."""
     backend = MemoryBackend()
     store = new_store(backend, secret)
@@ -169,7 +169,7 @@ def test_a_pack_that_was_cut_short_is_not_relied_on(secret: Secret | None) -> No
     assert verify(store, deep=True).problems == {}
 
 
-def test_a_whole_pack_is_not_deleted_for_one_that_was_cut_short(secret: Secret | None) -> None:
+def test_an_intact_pack_is_not_deleted_in_favour_of_a_truncated_one(secret: Secret | None) -> None:
     backend = MemoryBackend()
     store = new_store(backend, secret)
     dump(store, {"a": content(1)}, "old")
@@ -184,7 +184,7 @@ def test_a_whole_pack_is_not_deleted_for_one_that_was_cut_short(secret: Secret |
     assert restore(store, kept) == {"a": content(1)}
 
 
-def test_a_deep_check_goes_on_after_a_bad_sector(secret: Secret | None) -> None:
+def test_a_deep_check_continues_after_a_bad_sector(secret: Secret | None) -> None:
     place = FaultyBackend(MemoryBackend())
     store = new_store(place, secret, pack_bytes=PIECE_BYTES)
     bad = dump(store, {"a": content(1)}, "bad")
@@ -206,7 +206,7 @@ def test_a_deep_check_goes_on_after_a_bad_sector(secret: Secret | None) -> None:
 # --- snapshots ---------------------------------------------------------------------------------------------------
 
 
-def test_a_damaged_snapshot_can_be_removed_and_is_not_passed_over_as_the_latest(tmp_path: Path) -> None:
+def test_a_damaged_snapshot_can_be_removed_and_still_counts_as_the_latest(tmp_path: Path) -> None:
     store = init_store(tmp_path / "store")
     backend = store.backend
     old, bad = dump(store, {"a": content(1)}, "old"), dump(store, {"a": content(2)}, "bad")
@@ -231,7 +231,7 @@ def test_a_damaged_snapshot_can_be_removed_and_is_not_passed_over_as_the_latest(
     assert prune_store(backend.url).retired_packs == 1
 
 
-def test_a_damaged_snapshot_that_is_older_does_not_stand_before_the_latest() -> None:
+def test_an_older_damaged_snapshot_does_not_hide_the_latest() -> None:
     backend = MemoryBackend()
     store = new_store(backend)
     bad, new = dump(store, {"a": content(1)}), dump(store, {"a": content(2)})
@@ -239,8 +239,8 @@ def test_a_damaged_snapshot_that_is_older_does_not_stand_before_the_latest() -> 
     assert snapshots.find(store, "latest") == new
 
 
-def test_a_name_does_not_mean_an_older_snapshot_where_a_later_one_cannot_be_read() -> None:
-    """Restored or removed would be another one than is meant."""
+def test_a_name_never_selects_an_older_snapshot_if_a_later_one_is_unreadable() -> None:
+    """Otherwise the wrong one would be restored or removed."""
     backend = MemoryBackend()
     store = new_store(backend)
     old, bad = dump(store, {"a": content(1)}, "nightly"), dump(store, {"a": content(2)}, "nightly")
@@ -258,7 +258,7 @@ def test_a_name_does_not_mean_an_older_snapshot_where_a_later_one_cannot_be_read
 # --- keys --------------------------------------------------------------------------------------------------------
 
 
-def test_a_store_takes_no_more_keys_than_it_can_be_opened_with(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_store_accepts_no_more_keys_than_it_tries(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     secret = Secret.key_file(bytes(32))
     url = init_store(tmp_path / "store", key=secret).backend.url
     (first,) = store_keys(url, key=secret)
@@ -271,7 +271,7 @@ def test_a_store_takes_no_more_keys_than_it_can_be_opened_with(monkeypatch: pyte
     store_keys(url, key=Secret.key_file(bytes([63]) * 32), remove=first.id)
 
 
-def test_a_key_that_is_removed_while_a_store_is_opened_is_passed_over() -> None:
+def test_a_key_removed_while_a_store_is_opened_is_skipped() -> None:
     place = FaultyBackend(MemoryBackend())
     old, new = Secret.key_file(bytes(32)), Secret.key_file(b"n" * 32)
     store = new_store(place, old)
@@ -306,7 +306,7 @@ def test_a_bad_sector_under_a_key_does_not_lock_out_the_others() -> None:
         Store.open(place, old)
 
 
-def test_a_key_that_can_be_read_only_once_is_read_only_once(tmp_path: Path) -> None:
+def test_a_key_file_is_read_only_once(tmp_path: Path) -> None:
     """`gpucr copy --key-file <(...)`: the key of both stores comes out of a pipe."""
     secret = Secret.key_file(b"k" * 32)
     for name in ("from", "to"):
@@ -355,7 +355,7 @@ def test_a_prune_makes_room_on_a_full_disk() -> None:
     assert restore(store, dump(store, {"a": content(9)})) == {"a": content(9)}
 
 
-def test_on_a_full_disk_nothing_is_removed_for_its_age_by_a_clock_that_is_wrong(
+def test_on_a_full_disk_a_wrong_clock_removes_nothing_by_age(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     backend = _SmallDisk()
@@ -371,11 +371,11 @@ def test_on_a_full_disk_nothing_is_removed_for_its_age_by_a_clock_that_is_wrong(
     assert old.id not in str(backend.names())
 
 
-def test_on_a_full_disk_nothing_is_removed_where_what_is_kept_lacks_a_piece() -> None:
+def test_on_a_full_disk_nothing_is_removed_if_a_kept_snapshot_lacks_a_piece() -> None:
     backend = _SmallDisk()
     store = new_store(backend)
     old, kept = dump(store, {"a": content(1)}), dump(store, {"a": content(2)})
-    place = retired.whole_index(store).find(kept.areas[0].listed[0].id)
+    place = retired.complete_index(store).find(kept.areas[0].listed[0].id)
     assert place is not None
     backend.delete(pack_name(place.pack_id))
     backend.is_full_now()
@@ -384,7 +384,7 @@ def test_on_a_full_disk_nothing_is_removed_where_what_is_kept_lacks_a_piece() ->
     assert restore(store, old) == {"a": content(1)}
 
 
-def test_a_prune_that_finds_nothing_to_make_room_with_says_what_to_do() -> None:
+def test_a_prune_that_can_free_nothing_says_what_to_do() -> None:
     backend = _SmallDisk()
     store = new_store(backend)
     kept = dump(store, {"a": content(1)})
@@ -396,7 +396,7 @@ def test_a_prune_that_finds_nothing_to_make_room_with_says_what_to_do() -> None:
     assert restore(store, kept) == {"a": content(1)}
 
 
-def test_a_disk_that_is_full_at_the_commit_is_named() -> None:
+def test_a_full_disk_at_the_commit_is_reported() -> None:
     """Not even the tombstone that would settle it finds room."""
     place = FaultyBackend(MemoryBackend(), lambda operation, name: "full" if name.startswith("snapshots/") else None)
     new_store(place.inner)
@@ -406,7 +406,7 @@ def test_a_disk_that_is_full_at_the_commit_is_named() -> None:
 
 
 @pytest.mark.parametrize("fails_at", ["keys", config.NAME])
-def test_a_store_that_a_full_disk_has_kept_from_being_made_can_be_made_later(
+def test_creating_a_store_works_again_after_a_full_disk(
     fails_at: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     secret, link = Secret.key_file(bytes(32)), os.link
@@ -430,7 +430,7 @@ def test_a_store_that_a_full_disk_has_kept_from_being_made_can_be_made_later(
 
 
 @pytest.mark.parametrize("refused", [errno.EPERM, errno.EOPNOTSUPP])
-def test_a_file_system_without_hard_links_is_named(
+def test_a_file_system_without_hard_links_is_reported(
     refused: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def no_links(source: object, target: object) -> None:
@@ -442,8 +442,8 @@ def test_a_file_system_without_hard_links_is_named(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_prune_leaves_alone_what_a_slow_writer_still_fills(tmp_path: Path) -> None:
-    """It lives, and one of its packs has not grown for longer than a dead one's would stay."""
+def test_a_prune_leaves_a_slow_writers_packs_alone(tmp_path: Path) -> None:
+    """It is alive, but one of its packs has not grown for longer than a dead writer's would be kept."""
     store = new_store(LocalBackend(tmp_path))
     incoming = tmp_path / INCOMING_NAME
     with WriteSession.begin(store, compress="none", refresh_s=NEVER_S) as session:

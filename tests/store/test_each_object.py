@@ -1,4 +1,4 @@
-"""Every object of a store emptied, cut, grown or replaced: it is told, or nothing needs it. Never silence."""
+"""Every object of a store emptied, truncated, extended or replaced: it is reported, or nothing needs it."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ _CHANGES = [_emptied, _zeroed, _halved, _grown, _flipped, _replaced, _exchanged]
 
 
 @pytest.mark.parametrize(("kind", "change"), sample(list(itertools.product(_KINDS, _CHANGES)), 6))
-def test_damage_is_told_wherever_it_is(
+def test_damage_is_reported_wherever_it_is(
     root: Path, kind: str, change: Callable[[Path, Path], None], secret: Secret | None
 ) -> None:
     if kind == "keys" and secret is None:
@@ -165,7 +165,7 @@ def _all_come_back(store: Store) -> bool:
     return len(found) == 2 and all(each.items() >= AREAS.items() for each in found)
 
 
-def test_a_snapshot_that_was_cut_to_nothing_is_no_tombstone(root: Path, secret: Secret | None) -> None:
+def test_an_empty_snapshot_object_is_not_a_tombstone(root: Path, secret: Secret | None) -> None:
     """As a file system leaves a file after a power failure."""
     store = Store.open(LocalBackend(root), secret)
     two = snapshots.find(store, "two")
@@ -180,7 +180,7 @@ def test_a_snapshot_that_was_cut_to_nothing_is_no_tombstone(root: Path, secret: 
         prune(store, PruneRules(keep_last=1))
 
 
-def test_the_commands_tell_of_a_snapshot_that_was_cut_to_nothing(tmp_path: Path) -> None:
+def test_the_commands_report_an_empty_snapshot_object(tmp_path: Path) -> None:
     store = init_store(tmp_path / "store")
     bad = dump(store, AREAS, "bad")
     (tmp_path / "store/snapshots" / bad.id).write_bytes(b"")
@@ -190,7 +190,7 @@ def test_the_commands_tell_of_a_snapshot_that_was_cut_to_nothing(tmp_path: Path)
         assert bad.id in result.output
 
 
-def test_a_tombstone_is_no_snapshot_and_no_damage(root: Path, secret: Secret | None) -> None:
+def test_a_tombstone_is_neither_a_snapshot_nor_damage(root: Path, secret: Secret | None) -> None:
     store = Store.open(LocalBackend(root), secret)
     listing = snapshots.list_all(store)
     assert [each.name for each in listing.intact()] == ["one", "two"]

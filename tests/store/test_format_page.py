@@ -1,4 +1,4 @@
-"""docs/reference/store-format.md: what it says is what is written, and its own program reads it."""
+"""docs/reference/store-format.md matches what is written, and its program reads it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No bytes that a store can hold break who reads them: they are taken, or refused with the reader's own error."""
+"""No bytes in a store break a reader: they are accepted, or refused with the reader's own error."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_the_sample_is_valid(name: str) -> None:
 
 
 @pytest.mark.parametrize("path", sorted(CORPUS.glob("*/*")), ids=lambda path: f"{path.parent.name}-{path.name}")
-def test_what_was_found_before_is_refused(path: Path) -> None:
+def test_earlier_findings_are_refused(path: Path) -> None:
     form = FORMATS[path.parent.name]
     with pytest.raises(form.errors):
         form.read(path.read_bytes())
@@ -167,7 +167,7 @@ _COMMANDS = [
 @settings(_EXAMPLES, max_examples=12)
 @given(data=st.data())
 def test_commands_on_a_forged_snapshot(data: st.DataObject) -> None:
-    """Whoever writes to a store without encryption can put anything there, with digests that fit."""
+    """A writer of an unencrypted store can put anything there, with matching digests."""
     with tempfile.TemporaryDirectory() as folder:
         store, forged = _store_with_a_job(Path(folder) / "store")
         init_store(Path(folder) / "copy")

@@ -288,7 +288,7 @@ _CASES = [
 
 
 @pytest.mark.parametrize(("who", "rules", "dumps"), sample(_CASES, 99))
-def test_every_order_with_two_that_stand_still(who: str, rules: str, dumps: bool) -> None:
+def test_every_order_with_two_pauses(who: str, rules: str, dumps: bool) -> None:
     """Also where hypothesis would need luck: bugs of this kind need few changes from one actor to another.
 
     A storm tries all of them, and two or three times as many orders of each.

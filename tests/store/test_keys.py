@@ -1,4 +1,4 @@
-"""gpucr.store.opened, config, keys, crypto: who may open a store, and what is found when it was changed."""
+"""gpucr.store.opened, config, keys, crypto: who may open a store, and which changes are detected."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_nothing_is_overwritten_and_no_key_added(secret: Secret | None) -> None:
         assert place.objects == before
 
 
-def test_of_two_who_make_a_store_at_once_one_leaves_no_key() -> None:
+def test_of_two_concurrent_creators_the_loser_leaves_no_key() -> None:
     place = MemoryBackend()
     made: list[Store] = []
 
@@ -110,7 +110,7 @@ def test_of_two_who_make_a_store_at_once_one_leaves_no_key() -> None:
     assert Store.open(place, FILE_A).keys is not None
 
 
-def test_there_is_no_store() -> None:
+def test_no_store() -> None:
     with pytest.raises(StoreError, match="there is no store at memory:") as caught:
         Store.open(MemoryBackend())
     assert isinstance(caught.value, SnapshotError)
@@ -118,7 +118,7 @@ def test_there_is_no_store() -> None:
 
 
 @pytest.mark.parametrize("operation", ["read", "create"])
-def test_a_place_that_does_not_work(operation: str) -> None:
+def test_a_location_that_fails(operation: str) -> None:
     place = FaultyBackend(MemoryBackend(), lambda found, name: "before" if found == operation else None)
     with pytest.raises(StoreError, match="the store memory: cannot be used: Connection reset by peer"):
         Store.open(place) if operation == "read" else Store.create(place)
@@ -126,7 +126,7 @@ def test_a_place_that_does_not_work(operation: str) -> None:
 
 @pytest.mark.parametrize("kind", ["kill", "kill-after"])
 @pytest.mark.parametrize("number", [0, 1])
-def test_a_store_that_was_half_made_is_none_and_can_be_made(kind: str, number: int) -> None:
+def test_a_half_created_store_does_not_count_and_can_be_created(kind: str, number: int) -> None:
     place = MemoryBackend()
     creates: list[str] = []
 
@@ -147,12 +147,12 @@ def test_a_store_that_was_half_made_is_none_and_can_be_made(kind: str, number: i
     ("sizes", "message"),
     [((5000, 1 << 20), "no power of two"), ((4096, 2048), "packs of 2048"), ((1 << 30, 1 << 31), "pieces of")],
 )
-def test_sizes_that_no_reader_takes(sizes: tuple[int, int], message: str) -> None:
+def test_sizes_no_reader_accepts(sizes: tuple[int, int], message: str) -> None:
     with pytest.raises(StoreError, match=message):
         Store.create(MemoryBackend(), piece_bytes=sizes[0], pack_bytes=sizes[1])
 
 
-def test_sha256_for_a_store_without_libraries() -> None:
+def test_a_store_without_libraries_uses_sha256() -> None:
     place = MemoryBackend()
     Store.create(place, hash_name="sha256")
     assert Store.open(place).digest(b"abc") == hashlib.sha256(b"abc").digest()
@@ -188,7 +188,7 @@ def test_a_key_for_a_store_that_is_not_encrypted() -> None:
         Store.open(place).add_key(FILE_A)
 
 
-def test_rotation_leaves_the_data_alone() -> None:
+def test_key_rotation_leaves_the_data_alone() -> None:
     place = MemoryBackend()
     store = Store.create(place, secret=FILE_A)
     place.create("snapshots/one", store.seal("snapshots/one", b"content"))
@@ -238,7 +238,7 @@ def test_the_key_that_opened_the_store_stays() -> None:
 
 
 @pytest.mark.parametrize("moment", ["list", "delete"])
-def test_two_who_remove_the_key_of_the_other_leave_one(moment: str) -> None:
+def test_two_concurrent_removals_leave_one_key(moment: str) -> None:
     place = MemoryBackend()
     store = Store.create(place, secret=FILE_A)
     (first,) = store.key_names()
@@ -281,7 +281,7 @@ def test_a_store_with_no_key_left() -> None:
 @pytest.mark.parametrize(
     "make", [lambda: Secret.key_file(b"short"), lambda: Secret.passphrase(""), lambda: Secret.key_file(bytes(2 << 20))]
 )
-def test_secrets_that_are_none(make: Callable[[], Secret]) -> None:
+def test_invalid_secrets(make: Callable[[], Secret]) -> None:
     with pytest.raises(InvalidRequest) as caught:
         make()
     assert caught.value.hint
@@ -291,7 +291,7 @@ def test_secrets_that_are_none(make: Callable[[], Secret]) -> None:
 
 
 @given(st.binary(max_size=300))
-def test_any_bytes_are_no_key(data: bytes) -> None:
+def test_arbitrary_bytes_are_no_key(data: bytes) -> None:
     with pytest.raises(RecordError):
         keys.check(data)
 
@@ -336,7 +336,7 @@ def test_a_key_with_a_flipped_bit(secret: Secret, place: int, bit: int) -> None:
         ("format", "x", 'its format is "x"; this gpucr reads "gpucr-store-key"'),
     ],
 )
-def test_what_a_key_may_ask_for(member: str, value: object, message: str) -> None:
+def test_parameters_a_key_may_request(member: str, value: object, message: str) -> None:
     data = edited(keys.wrap(b"m" * 32, WORDS, ID), member, value)
     with pytest.raises(RecordError, match=message):
         keys.check(data)
@@ -363,7 +363,7 @@ def test_a_forged_key_costs_nothing(monkeypatch: pytest.MonkeyPatch, log2_n: int
         keys.unwrap(data, WORDS, ID)
 
 
-def test_a_store_with_more_passphrases_than_are_tried_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_with_too_many_passphrases_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     place = MemoryBackend()
     store = Store.create(place, secret=FILE_A)
     for number in range(8):
@@ -386,7 +386,7 @@ def test_a_store_with_more_passphrases_than_are_tried_is_refused_at_once(monkeyp
     assert Store.open(place, FILE_A).config == store.config
 
 
-def test_two_who_add_the_last_key_at_once_leave_a_store_that_opens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_concurrent_additions_of_the_last_key_leave_a_store_that_opens(monkeypatch: pytest.MonkeyPatch) -> None:
     place = MemoryBackend()
     store = Store.create(place, secret=WORDS)
     for number in range(6):
@@ -404,7 +404,7 @@ def test_two_who_add_the_last_key_at_once_leave_a_store_that_opens(monkeypatch: 
     assert Store.open(place, Secret.passphrase("the other's")).config == store.config
 
 
-def test_a_passphrase_without_memory_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_memory_for_a_passphrase_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     place = MemoryBackend()
     Store.create(place, secret=WORDS)
 
@@ -421,7 +421,7 @@ def test_a_passphrase_without_memory_is_said(monkeypatch: pytest.MonkeyPatch) ->
     assert caught.value.hint
 
 
-def test_a_key_that_is_too_large() -> None:
+def test_an_oversized_key() -> None:
     with pytest.raises(RecordError, match="larger than"):
         keys.check(b" " * (1 << 20))
 
@@ -432,7 +432,7 @@ def test_the_cost_of_a_passphrase(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 128 * found["r"] << found["log2_n"] == 128 << 20
 
 
-def test_what_belongs_to_another_store() -> None:
+def test_objects_of_another_store() -> None:
     wrapped = keys.wrap(b"m" * 32, FILE_A, ID)
     assert keys.unwrap(wrapped, FILE_A, ID) == b"m" * 32
     assert keys.unwrap(wrapped, FILE_A, b"j" * 16) is None
@@ -444,13 +444,13 @@ def test_what_belongs_to_another_store() -> None:
 
 
 @given(st.binary(max_size=200) | st.recursive(st.none() | st.text(), st.lists).map(lambda x: json.dumps(x).encode()))
-def test_any_bytes_are_no_configuration(data: bytes) -> None:
+def test_arbitrary_bytes_are_no_configuration(data: bytes) -> None:
     with pytest.raises(RecordError):
         config.decode(data)
 
 
 @pytest.mark.parametrize("encrypted", [False, True])
-def test_a_configuration_comes_back(encrypted: bool) -> None:
+def test_a_configuration_round_trip(encrypted: bool) -> None:
     made = StoreConfig.new("blake3", encrypted=encrypted, piece_bytes=4096, pack_bytes=1 << 30)
     found, mac = config.decode(config.encode(made, b"k" * 32 if encrypted else None))
     assert found == made
@@ -491,18 +491,18 @@ def test_a_configuration_with_a_flipped_bit(place: int, bit: int) -> None:
         ("new_in_2030", 1, "unknown field `new_in_2030`"),
     ],
 )
-def test_what_a_configuration_may_say(member: str, value: object, message: str) -> None:
+def test_values_a_configuration_may_have(member: str, value: object, message: str) -> None:
     data = edited(config.encode(StoreConfig(ID.hex(), "blake3", 4096, 1 << 20), None), member, value)
     with pytest.raises(RecordError, match=message):
         config.decode(data)
 
 
-def test_a_configuration_that_is_too_large() -> None:
+def test_an_oversized_configuration() -> None:
     with pytest.raises(RecordError, match="larger than"):
         config.decode(b" " * (1 << 20))
 
 
-def test_whoever_writes_to_an_encrypted_store_cannot_decide_for_it() -> None:
+def test_write_access_alone_cannot_change_an_encrypted_stores_configuration() -> None:
     place = MemoryBackend()
     Store.create(place, secret=FILE_A)
     changed(place.objects, config.NAME, lambda data: edited(data, "pack_bytes", 1 << 30))
@@ -527,7 +527,7 @@ rings = pytest.mark.parametrize("ring", [None, RING], ids=["plain", "encrypted"]
 
 @rings
 @given(st.binary(max_size=200))
-def test_what_is_sealed_comes_back(ring: KeyRing | None, data: bytes) -> None:
+def test_sealed_data_round_trip(ring: KeyRing | None, data: bytes) -> None:
     sealed = crypto.seal("index/a", data, ring)
     assert crypto.unseal("index/a", sealed, ring) == data
     assert len(sealed) <= len(data) + crypto.SEALED_OVERHEAD_BYTES
@@ -551,7 +551,7 @@ def test_three_kinds_of_damage(ring: KeyRing | None, data: st.DataObject) -> Non
 
 @rings
 @given(st.binary(max_size=200) | st.binary(max_size=200).map(lambda tail: b"GPUCROBJ\1\0" + tail))
-def test_any_bytes_are_no_sealed_object(ring: KeyRing | None, data: bytes) -> None:
+def test_arbitrary_bytes_are_no_sealed_object(ring: KeyRing | None, data: bytes) -> None:
     with pytest.raises((Changed, CutShort)):
         crypto.unseal("index/a", data, ring)
 
@@ -565,7 +565,7 @@ def test_an_object_of_another_kind_of_store() -> None:
         crypto.unseal("a", crypto.seal("a", b"content", RING), KeyRing(b"n" * 32, ID))
 
 
-def test_the_store_says_which_object_it_is() -> None:
+def test_errors_name_the_object() -> None:
     store = Store.create(MemoryBackend())
     sealed = store.seal("index/a", b"content")
     with pytest.raises(StoreDamaged, match="memory:/index/a is cut short"):

@@ -70,7 +70,9 @@ def test_everything_is_private(backend: LocalBackend) -> None:
         max_size=8,
     )
 )
-def test_a_sink_takes_buffers_of_every_size_and_alignment(backend: LocalBackend, parts: list[tuple[int, bool]]) -> None:
+def test_a_sink_accepts_buffers_of_every_size_and_alignment(
+    backend: LocalBackend, parts: list[tuple[int, bool]]
+) -> None:
     aligned = AlignedBuffer(2 << 20)
     sink = backend.open_new("x")
     wanted = b""
@@ -92,7 +94,7 @@ def test_a_sink_takes_buffers_of_every_size_and_alignment(backend: LocalBackend,
         backend.delete("x")
 
 
-def test_of_many_that_create_one_name_one_does(backend: LocalBackend) -> None:
+def test_of_many_concurrent_creates_one_succeeds(backend: LocalBackend) -> None:
     barrier = threading.Barrier(8)
 
     def create(number: int) -> bool:
@@ -109,7 +111,7 @@ def test_of_many_that_create_one_name_one_does(backend: LocalBackend) -> None:
     assert backend.read("a/b") == b"%d" % results.index(True)
 
 
-def test_nothing_is_seen_before_it_is_published_or_after_it_was_discarded(backend: LocalBackend) -> None:
+def test_objects_are_invisible_before_publishing_and_after_discarding(backend: LocalBackend) -> None:
     sink = backend.open_new("packs/x")
     sink.write(bytes(5 << 20))
     assert list(backend.list()) == []
@@ -120,7 +122,7 @@ def test_nothing_is_seen_before_it_is_published_or_after_it_was_discarded(backen
 
 
 @pytest.mark.parametrize("name", ["", "/x", "../x", "a/../b", "a//b", "a/", ".x", "a/.x", "a\0", "a b", "x" * 600, "é"])
-def test_names_that_lead_elsewhere(backend: LocalBackend, name: str) -> None:
+def test_names_that_escape_the_store(backend: LocalBackend, name: str) -> None:
     uses: list[Callable[[str], object]] = [
         check_name,
         backend.read,
@@ -134,7 +136,7 @@ def test_names_that_lead_elsewhere(backend: LocalBackend, name: str) -> None:
             use(name)
 
 
-def test_a_link_that_was_made_although_nfs_said_that_it_exists(
+def test_a_link_that_succeeded_although_nfs_reported_eexist(
     backend: LocalBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     link = os.link
@@ -149,7 +151,9 @@ def test_a_link_that_was_made_although_nfs_said_that_it_exists(
 
 
 @pytest.mark.parametrize("call", ["fsync", "link", "pwritev", "ftruncate"])
-def test_a_disk_that_fails_leaves_nothing(backend: LocalBackend, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+def test_a_failing_disk_leaves_nothing_behind(
+    backend: LocalBackend, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
     def full(*args: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -161,7 +165,7 @@ def test_a_disk_that_fails_leaves_nothing(backend: LocalBackend, monkeypatch: py
     assert os.listdir(backend.root / INCOMING_NAME) == []
 
 
-def test_what_a_writer_that_died_left_is_swept_when_it_is_old(backend: LocalBackend) -> None:
+def test_old_leftovers_of_a_dead_writer_are_removed(backend: LocalBackend) -> None:
     dead, alive = backend.open_new("packs/dead"), backend.open_new("packs/alive")
     for entry in os.scandir(backend.root / INCOMING_NAME):
         os.utime(entry.path, (0, 0))
@@ -174,7 +178,7 @@ def test_what_a_writer_that_died_left_is_swept_when_it_is_old(backend: LocalBack
     assert backend.sweep(0) == 0
 
 
-def test_what_is_no_object_is_not_listed(backend: LocalBackend) -> None:
+def test_only_objects_are_listed(backend: LocalBackend) -> None:
     backend.create("packs/ok", b"")
     (backend.root / "packs/.hidden").touch()
     (backend.root / "packs/a b").touch()
@@ -182,7 +186,7 @@ def test_what_is_no_object_is_not_listed(backend: LocalBackend) -> None:
     assert [info.name for info in backend.list()] == ["packs/ok"]
 
 
-def test_what_is_no_plain_file_is_not_read(backend: LocalBackend) -> None:
+def test_only_regular_files_are_read(backend: LocalBackend) -> None:
     backend.create("packs/ok", b"")
     (backend.root / "packs/link").symlink_to("ok")
     os.mkfifo(backend.root / "packs/pipe", 0o600)
@@ -191,7 +195,7 @@ def test_what_is_no_plain_file_is_not_read(backend: LocalBackend) -> None:
             backend.read(name)
 
 
-def test_a_folder_or_a_file_that_others_can_write_is_refused(backend: LocalBackend) -> None:
+def test_a_folder_or_file_writable_by_others_is_refused(backend: LocalBackend) -> None:
     backend.create("x", b"data")
     (backend.root / "x").chmod(0o620)
     with pytest.raises(PermissionError, match="others can write"):
@@ -201,8 +205,8 @@ def test_a_folder_or_a_file_that_others_can_write_is_refused(backend: LocalBacke
         LocalBackend(backend.root)
 
 
-def test_another_folder_in_its_place_is_neither_read_nor_changed(backend: LocalBackend, tmp_path: Path) -> None:
-    """Who owns the folder above can put one there at any time."""
+def test_a_folder_swapped_in_is_neither_read_nor_changed(backend: LocalBackend, tmp_path: Path) -> None:
+    """The owner of the parent folder can put one there at any time."""
     backend.create("a/x", b"mine")
     backend.root.rename(tmp_path / "aside")
     backend.root.mkdir()
@@ -223,8 +227,8 @@ def test_no_folder(tmp_path: Path) -> None:
         LocalBackend(tmp_path / "file")
 
 
-def test_the_power_can_fail_at_any_moment(backend: LocalBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The content is on the disk before its name is there, and the name before anyone is told; gone is gone as well."""
+def test_a_power_failure_at_any_moment(backend: LocalBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Content is on disk before its name, and the name before success is reported; likewise for removals."""
     order: list[str] = []
 
     def noted(function: Callable[..., None], what: Callable[..., str]) -> Callable[..., None]:

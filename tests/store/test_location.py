@@ -47,7 +47,7 @@ def test_folders(store: Path, plain: Path) -> None:
     assert isinstance(backend_at(parse(str(store))), LocalBackend)
 
 
-def test_a_folder_with_a_number_sign_in_its_name(store: Path, plain: Path) -> None:
+def test_a_folder_with_a_hash_sign_in_its_name(store: Path, plain: Path) -> None:
     odd = plain.rename(plain.with_name("run#1"))
     found = parse(str(odd))
     assert (found.path, found.snapshot, found.is_store) == (odd, None, False)
@@ -82,12 +82,12 @@ def test_a_store_and_a_plain_snapshot_in_one_folder(store: Path) -> None:
         ("/data/store#", "names no snapshot"),
     ],
 )
-def test_what_cannot_be_meant(text: str, message: str) -> None:
+def test_invalid_locations(text: str, message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         parse(text)
 
 
-def test_places_that_do_not_work(tmp_path: Path) -> None:
+def test_locations_that_fail(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="does not exist"):
         backend_at(parse(str(tmp_path / "missing")))
     (tmp_path / "file").touch()
@@ -105,7 +105,7 @@ def test_places_that_do_not_work(tmp_path: Path) -> None:
 )
 @example("x" * 5000 + "#a")
 @example("a\0b")
-def test_any_text_means_something_or_is_refused(text: str) -> None:
+def test_any_text_is_parsed_or_refused(text: str) -> None:
     try:
         found = parse(text)
     except InvalidRequest:

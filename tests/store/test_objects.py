@@ -77,7 +77,7 @@ def test_objects_are_created_once_read_listed_and_deleted(backend: ObjectsBacken
 @pytest.mark.parametrize(
     ("offset", "length"), [(0, 10), (3, 4), (3, None), (8, 10), (10, 1), (99, 4), (99, None), (5, 0)]
 )
-def test_ranges_are_those_of_a_file(backend: ObjectsBackend, offset: int, length: int | None) -> None:
+def test_ranges_behave_as_for_a_file(backend: ObjectsBackend, offset: int, length: int | None) -> None:
     data = b"0123456789"
     name = f"x{offset}-{length}"
     backend.create(name, data)
@@ -89,7 +89,7 @@ def test_ranges_are_those_of_a_file(backend: ObjectsBackend, offset: int, length
         assert buffer[: len(wanted)] == wanted
 
 
-def test_of_many_that_create_one_name_one_does(backend: ObjectsBackend) -> None:
+def test_of_many_concurrent_creates_one_succeeds(backend: ObjectsBackend) -> None:
     barrier = threading.Barrier(8)
 
     def create(number: int) -> bool:
@@ -106,13 +106,13 @@ def test_of_many_that_create_one_name_one_does(backend: ObjectsBackend) -> None:
     assert backend.read("wanted") == b"%d" % results.index(True)
 
 
-def test_names_lead_nowhere_else(backend: ObjectsBackend) -> None:
+def test_names_cannot_escape_the_store(backend: ObjectsBackend) -> None:
     for name in ("../x", "/x", "a//b", ".hidden", "a/../b", "", "a\0"):
         with pytest.raises(ValueError, match="cannot be the name"):
             backend.create(name, b"")
 
 
-def test_a_small_object_that_is_filled_is_created_once(backend: ObjectsBackend) -> None:
+def test_a_small_object_is_created_once(backend: ObjectsBackend) -> None:
     for _ in range(2):
         sink = backend.open_new("small")
         sink.write(b"abc")
@@ -127,7 +127,7 @@ def test_a_small_object_that_is_filled_is_created_once(backend: ObjectsBackend) 
     assert backend.read("small") == b"abcdef"
 
 
-def test_a_large_object_goes_up_in_parts_and_is_created_once(backend: ObjectsBackend, server: Server) -> None:
+def test_a_large_object_is_uploaded_in_parts_and_created_once(backend: ObjectsBackend, server: Server) -> None:
     block = os.urandom(1 << 20)
     count = (SINGLE_BYTES >> 20) + 9
     sink = backend.open_new("large")
@@ -148,7 +148,7 @@ def test_a_large_object_goes_up_in_parts_and_is_created_once(backend: ObjectsBac
     assert server.unfinished_uploads() == []
 
 
-def test_a_large_object_that_is_discarded_leaves_nothing(backend: ObjectsBackend, server: Server) -> None:
+def test_a_discarded_large_object_leaves_nothing(backend: ObjectsBackend, server: Server) -> None:
     sink = backend.open_new("large")
     for _ in range((SINGLE_BYTES >> 20) + 20):
         sink.write(bytes(1 << 20))
@@ -159,7 +159,7 @@ def test_a_large_object_that_is_discarded_leaves_nothing(backend: ObjectsBackend
     assert list(backend.list()) == []
 
 
-def test_what_does_not_pass_is_not_tried_again(server: Server) -> None:
+def test_permanent_errors_are_not_retried(server: Server) -> None:
     with CuttingProxy(server.port, lambda number, request: None) as proxy:
         nowhere = ObjectsBackend(
             "s3://no-such-bucket/x",
@@ -177,7 +177,7 @@ def test_what_does_not_pass_is_not_tried_again(server: Server) -> None:
         assert proxy.connections == 1
 
 
-def test_a_server_that_is_not_there(server: Server) -> None:
+def test_an_absent_server(server: Server) -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
     backend = _backend(port, "x", Patience(0.01, 0.02, deadline_s=0.2))
@@ -187,7 +187,7 @@ def test_a_server_that_is_not_there(server: Server) -> None:
         Store.open(backend)
 
 
-def test_a_url_that_is_none() -> None:
+def test_an_invalid_url() -> None:
     with pytest.raises(ValueError, match="recognise URL"):
         ObjectsBackend("s3://", patience=_FAST)
 
@@ -212,7 +212,7 @@ def _first(method: bytes, count: int, after: int) -> Callable[[int, bytes], int 
 
 
 @pytest.mark.parametrize("after", [0, 100, 300_000])
-def test_a_read_that_is_cut_is_made_again(server: Server, after: int) -> None:
+def test_an_interrupted_read_is_retried(server: Server, after: int) -> None:
     data = os.urandom(1 << 20)
     _backend(server.port, f"cut-read-{after}").create("x", data)
     with CuttingProxy(server.port, _first(b"GET", 3, after)) as proxy:
@@ -223,7 +223,7 @@ def test_a_read_that_is_cut_is_made_again(server: Server, after: int) -> None:
 
 
 @pytest.mark.parametrize("after", [-1, -300_000, 0])
-def test_a_create_that_is_cut_happens_once(server: Server, after: int) -> None:
+def test_an_interrupted_create_happens_once(server: Server, after: int) -> None:
     """Cut before it arrives, in its middle, and after it was done: its answer is lost, and the object there is ours."""
     data = os.urandom(1 << 20)
     with CuttingProxy(server.port, _first(b"PUT", 2, after)) as proxy:
@@ -235,7 +235,7 @@ def test_a_create_that_is_cut_happens_once(server: Server, after: int) -> None:
     assert _backend(server.port, f"cut-create{after}").read("x") == data
 
 
-def test_a_create_that_is_cut_does_not_take_another_s_object_for_its_own(server: Server) -> None:
+def test_an_interrupted_create_does_not_claim_another_writers_object(server: Server) -> None:
     direct = _backend(server.port, "cut-other")
 
     def cut_after(number: int, request: bytes) -> int | None:
@@ -250,7 +250,7 @@ def test_a_create_that_is_cut_does_not_take_another_s_object_for_its_own(server:
 
 
 @pytest.mark.parametrize("after", [-1, -3_000_000, 0])
-def test_a_part_that_is_cut_is_sent_again(server: Server, after: int) -> None:
+def test_an_interrupted_part_is_sent_again(server: Server, after: int) -> None:
     block = os.urandom(1 << 20)
     count = (SINGLE_BYTES >> 20) + 9
     with CuttingProxy(server.port, _first(b"PUT", 2, after)) as proxy:
@@ -286,7 +286,7 @@ def _held_back(method: bytes, seconds: float) -> Callable[[int, bytes], None]:
 
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("size_bytes", [4 << 20, SINGLE_BYTES + 1])
-def test_what_takes_long_to_send_is_sent_once(server: Server, size_bytes: int) -> None:
+def test_a_slow_upload_is_sent_once(server: Server, size_bytes: int) -> None:
     """Over a slow line each request would be given up, made again, and given up again."""
     data = os.urandom(1 << 20)
     with CuttingProxy(server.port, _held_back(b"PUT", 2.5)) as proxy:
@@ -302,7 +302,7 @@ def test_what_takes_long_to_send_is_sent_once(server: Server, size_bytes: int) -
 
 
 @pytest.mark.usefixtures("impatient")
-def test_an_answer_that_does_not_come_is_asked_for_again(server: Server) -> None:
+def test_a_missing_answer_is_requested_again(server: Server) -> None:
     _backend(server.port, "silent").create("x", b"0123456789")
     with CuttingProxy(server.port, _held_back(b"GET", 60)) as proxy:
         assert _backend(proxy.port, "silent").read("x", 2, 3) == b"234"
@@ -312,7 +312,7 @@ def test_an_answer_that_does_not_come_is_asked_for_again(server: Server) -> None
 # --- whole stores ------------------------------------------------------------------------------------------------
 
 
-def test_a_store_with_connections_cut_all_the_time(server: Server, secret: Secret | None, tmp_path: Path) -> None:
+def test_a_store_over_constantly_failing_connections(server: Server, secret: Secret | None, tmp_path: Path) -> None:
     """Dump, list, verify, diff, copy to a folder and back, restore, prune."""
     prefix = f"whole-{'plain' if secret is None else 'encrypted'}"
 

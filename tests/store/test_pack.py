@@ -1,4 +1,4 @@
-"""gpucr.store.pack and index: a pack explains itself, the index repeats it, and neither believes what it reads."""
+"""gpucr.store.pack and index: a pack describes itself, the index repeats that, and neither trusts its input."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def stored(whole: bytes, secret: Secret | None = None) -> Store:
 
 @ciphers
 @given(st.lists(st.tuples(st.integers(1, 3 * BLOCK_BYTES), st.integers(1, 1 << 20)), max_size=100))
-def test_a_pack_says_what_it_holds(cipher: PackCipher | None, sizes: list[tuple[int, int]]) -> None:
+def test_a_pack_lists_its_contents(cipher: PackCipher | None, sizes: list[tuple[int, int]]) -> None:
     entries, block = list[Entry](), 0
     for number, (length, raw) in enumerate(sizes):
         entries.append(entry(number, block, length, raw))
@@ -80,7 +80,7 @@ def test_an_encrypted_footer_hides_the_names() -> None:
 
 @ciphers
 @given(st.data())
-def test_a_pack_that_is_cut_short_is_named_so(cipher: PackCipher | None, data: st.DataObject) -> None:
+def test_a_truncated_pack_is_reported_as_truncated(cipher: PackCipher | None, data: st.DataObject) -> None:
     whole = packed(ENTRIES, cipher)
     with pytest.raises(CutShort):
         contents_of(whole[: data.draw(st.integers(0, len(whole) - 1))], cipher)
@@ -93,18 +93,18 @@ def test_a_footer_with_a_flipped_bit(cipher: PackCipher | None, data: st.DataObj
     length = len(pack.pack_entries(ENTRIES)) + (16 if cipher else 0)
     places = [*range(ENTRIES_END, ENTRIES_END + length), *range(len(whole) - TRAILER_BYTES, len(whole))]
     whole[data.draw(st.sampled_from(places))] ^= 1 << data.draw(st.integers(0, 7))
-    with pytest.raises((Changed, CutShort)):  # without its magic, a trailer is not there
+    with pytest.raises((Changed, CutShort)):  # without its magic, a trailer is missing
         contents_of(bytes(whole), cipher)
 
 
 @given(st.binary(min_size=TRAILER_BYTES, max_size=300), st.integers(0, 1 << 40))
-def test_any_bytes_are_no_trailer(data: bytes, size_bytes: int) -> None:
+def test_arbitrary_bytes_are_no_trailer(data: bytes, size_bytes: int) -> None:
     for tail in (data[-TRAILER_BYTES:], b"GPUCRPAK\1\0\0\0" + data[-TRAILER_BYTES + 12 :]):
         with pytest.raises((Changed, CutShort)):
             pack.decode_trailer(tail, PACK_ID, size_bytes)
 
 
-def test_another_pack_in_its_place() -> None:
+def test_another_pack_under_its_name() -> None:
     with pytest.raises(Changed, match=f"it is the pack {PACK_ID.hex()}"):
         contents_of(packed(ENTRIES, None), None, b"x" * 16)
 
@@ -129,12 +129,12 @@ def test_a_pack_of_another_kind_of_store() -> None:
         ([entry(1, 7)], "end at byte 32768, and it has 28672"),
     ],
 )
-def test_entries_that_cannot_be(entries: list[Entry], message: str) -> None:
+def test_impossible_entries(entries: list[Entry], message: str) -> None:
     with pytest.raises(Changed, match=message):
         contents_of(packed(entries, None), None)
 
 
-def test_entries_that_are_no_whole_number() -> None:
+def test_truncated_entries() -> None:
     with pytest.raises(Changed, match="no whole number"):
         pack.check_entries(bytes(47), 1 << 30)
 
@@ -157,7 +157,7 @@ def contents(number: int, entries: list[Entry]) -> PackContents:
 
 
 @given(st.lists(st.integers(0, 20), max_size=8))
-def test_an_index_comes_back(counts: list[int]) -> None:
+def test_an_index_round_trip(counts: list[int]) -> None:
     packs = [contents(n, [entry(100 * n + i, i) for i in range(count)]) for n, count in enumerate(counts)]
     assert index.decode(index.encode(packs)) == packs
 
@@ -187,7 +187,7 @@ def test_an_index_that_claims_too_much(data: bytes, message: str) -> None:
         index.decode(data)
 
 
-def test_where_a_piece_is() -> None:
+def test_the_location_of_a_piece() -> None:
     found = Index()
     found.add(contents(1, ENTRIES))
     found.add(contents(2, [entry(3, 0), entry(4, 2)]))
@@ -214,7 +214,7 @@ def test_the_index_of_a_store(secret: Secret | None) -> None:
     assert len(list(index.load_objects(store))) == 2
 
 
-def test_many_pieces_are_several_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_pieces_make_several_index_objects(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(index, "_ENTRIES_AN_OBJECT", 4)
     store = Store.create(MemoryBackend())
     names = index.publish(store, [contents(n, [entry(10 * n + i, i) for i in range(3)]) for n in range(5)])
@@ -223,7 +223,7 @@ def test_many_pieces_are_several_objects(monkeypatch: pytest.MonkeyPatch) -> Non
     assert index.publish(store, []) == []
 
 
-def test_an_index_object_that_a_prune_replaced_meanwhile() -> None:
+def test_an_index_object_replaced_by_a_concurrent_prune() -> None:
     place = FaultyBackend(MemoryBackend())
     store = Store.create(place)
     first, second = (index.publish(store, [contents(n, [entry(n, 0)])])[0] for n in (1, 2))
@@ -237,7 +237,7 @@ def test_an_index_object_that_a_prune_replaced_meanwhile() -> None:
 
 
 @pytest.mark.parametrize("kind", ["truncated", "flipped", "too large"])
-def test_an_index_object_that_is_damaged(kind: str, secret: Secret | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_index_object(kind: str, secret: Secret | None, monkeypatch: pytest.MonkeyPatch) -> None:
     place = MemoryBackend()
     store = Store.create(place, secret=secret)
     (name,) = index.publish(store, [contents(1, ENTRIES)])
@@ -251,7 +251,7 @@ def test_an_index_object_that_is_damaged(kind: str, secret: Secret | None, monke
         index.load(store)
 
 
-def test_a_sealed_object_that_is_no_index() -> None:
+def test_a_sealed_object_that_is_not_an_index() -> None:
     store = Store.create(MemoryBackend())
     store.backend.create("index/a", store.seal("index/a", b"something else entirely"))
     with pytest.raises(StoreDamaged, match="memory:/index/a is not valid: it begins with"):
@@ -262,7 +262,7 @@ def test_a_sealed_object_that_is_no_index() -> None:
 
 
 @pytest.mark.parametrize("count", [0, 3, 3000])
-def test_what_a_pack_of_a_store_holds(count: int, secret: Secret | None) -> None:
+def test_the_contents_of_a_pack_in_a_store(count: int, secret: Secret | None) -> None:
     place = MemoryBackend()
     store = Store.create(place, secret=secret)
     entries = [entry(number, number) for number in range(count)]
@@ -274,7 +274,7 @@ def test_what_a_pack_of_a_store_holds(count: int, secret: Secret | None) -> None
     assert list(pack.iter_entries(index.read_footer(store, PACK_ID).entries)) == entries
 
 
-def test_packs_that_cannot_be_read() -> None:
+def test_unreadable_packs() -> None:
     name = pack.pack_name(PACK_ID)
     whole = packed(ENTRIES, None)
     for broken, message in (

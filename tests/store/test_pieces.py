@@ -1,4 +1,4 @@
-"""gpucr.store.pieces, codec and transform: what is stored is what comes back, and nothing else is taken for it."""
+"""gpucr.store.pieces, codec and transform: stored data round-trips, and nothing else is accepted as it."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ def test_a_key_changes_the_names() -> None:
 
 
 @pytest.mark.parametrize(("hash_name", "key"), [("sha256", bytes(32)), ("md5", None)])
-def test_a_hash_that_cannot_be_used(hash_name: str, key: bytes | None) -> None:
+def test_an_unavailable_hash(hash_name: str, key: bytes | None) -> None:
     with pytest.raises(ValueError, match=hash_name):
         pieces.digest_function(hash_name, key)
 
 
-def test_a_missing_library_is_named() -> None:
+def test_a_missing_library_is_reported() -> None:
     with pytest.raises(BrokenInstall, match="trying it needs the Python package gpucr_lacks_this") as caught:
         extra.load("gpucr_lacks_this.part", "trying it")
     assert caught.value.hint == "install it: pip install 'gpucr_lacks_this'"
@@ -62,7 +62,7 @@ def test_a_missing_library_is_named() -> None:
 
 @pytest.mark.parametrize("length", [0, 1, 2, 3, 4095, 4096, 100_001])
 @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
-def test_zeros_are_found_and_nothing_else(length: int, kind: type) -> None:
+def test_only_zeros_are_found(length: int, kind: type) -> None:
     zeros = bytearray(length)
     assert pieces.is_zero(kind(zeros))
     for place in {0, length // 3, length // 2, length - 2, length - 1} & set(range(length)):
@@ -75,7 +75,7 @@ def test_zeros_are_found_and_nothing_else(length: int, kind: type) -> None:
 
 
 @given(st.lists(st.tuples(refs, st.integers(1, 5)), max_size=20))
-def test_a_list_comes_back(runs: list[tuple[PieceRef, int]]) -> None:
+def test_a_list_round_trip(runs: list[tuple[PieceRef, int]]) -> None:
     whole = [ref for ref, count in runs for _ in range(count)]
     assert pieces.decode_list(pieces.encode_list(whole)) == whole
 
@@ -96,7 +96,7 @@ def test_any_bytes_are_a_list_or_refused(data: bytes) -> None:
 
 
 @given(st.lists(refs, min_size=1, max_size=5), st.data())
-def test_a_damaged_list_never_has_other_lengths_than_it_says(whole: list[PieceRef], data: st.DataObject) -> None:
+def test_a_damaged_list_never_yields_lengths_it_does_not_declare(whole: list[PieceRef], data: st.DataObject) -> None:
     encoded = bytearray(pieces.encode_list(whole))
     encoded[data.draw(st.integers(0, len(encoded) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     try:
@@ -130,7 +130,7 @@ def test_lists_that_claim_too_much(fields: tuple[bytes, int, int, int], message:
 
 @pytest.mark.parametrize("width", transform.WIDTHS)
 @given(data=st.binary(max_size=400))
-def test_planes_come_back(width: int, data: bytes) -> None:
+def test_planes_round_trip(width: int, data: bytes) -> None:
     data = data[: len(data) // width * width]
     planes = bytes(transform.split(data, width))
     assert planes == b"".join(data[plane::width] for plane in range(width))
@@ -140,7 +140,7 @@ def test_planes_come_back(width: int, data: bytes) -> None:
 @pytest.mark.parametrize("compress", COMPRESS)
 @pytest.mark.parametrize("encoding", Encoding)
 @given(st.binary(min_size=1, max_size=300), st.integers(1, 200))
-def test_what_is_encoded_comes_back(compress: Compress, encoding: Encoding, unit: bytes, count: int) -> None:
+def test_encoded_data_round_trip(compress: Compress, encoding: Encoding, unit: bytes, count: int) -> None:
     data = memoryview((unit * count) + bytes(-len(unit) * count % 4))
     if compress == "none":
         encoding = Encoding.RAW
@@ -164,7 +164,9 @@ _TEXT = b"".join(b"step %d: loss %f\n" % (step, 3 / (step + 1)) for step in rang
     ids=["bf16", "fp32", "text", "random"],
 )
 @pytest.mark.parametrize("compress", ["auto", "fast", "strong"])
-def test_a_sample_finds_what_pays(data: bytes, encoding: Encoding, most: float, compress: Compress) -> None:
+def test_a_sample_predicts_whether_compression_pays(
+    data: bytes, encoding: Encoding, most: float, compress: Compress
+) -> None:
     own = Codec(compress)
     choice = own.choose(memoryview(data))
     assert choice.encoding is encoding
@@ -174,11 +176,11 @@ def test_a_sample_finds_what_pays(data: bytes, encoding: Encoding, most: float, 
     assert abs(1 - len(stored) / len(data) - choice.saved) < 0.25
 
 
-def test_nothing_is_tried_where_nothing_is_asked_for() -> None:
+def test_no_codec_is_tried_unless_requested() -> None:
     assert Codec("none").choose(memoryview(_TEXT)) == Choice(Encoding.RAW, 0.0)
 
 
-def test_a_short_piece_fills_a_block_anyway() -> None:
+def test_a_short_piece_still_fills_a_block() -> None:
     assert Codec("strong").choose(memoryview(bytes(range(256)) * 16)).encoding is Encoding.RAW
 
 
@@ -205,7 +207,7 @@ def _stored(data: bytes) -> bytes:
         (_stored(bytes(65538)), Encoding.PLANES4, 65538, "65538 bytes"),
     ],
 )
-def test_what_no_codec_has_written(stored: bytes, encoding: int, raw_length: int, message: str) -> None:
+def test_data_no_codec_wrote(stored: bytes, encoding: int, raw_length: int, message: str) -> None:
     with pytest.raises(Changed, match=message):
         codec.decode(stored, encoding, raw_length)
 
@@ -228,7 +230,7 @@ def test_a_flipped_bit_never_changes_the_length(data: st.DataObject) -> None:
 # --- auto ------------------------------------------------------------------------------------------------------
 
 
-def test_auto_compresses_while_writing_is_what_takes_the_time() -> None:
+def test_auto_compresses_while_writing_is_the_bottleneck() -> None:
     pace, choice = Pace(), Choice(Encoding.PLANES2, 0.3)
     pace.written(1 << 20, 0.010)
     assert [pace.pays(choice) for _ in range(3)] == [True, False, False], "one finds out"

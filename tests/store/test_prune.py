@@ -39,7 +39,7 @@ def _prune_all(store: Store, **rules: float) -> PruneReport:
     return last
 
 
-def test_what_nothing_needs_goes_and_what_is_needed_stays(secret: Secret | None) -> None:
+def test_unneeded_data_is_deleted_and_needed_data_kept(secret: Secret | None) -> None:
     backend = MemoryBackend()
     store = new_store(backend, secret, pack_bytes=PIECE_BYTES)
     old = dump(store, {"a": content(1, 2, 3)}, "old")
@@ -67,7 +67,7 @@ def test_long_lists_are_needed_too() -> None:
     assert restore(store, kept) == areas
 
 
-def test_an_empty_store_keeps_nothing_but_itself(secret: Secret | None) -> None:
+def test_an_empty_store_keeps_only_its_configuration(secret: Secret | None) -> None:
     backend = MemoryBackend()
     store = new_store(backend, secret)
     dump(store, {"a": content(*range(1, 200))})
@@ -75,7 +75,7 @@ def test_an_empty_store_keeps_nothing_but_itself(secret: Secret | None) -> None:
     assert [name for name in backend.names() if not name.startswith("keys/")] == ["gpucr-store.json"]
 
 
-def test_keep_within_is_by_the_clock_of_the_store() -> None:
+def test_keep_within_uses_the_stores_clock() -> None:
     backend = MemoryBackend()
     store = new_store(backend)
     dump(store, {}, "old")
@@ -94,7 +94,7 @@ def test_without_rules_all_snapshots_are_kept() -> None:
     assert prune(store, PruneRules()).kept == both
 
 
-def test_dry_run_says_the_same_and_changes_nothing() -> None:
+def test_a_dry_run_reports_the_same_and_changes_nothing() -> None:
     backend = MemoryBackend()
     store = new_store(backend, pack_bytes=PIECE_BYTES)
     dump(store, {"a": content(1, 2)})
@@ -114,7 +114,7 @@ def test_dry_run_says_the_same_and_changes_nothing() -> None:
     assert (done.deleted_packs, done.deleted_bytes) == (planned.deleted_packs, planned.deleted_bytes)
 
 
-def test_a_retired_pack_stays_for_the_time_of_grace() -> None:
+def test_a_retired_pack_stays_for_the_grace_period() -> None:
     backend = MemoryBackend()
     store = new_store(backend)
     dump(store, {"a": content(1)})
@@ -128,7 +128,7 @@ def test_a_retired_pack_stays_for_the_time_of_grace() -> None:
     assert (report.waiting_packs, report.deleted_packs) == (0, 1)
 
 
-def test_it_says_when_space_comes_back(secret: Secret | None) -> None:
+def test_it_reports_when_space_is_freed(secret: Secret | None) -> None:
     backend = MemoryBackend()
     store = new_store(backend, secret)
     gone = dump(store, {"a": content(1, 2, 3)})
@@ -151,7 +151,7 @@ def test_it_says_when_space_comes_back(secret: Secret | None) -> None:
     assert (report.deleted_bytes, report.later) == (size_bytes, ())
 
 
-def test_it_says_where_space_does_not_come_back(secret: Secret | None) -> None:
+def test_it_reports_space_that_is_not_freed(secret: Secret | None) -> None:
     """A pack in which something was damaged, and that holds what is nowhere else."""
     backend = MemoryBackend()
     store = new_store(backend, secret)
@@ -163,7 +163,7 @@ def test_it_says_where_space_does_not_come_back(secret: Secret | None) -> None:
         assert (space.size_bytes, space.after_s) == (backend.size(name), None)
 
 
-def test_the_command_says_when(tmp_path: Path) -> None:
+def test_the_command_reports_when_space_is_freed(tmp_path: Path) -> None:
     store = init_store(tmp_path / "store")
     gone = dump(store, {"a": content(1, 2, 3)})
     snapshots.remove(store, gone.id)
@@ -178,7 +178,7 @@ def test_the_command_says_when(tmp_path: Path) -> None:
     assert abs(datetime.fromisoformat(later["after"]).timestamp() - time.time() - day_s) < day_s / 2
 
 
-def test_a_pack_on_which_a_living_writer_relies_stays() -> None:
+def test_a_pack_a_live_writer_reuses_stays() -> None:
     backend = MemoryBackend()
     store = new_store(backend)
     dump(store, {"a": content(1)})
@@ -192,7 +192,7 @@ def test_a_pack_on_which_a_living_writer_relies_stays() -> None:
     assert restore(store, made) == {"a": content(1)}
 
 
-def test_what_a_living_writer_has_stored_is_not_retired() -> None:
+def test_a_live_writers_data_is_not_retired() -> None:
     backend = MemoryBackend()
     store = new_store(backend)
     with WriteSession.begin(store, compress="none", refresh_s=NEVER_S) as session:
@@ -203,7 +203,7 @@ def test_what_a_living_writer_has_stored_is_not_retired() -> None:
     assert prune(store, AT_ONCE).retired_packs == 0
 
 
-def test_a_writer_that_died_is_ended_and_what_it_left_goes() -> None:
+def test_a_dead_writer_is_ended_and_its_leftovers_are_deleted() -> None:
     backend = MemoryBackend()
     store = new_store(backend)
     faulty = FaultyBackend(
@@ -224,7 +224,7 @@ def test_a_writer_that_died_is_ended_and_what_it_left_goes() -> None:
     assert backend.names("snapshots/") == []
 
 
-def test_a_sign_of_life_keeps_a_writer_alive() -> None:
+def test_a_heartbeat_keeps_a_writer_alive() -> None:
     backend = MemoryBackend()
     store = new_store(backend)
     registration = writers.Registration.register(store, refresh_s=NEVER_S)
@@ -239,7 +239,7 @@ def test_a_sign_of_life_keeps_a_writer_alive() -> None:
     assert backend.names("writers/") == []
 
 
-def test_a_pack_that_no_index_tells_of_is_not_lost() -> None:
+def test_a_pack_missing_from_the_index_is_not_lost() -> None:
     backend = MemoryBackend()
     store = new_store(backend)
     kept = dump(store, {"a": content(1)})
@@ -249,7 +249,7 @@ def test_a_pack_that_no_index_tells_of_is_not_lost() -> None:
     assert restore(store, kept) == {"a": content(1)}
 
 
-def test_an_index_that_tells_of_packs_that_are_gone_is_not_relied_on() -> None:
+def test_an_index_that_lists_missing_packs_is_not_trusted() -> None:
     backend = MemoryBackend()
     store = new_store(backend, pack_bytes=PIECE_BYTES)
     dump(store, {"a": content(1, 2, 3)})
@@ -257,15 +257,15 @@ def test_an_index_that_tells_of_packs_that_are_gone_is_not_relied_on() -> None:
     for _ in range(2):
         report = prune(store, PruneRules(keep_last=1, grace_s=0.0))
     assert report.deleted_packs == 2
-    assert indexes.load(store).pieces == 3, "one object tells of all three"
+    assert indexes.load(store).pieces == 3, "one object reports all three"
     assert restore(store, dump(store, {"a": content(1, 2, 3)})) == {"a": content(1, 2, 3)}
 
 
-def test_a_damaged_store_is_not_thinned_out(secret: Secret | None) -> None:
+def test_a_damaged_store_is_not_pruned(secret: Secret | None) -> None:
     backend = MemoryBackend()
     store = new_store(backend, secret, pack_bytes=PIECE_BYTES)
     old, kept = dump(store, {"a": content(1)}, "old"), dump(store, {"a": content(2)}, "kept")
-    place = retired.whole_index(store).find(kept.areas[0].listed[0].id)
+    place = retired.complete_index(store).find(kept.areas[0].listed[0].id)
     assert place is not None
     backend.delete(next(name for name in backend.names("packs/") if place.pack_id.hex() in name))
     packs = backend.names("packs/")
@@ -279,7 +279,7 @@ def test_a_damaged_store_is_not_thinned_out(secret: Secret | None) -> None:
     assert backend.names("packs/") == []
 
 
-def test_a_snapshot_that_cannot_be_read_stops_a_prune() -> None:
+def test_an_unreadable_snapshot_stops_a_prune() -> None:
     backend = MemoryBackend()
     store = new_store(backend)
     kept = dump(store, {"a": content(1)})
@@ -289,7 +289,7 @@ def test_a_snapshot_that_cannot_be_read_stops_a_prune() -> None:
     assert len(backend.names("packs/")) == 1
 
 
-def test_a_pack_with_an_unreadable_footer_that_nothing_needs_goes() -> None:
+def test_an_unneeded_pack_with_an_unreadable_footer_is_deleted() -> None:
     backend = MemoryBackend()
     store = new_store(backend)
     backend.create("packs/ab/ab" + 15 * "00", b"no pack at all")
@@ -298,7 +298,7 @@ def test_a_pack_with_an_unreadable_footer_that_nothing_needs_goes() -> None:
     assert restore(store, kept) == {"a": content(1)}
 
 
-def test_repack_empties_packs_of_which_little_is_needed(secret: Secret | None) -> None:
+def test_repack_empties_mostly_unneeded_packs(secret: Secret | None) -> None:
     backend = MemoryBackend()
     store = new_store(backend, secret, pack_bytes=256 * PIECE_BYTES)
     dump(store, {"a": content(*range(1, 40))})
@@ -314,7 +314,7 @@ def test_repack_empties_packs_of_which_little_is_needed(secret: Secret | None) -
     assert _prune_all(store, repack_below=0.5) == PruneReport()
 
 
-def test_what_a_prune_that_died_left_is_taken_up(secret: Secret | None) -> None:
+def test_an_interrupted_prune_is_completed_by_the_next(secret: Secret | None) -> None:
     """Killed before each of its steps, with other packs to retire, to delete and to repack at once."""
     step = 0
     while True:
@@ -353,7 +353,7 @@ def test_what_a_prune_that_died_left_is_taken_up(secret: Secret | None) -> None:
 
 
 @pytest.mark.parametrize("moment", ["packs/", "index/"])
-def test_an_index_of_packs_that_are_being_published_is_not_taken_for_an_old_one(moment: str) -> None:
+def test_an_index_of_packs_being_published_is_not_taken_for_stale(moment: str) -> None:
     """A writer publishes a pack and its index right before the prune lists one of them."""
     backend = MemoryBackend()
     store = new_store(backend)
@@ -374,7 +374,7 @@ def test_an_index_of_packs_that_are_being_published_is_not_taken_for_an_old_one(
     st.binary(max_size=80)
     | st.recursive(st.none() | st.text("0123456789abcdef"), st.lists).map(lambda x: json.dumps(x).encode())
 )
-def test_any_bytes_are_a_batch_or_refused(body: bytes) -> None:
+def test_arbitrary_bytes_are_a_batch_or_refused(body: bytes) -> None:
     store = new_store(MemoryBackend())
     name = f"retired/{'0' * 32}.packs"
     store.backend.create(name, store.seal(name, body))

@@ -1,4 +1,4 @@
-"""What a writer relies on instead of storing it again is read first, and what is damaged is written again."""
+"""Data that a writer reuses is read first, and damaged data is written again."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _damaged_store(secret: Secret | None, damage: Damage) -> tuple[FaultyBackend
 
 
 @pytest.mark.parametrize("damage", [_flip, _other_bytes, _bad_sector])
-def test_a_dump_writes_a_damaged_piece_again_and_the_good_copy_wins(damage: Damage, secret: Secret | None) -> None:
+def test_a_dump_rewrites_a_damaged_piece_and_the_good_copy_wins(damage: Damage, secret: Secret | None) -> None:
     _, store, first = _damaged_store(secret, damage)
     second = dump(store, LONG, "second")
     assert second.counters["repaired_bytes"] >= PIECE_BYTES
@@ -81,7 +81,7 @@ def test_a_dump_writes_a_damaged_piece_again_and_the_good_copy_wins(damage: Dama
 
 
 @pytest.mark.parametrize("repack_below", [0.0, 1.1])
-def test_no_prune_takes_the_good_copy(repack_below: float, secret: Secret | None) -> None:
+def test_a_prune_keeps_the_good_copy(repack_below: float, secret: Secret | None) -> None:
     _, store, first = _damaged_store(secret, _flip)
     second = dump(store, LONG, "second")
     for _ in range(3):
@@ -94,7 +94,7 @@ def test_no_prune_takes_the_good_copy(repack_below: float, secret: Secret | None
     assert verify(store, deep=True).problems == {}
 
 
-def test_a_list_of_pieces_is_read_before_it_is_relied_on(secret: Secret | None) -> None:
+def test_a_list_of_pieces_is_read_before_it_is_reused(secret: Secret | None) -> None:
     place = FaultyBackend(MemoryBackend())
     store = new_store(place, secret)
     first = dump(store, LONG, "first")
@@ -105,7 +105,7 @@ def test_a_list_of_pieces_is_read_before_it_is_relied_on(secret: Secret | None) 
     assert restore(store, first) == LONG
 
 
-def test_every_piece_is_read_once_however_often_it_comes(secret: Secret | None) -> None:
+def test_every_piece_is_read_once_however_often_it_occurs(secret: Secret | None) -> None:
     place = FaultyBackend(MemoryBackend())
     store = new_store(place, secret)
     areas = {"a": content(1, 2, 3)}
@@ -120,7 +120,7 @@ def test_every_piece_is_read_once_however_often_it_comes(secret: Secret | None) 
     assert (counts.checked_bytes, counts.known_bytes) == (3 * PIECE_BYTES, 15 * PIECE_BYTES)
 
 
-def test_what_is_trusted_is_not_read(secret: Secret | None) -> None:
+def test_trusted_pieces_are_not_read(secret: Secret | None) -> None:
     place = FaultyBackend(MemoryBackend())
     store = new_store(place, secret)
     first = dump(store, LONG)
@@ -133,7 +133,7 @@ def test_what_is_trusted_is_not_read(secret: Secret | None) -> None:
     assert second.areas == first.areas
 
 
-def test_a_place_that_does_not_answer_ends_the_dump_and_is_no_damage(secret: Secret | None) -> None:
+def test_an_unreachable_store_fails_the_dump_and_is_not_damage(secret: Secret | None) -> None:
     place = FaultyBackend(MemoryBackend())
     store = new_store(place, secret)
     dump(store, LONG)
@@ -148,7 +148,7 @@ def test_a_place_that_does_not_answer_ends_the_dump_and_is_no_damage(secret: Sec
     assert place.inner.names() == there
 
 
-def test_two_writers_wrote_the_same_and_either_copy_serves(secret: Secret | None) -> None:
+def test_either_copy_of_a_piece_written_twice_can_be_used(secret: Secret | None) -> None:
     place = FaultyBackend(MemoryBackend())
     store = new_store(place, secret)
     with WriteSession.begin(store, compress="none", refresh_s=NEVER_S) as slow:
@@ -164,7 +164,7 @@ def test_two_writers_wrote_the_same_and_either_copy_serves(secret: Secret | None
 # --- prune -------------------------------------------------------------------------------------------------------
 
 
-def test_the_last_good_copy_is_not_deleted_for_a_rotten_one(secret: Secret | None) -> None:
+def test_the_last_good_copy_is_not_deleted_in_favour_of_a_damaged_one(secret: Secret | None) -> None:
     """Only the names in another pack say that a retired one is not needed any more."""
     place = FaultyBackend(MemoryBackend())
     store = new_store(place, secret)
@@ -188,7 +188,7 @@ def test_the_last_good_copy_is_not_deleted_for_a_rotten_one(secret: Secret | Non
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_a_copy_relies_on_nothing_that_it_has_not_read(again: bool, secret: Secret | None) -> None:
+def test_a_copy_reuses_only_what_it_has_read(again: bool, secret: Secret | None) -> None:
     """The target has this snapshot already, or the pieces of another one; one piece is damaged."""
     source, place = new_store(MemoryBackend()), FaultyBackend(MemoryBackend())
     target = new_store(place, secret)
@@ -202,7 +202,7 @@ def test_a_copy_relies_on_nothing_that_it_has_not_read(again: bool, secret: Secr
     assert place.inner.names("writers/") == []
 
 
-def test_a_copy_of_what_is_damaged_on_both_sides_fails_and_says_where() -> None:
+def test_a_copy_damaged_on_both_sides_fails_and_says_where() -> None:
     places = [FaultyBackend(MemoryBackend()) for _ in range(2)]
     source, target = (new_store(place) for place in places)
     dumped = dump(source, LONG, "first")
@@ -214,7 +214,7 @@ def test_a_copy_of_what_is_damaged_on_both_sides_fails_and_says_where() -> None:
     assert len(snapshots.list_all(target).snapshots) == 1
 
 
-def test_what_several_copies_rely_on_is_read_once() -> None:
+def test_pieces_several_copies_reuse_are_read_once() -> None:
     source, place = new_store(MemoryBackend()), FaultyBackend(MemoryBackend())
     target = new_store(place)
     dumped = [dump(source, {"a": content(1, 2, number)}) for number in (3, 4, 5)]
@@ -233,7 +233,7 @@ def test_what_several_copies_rely_on_is_read_once() -> None:
 # --- the writer alone ---------------------------------------------------------------------------------------------
 
 
-def test_an_index_that_tells_of_another_length_is_not_relied_on() -> None:
+def test_an_index_with_a_wrong_length_is_not_trusted() -> None:
     store = new_store(MemoryBackend())
     whole = StoreWriter(store, Index(), compress="none")
     ref = whole.add(piece(1))

@@ -37,21 +37,21 @@ def test_the_latest_of_each_hour_and_day() -> None:
     assert _kept(EVERY_20_MIN, keep_last=2, keep_daily=2) == ["760", "40", "20"]
 
 
-def test_weeks_and_months_are_those_of_the_calendar() -> None:
+def test_calendar_weeks_and_months() -> None:
     days = [_snapshot(str(day), timedelta(days=day)) for day in range(90, -1, -1)]
     assert _kept(days, keep_weekly=2) == ["3", "0"]  # 2026-03-01 was a Sunday
     assert _kept(days, keep_monthly=3) == ["32", "4", "0"]
     assert _kept(days, keep_monthly=0, keep_last=1) == ["0"]
 
 
-def test_rules_by_name_leave_all_others_alone() -> None:
+def test_rules_by_name_leave_others_alone() -> None:
     found = [_snapshot("a", timedelta(3), "train-1"), _snapshot("b", timedelta(2), "eval"),
              _snapshot("c", timedelta(1), None), _snapshot("d", timedelta(0), "train-2")]  # fmt: skip
     assert _kept(found, keep_last=1, names=("train-*",)) == ["b", "c", "d"]
     assert _kept(found, keep_last=1, names=("train-*", "eval")) == ["c", "d"]
 
 
-def test_each_name_is_counted_by_itself_and_keeps_its_latest() -> None:
+def test_each_name_is_counted_separately_and_keeps_its_latest() -> None:
     found = [_snapshot(f"{name}{age}", timedelta(age), name) for age in (3, 2, 1) for name in ("a", "b")]
     assert _kept(found, keep_last=2, per_name=True) == ["a2", "b2", "a1", "b1"]
     assert _kept(found, keep_last=0, per_name=True) == ["a1", "b1"]

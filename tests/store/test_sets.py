@@ -1,4 +1,4 @@
-"""Sets of snapshots: complete or given up, exactly one of both, and nothing takes a part of one for a whole."""
+"""Sets of snapshots are either complete or abandoned, and no part of one is taken for a whole."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def complete(store: Store, name: str, count: int = 2) -> tuple[StoredSet, list[S
 # --- complete or given up ----------------------------------------------------------------------------------------
 
 
-def test_a_set_is_complete_or_given_up(secret: Secret | None) -> None:
+def test_a_set_is_complete_or_abandoned(secret: Secret | None) -> None:
     store = new_store(MemoryBackend(), secret)
     made, _ = parts_of(store, "a")
     assert sets.find(store, made.id) is None
@@ -54,7 +54,7 @@ def test_a_set_is_complete_or_given_up(secret: Secret | None) -> None:
 
 @pytest.mark.parametrize("kind", ["before", "after", "late", "twice"])
 @pytest.mark.parametrize("guest_first", [False, True])
-def test_whatever_becomes_of_requests_all_come_to_the_same_end(kind: str, guest_first: bool) -> None:
+def test_all_nodes_reach_the_same_outcome_under_any_request_failure(kind: str, guest_first: bool) -> None:
     """Of node 0's requests each once, while the other node asks before or after it."""
     for step in range(3):
         inner = MemoryBackend()
@@ -85,7 +85,7 @@ def test_whatever_becomes_of_requests_all_come_to_the_same_end(kind: str, guest_
             assert "it is not known" in said
 
 
-def test_nobody_takes_what_is_no_set_for_one() -> None:
+def test_an_invalid_set_is_never_accepted() -> None:
     backend = MemoryBackend()
     store = new_store(backend)
     made, found = complete(store, "a")
@@ -103,7 +103,7 @@ def test_nobody_takes_what_is_no_set_for_one() -> None:
 # --- parts -------------------------------------------------------------------------------------------------------
 
 
-def test_a_part_of_a_set_that_is_not_complete_is_found_by_its_id_alone() -> None:
+def test_a_part_of_an_incomplete_set_is_found_only_by_its_id() -> None:
     store = new_store(MemoryBackend())
     whole = dump(store, {"a": content(9)}, "a")
     made, found = parts_of(store, "a")
@@ -119,7 +119,7 @@ def test_a_part_of_a_set_that_is_not_complete_is_found_by_its_id_alone() -> None
     sets.require_complete(store, whole)
 
 
-def test_a_snapshot_that_says_it_is_a_part_and_is_not() -> None:
+def test_a_snapshot_that_falsely_claims_to_be_a_part() -> None:
     store = new_store(MemoryBackend())
     made, found = complete(store, "a")
     forged = dump(store, {"a": content(7)}, "a", SetPart(made.id, 0, 2))
@@ -128,7 +128,7 @@ def test_a_snapshot_that_says_it_is_a_part_and_is_not() -> None:
     assert snapshots.find_parts(store, "a") == tuple(found)
 
 
-def test_a_name_means_the_latest_that_is_whole() -> None:
+def test_a_name_selects_the_latest_complete_set() -> None:
     store = new_store(MemoryBackend())
     _, first = complete(store, "a")
     assert snapshots.find_parts(store, "a") == tuple(first)
@@ -158,7 +158,7 @@ def test_a_set_counts_as_one_snapshot() -> None:
     assert sets.find(store, gone.id) is None, "half of it must not be restored, whenever the prune is cut off"
 
 
-def test_a_set_of_which_a_part_is_protected_is_kept() -> None:
+def test_a_set_with_a_protected_part_is_kept() -> None:
     store = new_store(MemoryBackend())
     _, first = complete(store, "a")
     complete(store, "a")
@@ -166,7 +166,7 @@ def test_a_set_of_which_a_part_is_protected_is_kept() -> None:
     assert report.removed == ()
 
 
-def test_what_sets_that_came_to_nothing_have_left_goes() -> None:
+def test_leftovers_of_abandoned_sets_are_deleted() -> None:
     backend = MemoryBackend()
     store = new_store(backend)
     given_up, left = parts_of(store, "a")
@@ -186,7 +186,7 @@ def test_what_sets_that_came_to_nothing_have_left_goes() -> None:
     assert backend.names("sets/") == []
 
 
-def test_a_set_that_is_completed_while_a_prune_takes_it_for_dead_stays() -> None:
+def test_a_set_completed_while_a_prune_assumes_it_dead_is_kept() -> None:
     backend = MemoryBackend()
     faulty = FaultyBackend(backend)
     store = new_store(faulty)
@@ -229,7 +229,7 @@ def test_remove_verify_and_copy_take_a_set_as_a_whole(tmp_path: Path) -> None:
     assert sets.find(other, made.id) is None
 
 
-def test_a_copy_of_a_set_of_which_a_part_was_damaged_is_whole_again(tmp_path: Path) -> None:
+def test_a_copy_repairs_a_set_with_a_damaged_part(tmp_path: Path) -> None:
     for name in ("one", "other"):
         init_store(tmp_path / name)
     store, other = (Store.open(LocalBackend(tmp_path / name)) for name in ("one", "other"))

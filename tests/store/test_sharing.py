@@ -117,7 +117,7 @@ def modes(path: Path) -> set[tuple[str, int, int]]:
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o077])
-def test_modes_are_explicit_whatever_the_umask(shared: Path, umask: int) -> None:
+def test_modes_are_explicit_under_any_umask(shared: Path, umask: int) -> None:
     for uid in (ALICE, BOB):
         dumped_by(uid, shared, umask)
     assert modes(shared) == MODES
@@ -145,7 +145,7 @@ def test_nobody_outside_the_group_sees_anything(shared: Path) -> None:
     assert "Permission denied" in as_user(STRANGER, "said = os.listdir(shared)", shared)
 
 
-def test_each_member_removes_his_own_snapshots_only(shared: Path) -> None:
+def test_members_remove_only_their_own_snapshots(shared: Path) -> None:
     alices, bobs = dumped_by(ALICE, shared), dumped_by(BOB, shared)
     remove = "said = gpucr.remove_snapshot(f'{shared}#%s').id"
     said = as_user(BOB, remove % alices, shared)
@@ -157,7 +157,7 @@ def test_each_member_removes_his_own_snapshots_only(shared: Path) -> None:
     assert not gpucr.list_snapshots(shared).snapshots
 
 
-def test_root_alone_prunes(shared: Path) -> None:
+def test_only_root_prunes(shared: Path) -> None:
     ids = [dumped_by(uid, shared) for uid in (ALICE, BOB, ALICE)]
     before = sorted(shared.rglob("*"))
     said = as_user(ALICE, "said = prune.prune(opened(shared), PruneRules(keep_last=1))", shared)
@@ -171,7 +171,7 @@ def test_root_alone_prunes(shared: Path) -> None:
     assert as_user(BOB, latest, shared) == "True"
 
 
-def test_what_root_keeps_or_runs_does_not_come_from_there(shared: Path, place: Path) -> None:
+def test_root_neither_stores_nor_runs_what_members_wrote(shared: Path, place: Path) -> None:
     snapshot = dumped_by(ALICE, shared)
     private = gpucr.init_store(place / "private")
     dump(private, AREAS)
@@ -192,7 +192,7 @@ def test_what_root_keeps_or_runs_does_not_come_from_there(shared: Path, place: P
     assert as_user(BOB, own, shared, place / "bobs") == "train"
 
 
-def test_members_cannot_touch_what_is_others(shared: Path) -> None:
+def test_members_cannot_touch_each_others_files(shared: Path) -> None:
     dumped_by(ALICE, shared)
     pack = next(shared.glob("packs/*/*"))
 
@@ -220,7 +220,7 @@ for act in (
     assert not verify.verify(opened(shared), deep=True).problems
 
 
-def test_folders_and_links_of_members_are_passed_over(shared: Path, place: Path) -> None:
+def test_folders_and_links_of_members_are_skipped(shared: Path, place: Path) -> None:
     dumped_by(ALICE, shared)
     (place / "victim").write_text("kept")
 
@@ -240,7 +240,7 @@ said = (shared / f"snapshots/{'0' * 32}").symlink_to(others[0])
     assert (place / "victim").read_text() == "kept"
 
 
-def test_a_file_that_others_can_write_is_refused(shared: Path) -> None:
+def test_a_file_writable_by_others_is_refused(shared: Path) -> None:
     snapshot = dumped_by(ALICE, shared)
     file = shared / f"snapshots/{snapshot}"
     file.chmod(0o660)
@@ -252,7 +252,7 @@ def test_a_file_that_others_can_write_is_refused(shared: Path) -> None:
         snapshots.find(opened(shared), snapshot)
 
 
-def test_it_is_not_shared_where_the_mark_is_not_roots(place: Path) -> None:
+def test_a_store_is_shared_only_if_its_mark_is_roots(place: Path) -> None:
     """Who makes a folder that looks like one makes nobody else believe in it."""
     gpucr.init_store(place / "store", shared_with_group=GROUP)
     os.chown(place / "store", ALICE, GID)
@@ -271,7 +271,7 @@ def test_encrypted(place: Path) -> None:
     assert modes(place / "store") == MODES
 
 
-def test_only_root_shares_and_only_with_a_group_that_there_is(place: Path) -> None:
+def test_only_root_shares_and_only_with_an_existing_group(place: Path) -> None:
     os.chown(place, ALICE, ALICE)
     said = as_user(ALICE, f"said = gpucr.init_store(shared, shared_with_group={GROUP!r})", place / "a")
     assert said.startswith("GPUCR-NOT-PERMITTED: only root can share a store")
@@ -282,7 +282,7 @@ def test_only_root_shares_and_only_with_a_group_that_there_is(place: Path) -> No
     assert not (place / "a").exists()
 
 
-def test_a_folder_of_somebody_else_is_not_shared(place: Path) -> None:
+def test_another_users_folder_is_not_shared(place: Path) -> None:
     (place / "a").mkdir(mode=0o755)
     os.chown(place / "a", ALICE, ALICE)
     with pytest.raises(StoreError, match="not an empty folder of root's"):
@@ -291,7 +291,7 @@ def test_a_folder_of_somebody_else_is_not_shared(place: Path) -> None:
     assert (place / "a").stat().st_uid == ALICE
 
 
-def test_nothing_stays_where_it_cannot_be_made(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_creation_leaves_nothing(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (place / "there").mkdir(mode=0o755)
 
     def full(self: LocalBackend, name: str, parts: object) -> None:
@@ -306,7 +306,7 @@ def test_nothing_stays_where_it_cannot_be_made(place: Path, monkeypatch: pytest.
     assert stat.S_IMODE((place / "there").stat().st_mode) == 0o700
 
 
-def test_all_folders_are_made_in_advance(shared: Path) -> None:
+def test_all_folders_are_created_in_advance(shared: Path) -> None:
     """A member who made one could delete in it what others store."""
     made = {str(each.relative_to(shared)) for each in shared.rglob("*") if each.is_dir()}
     assert made == set(sharing.FOLDERS)

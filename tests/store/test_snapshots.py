@@ -80,7 +80,7 @@ def test_several_ids_with_the_same_beginning(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("name", ["", "latest", "a/b", "a#b", ".hidden", "abcdef01", "x" * 101, "a b"])
-def test_names_that_would_be_taken_for_something_else(name: str) -> None:
+def test_ambiguous_names(name: str) -> None:
     backend = MemoryBackend()
     with pytest.raises(InvalidRequest, match="cannot be the name"):
         dump(new_store(backend), {}, name)
@@ -105,13 +105,13 @@ def test_a_damaged_snapshot_does_not_hide_the_others(secret: Secret | None) -> N
     assert snapshots.list_all(store).intact() == (good,)
 
 
-def test_a_snapshot_that_is_not_there() -> None:
+def test_a_missing_snapshot() -> None:
     store = new_store(MemoryBackend())
     with pytest.raises(StoreError, match="holds no snapshot 00"):
         snapshots.load(store, "00" * 16)
 
 
-def test_time_is_the_store_s_whatever_the_clock_of_the_machine_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_times_come_from_the_store_and_not_the_machines_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     store = new_store(MemoryBackend())
     monkeypatch.setattr(time, "time", lambda: 4e9)
     first = dump(store, {}, "first")
@@ -121,7 +121,7 @@ def test_time_is_the_store_s_whatever_the_clock_of_the_machine_says(monkeypatch:
     assert 1_000_000 < first.created_s < second.created_s < 1_000_100
 
 
-def test_snapshots_of_one_second_are_in_their_order_where_the_store_knows_whole_seconds_only(
+def test_snapshots_within_one_second_keep_their_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     backend = MemoryBackend(tick_s=0.0)
@@ -133,7 +133,7 @@ def test_snapshots_of_one_second_are_in_their_order_where_the_store_knows_whole_
     assert [each.name for each in snapshots.list_all(store).snapshots] == ["first", "second", "third"]
 
 
-def test_an_index_that_was_lost_is_made_good_by_footers(secret: Secret | None) -> None:
+def test_a_lost_index_is_rebuilt_from_footers(secret: Secret | None) -> None:
     backend = MemoryBackend()
     store = new_store(backend, secret)
     areas = {"device/7": content(*range(1, 200)), "b": content(5)}
@@ -143,7 +143,7 @@ def test_an_index_that_was_lost_is_made_good_by_footers(secret: Secret | None) -
     assert restore(store, dumped) == areas
 
 
-def test_a_piece_that_is_nowhere(secret: Secret | None) -> None:
+def test_a_missing_piece(secret: Secret | None) -> None:
     backend = MemoryBackend()
     store = new_store(backend, secret)
     dumped = dump(store, {"a": content(1, 2)})
@@ -165,7 +165,7 @@ def _dump_with(backend: MemoryBackend, kind: str, where: str) -> FaultyBackend:
     return faulty
 
 
-def test_a_commit_whose_answer_is_lost_is_a_commit() -> None:
+def test_a_commit_with_a_lost_answer_still_counts() -> None:
     backend = MemoryBackend()
     new_store(backend)
     _dump_with(backend, "after", "snapshots/")
@@ -173,7 +173,7 @@ def test_a_commit_whose_answer_is_lost_is_a_commit() -> None:
     assert backend.names("writers/") == []
 
 
-def test_a_commit_that_was_refused_and_comes_later_finds_a_tombstone() -> None:
+def test_a_refused_commit_that_arrives_late_finds_a_tombstone() -> None:
     backend = MemoryBackend()
     new_store(backend)
     seen = 0
@@ -192,7 +192,7 @@ def test_a_commit_that_was_refused_and_comes_later_finds_a_tombstone() -> None:
     assert backend.names("writers/") == [], "it is certain that there will be no snapshot"
 
 
-def test_where_nobody_can_know_whether_it_was_committed_the_writer_stays_known() -> None:
+def test_after_an_unknown_commit_outcome_the_writer_stays_registered() -> None:
     backend = MemoryBackend()
     new_store(backend)
     with pytest.raises(StoreError, match=r"not known whether the snapshot .* was completed"):
@@ -200,7 +200,7 @@ def test_where_nobody_can_know_whether_it_was_committed_the_writer_stays_known()
     assert len(backend.names("writers/")) == 1, "until a prune puts a tombstone there"
 
 
-def test_a_writer_that_was_taken_for_dead_cannot_commit() -> None:
+def test_a_writer_declared_dead_cannot_commit() -> None:
     backend = MemoryBackend()
     store = new_store(backend)
     with WriteSession.begin(store, refresh_s=NEVER_S) as session:
@@ -211,7 +211,7 @@ def test_a_writer_that_was_taken_for_dead_cannot_commit() -> None:
     assert snapshots.list_all(store).intact() == ()
 
 
-def test_a_place_that_overwrites_is_refused() -> None:
+def test_a_store_that_overwrites_objects_is_refused() -> None:
     class Overwriting(MemoryBackend):
         def create(self, name: str, parts: object) -> None:
             self.delete(name)
@@ -222,7 +222,7 @@ def test_a_place_that_overwrites_is_refused() -> None:
         dump(new_store(backend), {})
 
 
-def test_a_writer_killed_at_any_step_leaves_what_was_committed_and_nothing_that_counts(secret: Secret | None) -> None:
+def test_a_writer_killed_at_any_step_leaves_only_committed_data(secret: Secret | None) -> None:
     areas = {"a": content(1, 2, 3)}
     step = 0
     while True:
@@ -263,7 +263,7 @@ _areas = st.dictionaries(st.text(st.characters(codec="utf-8", exclude_characters
     host=st.text(st.characters(codec="utf-8")),
     counters=st.dictionaries(st.text(), st.integers(0, (1 << 63) - 1)),
 )
-def test_what_is_encoded_is_decoded(
+def test_encoding_round_trip(
     areas: dict[str, list[PieceRef]], manifest: bytes, host: str, counters: dict[str, int]
 ) -> None:
     made = tuple(Area(name, sum(ref.length for ref in refs), tuple(refs)) for name, refs in areas.items())
@@ -272,7 +272,7 @@ def test_what_is_encoded_is_decoded(
 
 
 @given(data=st.data())
-def test_a_snapshot_object_that_was_changed_is_refused_or_means_the_same(data: st.DataObject) -> None:
+def test_a_changed_snapshot_object_is_refused_or_equal(data: st.DataObject) -> None:
     area = Area("a", 4096, (PieceRef(b"x" * 32, 4096),))
     snapshot = StoredSnapshot("ab" * 16, None, "2026-01-02T03:04:05.678+00:00", "host", b"manifest", (area,), {"n": 1})
     encoded = bytearray(stored_snapshot.encode(snapshot))
@@ -316,7 +316,7 @@ def test_no_json_breaks_the_reader(body: object) -> None:
         stored_snapshot.decode("ab" * 16, json.dumps(body).encode())
 
 
-def test_a_manifest_that_grows_when_it_is_decompressed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_decompression_bomb_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     snapshot = StoredSnapshot("ab" * 16, None, "2026-01-02T03:04:05.678+00:00", "host", bytes(10_000), ())
     encoded = stored_snapshot.encode(snapshot)
     monkeypatch.setattr(stored_snapshot, "MAX_MANIFEST_BYTES", 9_999)
@@ -324,7 +324,7 @@ def test_a_manifest_that_grows_when_it_is_decompressed_is_refused(monkeypatch: p
         stored_snapshot.decode("ab" * 16, encoded)
 
 
-def test_a_retired_pack_is_not_relied_on() -> None:
+def test_a_retired_pack_is_not_reused() -> None:
     backend = MemoryBackend()
     store = new_store(backend)
     dump(store, {"a": content(1)})

@@ -37,7 +37,7 @@ def test_a_copy_has_everything_but_the_id(secret: Secret | None) -> None:
     assert len(snapshots.list_all(target).snapshots) == 1
 
 
-def test_only_what_is_missing_is_read_and_written() -> None:
+def test_only_missing_data_is_read_and_written() -> None:
     source_backend, target = MemoryBackend(), new_store(MemoryBackend())
     source = new_store(source_backend, pack_bytes=PIECE_BYTES)
     copy(source, dump(source, AREAS, "first"), target)
@@ -49,7 +49,7 @@ def test_only_what_is_missing_is_read_and_written() -> None:
     assert len(packs_read) <= 4, "the new piece, and the list of the long area"
 
 
-def test_a_copy_that_was_cut_off_goes_on_where_it_was(secret: Secret | None) -> None:
+def test_an_interrupted_copy_resumes(secret: Secret | None) -> None:
     source, backend = new_store(MemoryBackend()), MemoryBackend()
     dumped = dump(source, AREAS)
     new_store(backend, secret)
@@ -67,7 +67,7 @@ def test_a_copy_that_was_cut_off_goes_on_where_it_was(secret: Secret | None) -> 
     target = Store.open(backend, secret)
     assert restore(target, copy(source, dumped, target)) == AREAS
     stored = _stored_pieces(target)
-    assert len(stored) - len(set(stored)) == 10, "what an index tells of is not stored again"
+    assert len(stored) - len(set(stored)) == 10, "what an index reports is not stored again"
 
 
 def _stored_pieces(store: Store) -> list[bytes]:
@@ -93,7 +93,7 @@ def test_a_copy_of_a_damaged_snapshot_commits_nothing() -> None:
 
 
 @pytest.mark.parametrize("damage", ["missing", "short"])
-def test_a_copy_is_made_good_where_the_target_has_lost_a_pack(damage: str, secret: Secret | None) -> None:
+def test_a_copy_replaces_a_pack_the_target_lost(damage: str, secret: Secret | None) -> None:
     backend = MemoryBackend()
     source, target = new_store(MemoryBackend()), new_store(backend, secret, pack_bytes=PIECE_BYTES)
     dumped = dump(source, AREAS)
@@ -109,7 +109,7 @@ def test_a_copy_is_made_good_where_the_target_has_lost_a_pack(damage: str, secre
     assert verify(target, deep=True).problems == {}
 
 
-def test_a_copy_is_made_anew_where_its_pieces_were_others() -> None:
+def test_a_copy_is_redone_where_pieces_had_another_size() -> None:
     """It came from a store with pieces of another size."""
     target_backend = MemoryBackend()
     target = Store.create(target_backend, piece_bytes=4 * PIECE_BYTES, pack_bytes=64 * PIECE_BYTES)
@@ -124,7 +124,7 @@ def test_a_copy_is_made_anew_where_its_pieces_were_others() -> None:
     assert restore(target, second) == AREAS
 
 
-def test_a_list_of_pieces_that_has_rotted_in_the_target_is_written_again() -> None:
+def test_a_damaged_list_of_pieces_in_the_target_is_rewritten() -> None:
     backend = MemoryBackend()
     source, target = new_store(MemoryBackend()), new_store(backend, pack_bytes=PIECE_BYTES)
     dumped = dump(source, AREAS)
@@ -160,7 +160,7 @@ def test_an_intact_store(secret: Secret | None) -> None:
     assert report.pieces == 99 + 1 + 1 + len(both[0].areas[0].listed)
 
 
-def test_a_flipped_bit_is_found_by_the_deep_check_alone(secret: Secret | None) -> None:
+def test_only_the_deep_check_finds_a_flipped_bit(secret: Secret | None) -> None:
     backend = MemoryBackend()
     store = new_store(backend, secret, pack_bytes=PIECE_BYTES)
     one, other = dump(store, {"x": content(1, 2)}, "one"), dump(store, {"x": content(2, 3)}, "other")
@@ -177,7 +177,7 @@ def test_a_flipped_bit_is_found_by_the_deep_check_alone(secret: Secret | None) -
     assert verify(store, [other], deep=True).problems == {}
 
 
-def test_a_pack_that_is_missing_cut_short_or_has_another_footer(secret: Secret | None) -> None:
+def test_a_pack_that_is_missing_truncated_or_has_another_footer(secret: Secret | None) -> None:
     for damage, text in (("missing", "no pack"), ("short", "cut short|ends elsewhere"), ("footer", "footer differs")):
         backend = MemoryBackend()
         store = new_store(backend, secret)
@@ -192,7 +192,7 @@ def test_a_pack_that_is_missing_cut_short_or_has_another_footer(secret: Secret |
         assert any(each in problem for each in text.split("|")), problem
 
 
-def test_a_snapshot_object_that_is_damaged_is_a_problem(secret: Secret | None) -> None:
+def test_a_damaged_snapshot_object_is_a_problem(secret: Secret | None) -> None:
     backend = MemoryBackend()
     store = new_store(backend, secret)
     dumped = dump(store, {"x": content(1)})
@@ -202,7 +202,7 @@ def test_a_snapshot_object_that_is_damaged_is_a_problem(secret: Secret | None) -
     assert list(report.problems) == [dumped.id]
 
 
-def test_a_list_of_pieces_that_is_damaged_is_a_problem() -> None:
+def test_a_damaged_list_of_pieces_is_a_problem() -> None:
     backend = MemoryBackend()
     store = new_store(backend, pack_bytes=PIECE_BYTES)
     dumped = dump(store, AREAS)
@@ -218,7 +218,7 @@ def test_a_list_of_pieces_that_is_damaged_is_a_problem() -> None:
 # --- diff --------------------------------------------------------------------------------------------------------
 
 
-def test_what_differs_is_named_by_area_and_range() -> None:
+def test_differences_are_reported_by_area_and_range() -> None:
     store = new_store(MemoryBackend())
     before = dump(
         store, {"same": content(1, 2), "a": content(1, 2, 3, 4, 0), "gone": content(1), "long": AREAS["device/7"]}
@@ -244,7 +244,7 @@ def test_a_small_change_in_a_long_area() -> None:
     assert found.ranges == ((77 * PIECE_BYTES, 78 * PIECE_BYTES),)
 
 
-def test_the_same_zeros_cut_differently_are_told_apart_by_their_end() -> None:
+def test_zeros_of_different_lengths_differ_at_the_end() -> None:
     store = new_store(MemoryBackend())
     before, after = dump(store, {"a": bytes(5000)}), dump(store, {"a": bytes(6000)})
     (found,) = diff(snapshots.open_reader(store, after), before, after)

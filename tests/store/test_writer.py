@@ -1,4 +1,4 @@
-"""gpucr.store.writer and reader: every piece once, all of it back, and nothing lost whenever a writer dies."""
+"""gpucr.store.writer and reader: every piece is stored once and read back, and a dying writer loses nothing."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
 
 
 @pytest.mark.parametrize("compress", COMPRESS)
-def test_everything_comes_back(place: Any, secret: Secret | None, compress: Compress) -> None:
+def test_everything_is_read_back(place: Any, secret: Secret | None, compress: Compress) -> None:
     store = new_store(place, secret)
     refs = write(store, mixed(), compress=compress)
     again = Store.open(place, secret)
@@ -91,7 +91,7 @@ def test_everything_comes_back(place: Any, secret: Secret | None, compress: Comp
     assert own.read_all(refs) == b"".join(mixed())
 
 
-def test_the_counts_add_up() -> None:
+def test_counts_are_consistent() -> None:
     store = new_store()
     writer = StoreWriter(store, index.load(store), compress="fast")
     text = b"text " * 3000
@@ -119,7 +119,7 @@ def test_a_second_writer_stores_nothing_again(secret: Secret | None) -> None:
     assert store.backend.objects == before  # type: ignore[attr-defined]
 
 
-def test_zeros_are_nowhere() -> None:
+def test_zeros_are_not_stored() -> None:
     store = new_store()
     refs = write(store, [bytes(PIECE), bytes(1)])
     assert refs == [PieceRef(ZERO_ID, PIECE), PieceRef(ZERO_ID, 1)]
@@ -127,7 +127,7 @@ def test_zeros_are_nowhere() -> None:
     assert read(store, refs) == [bytes(PIECE), bytes(1)]
 
 
-def test_lists_and_things_of_any_length(secret: Secret | None) -> None:
+def test_lists_and_objects_of_any_length(secret: Secret | None) -> None:
     store = new_store(secret=secret)
     writer = StoreWriter(store, index.load(store))
     data = b"".join(noise(5)) + b"end"
@@ -156,7 +156,7 @@ def test_buffers_of_a_wrong_length() -> None:
         StoreReader(store, index.load(store)).read(refs, [memoryview(bytearray(5))])
 
 
-def test_the_callers_buffer_is_free_again(place: Any) -> None:
+def test_the_callers_buffer_can_be_reused(place: Any) -> None:
     """Also where it goes straight to the disk: it is used for the next piece at once."""
     store = new_store(place)
     writer = StoreWriter(store, index.load(store), compress="none")
@@ -178,7 +178,7 @@ def test_the_callers_buffer_is_free_again(place: Any) -> None:
     st.sampled_from([None, KEY]),
     st.integers(1, 4),
 )
-def test_any_pieces_come_back(
+def test_any_pieces_are_read_back(
     parts: list[tuple[bytes, int, str]], compress: Compress, secret: Secret | None, lane_count: int
 ) -> None:
     data = [
@@ -222,7 +222,7 @@ for needs in (lambda: StoreWriter(store, index.Index()), lambda: store.create(st
 """
 
 
-def test_what_works_without_any_library(tmp_path: Path) -> None:
+def test_features_without_optional_libraries(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     command = [sys.executable, "-c", _WITHOUT_LIBRARIES, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -246,7 +246,7 @@ def test_many_threads(place: Any, secret: Secret | None, compress: Compress) -> 
     assert found.pieces == len({ref for ref in refs if not ref.is_zero})
 
 
-def test_packs_are_closed_when_they_are_full() -> None:
+def test_full_packs_are_closed() -> None:
     store = new_store()
     write(store, noise(40), compress="none")
     sizes = [info.size_bytes for info in store.backend.list("packs/")]
@@ -254,7 +254,7 @@ def test_packs_are_closed_when_they_are_full() -> None:
     assert all(PACK < size <= PACK + PIECE + 2 * 4096 for size in sizes)
 
 
-def test_a_pack_takes_only_so_many_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pack_holds_a_limited_number_of_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lanes, "MAX_ENTRIES", 4)
     store = new_store()
     refs = write(store, noise(10, size=100))
@@ -286,7 +286,7 @@ def test_no_nonce_is_used_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(set(used)) == len(used)
 
 
-def test_equal_stores_have_no_equal_bytes() -> None:
+def test_equal_contents_give_different_bytes_in_two_stores() -> None:
     """Same key file, same content: neither names nor ciphertext tell that."""
     stores = [new_store(secret=KEY) for _ in range(2)]
     refs = [write(store, noise(3)) for store in stores]
@@ -302,7 +302,7 @@ def test_equal_stores_have_no_equal_bytes() -> None:
 # --- reading -----------------------------------------------------------------------------------------------------
 
 
-def test_neighbours_are_one_request() -> None:
+def test_adjacent_pieces_are_one_request() -> None:
     place = FaultyBackend(MemoryBackend())
     store = new_store(place)
     refs = write(store, noise(30), compress="none", lanes=3)
@@ -313,7 +313,7 @@ def test_neighbours_are_one_request() -> None:
     assert len(reads) == packs < 6
 
 
-def test_requests_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_request_sizes_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reader, "RANGE_BYTES", 3 * PIECE)
     monkeypatch.setattr(reader, "_WINDOW_BYTES", 4 * PIECE)
     place = FaultyBackend(MemoryBackend())
@@ -332,7 +332,7 @@ def test_a_piece_larger_than_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
     assert read(store, refs) == noise(4)
 
 
-def test_earlier_pieces_come_earlier(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_arrive_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reader, "_WINDOW_BYTES", 8 * PIECE)
     store = new_store()
     refs = write(store, noise(64), compress="none")
@@ -343,7 +343,7 @@ def test_earlier_pieces_come_earlier(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(abs(at - number) < 8 for at, number in enumerate(order))
 
 
-def test_zeros_are_handed_over_as_none() -> None:
+def test_zeros_are_delivered_as_none() -> None:
     store = new_store()
     refs = write(store, [bytes(PIECE), b"x", bytes(5)])
     found: dict[int, bytes | None] = {}
@@ -355,7 +355,7 @@ def test_zeros_are_handed_over_as_none() -> None:
     assert found == {0: None, 1: b"x", 2: None}
 
 
-def test_nothing_is_read_for_nothing() -> None:
+def test_nothing_is_read_needlessly() -> None:
     store = new_store()
     StoreReader(store, index.load(store)).stream([], lambda number, data: pytest.fail("nothing was asked for"))
 
@@ -364,7 +364,7 @@ class Stop(Exception):
     pass
 
 
-def test_an_error_of_the_receiver_ends_it() -> None:
+def test_an_error_in_the_receiver_ends_the_read() -> None:
     store = new_store()
     refs = write(store, noise(200), compress="none")
     seen: list[int] = []
@@ -420,7 +420,7 @@ def test_each_damage_has_its_message(change: str, message: str, compress: Compre
 
 @settings(max_examples=60)
 @given(st.data(), st.sampled_from([None, KEY]))
-def test_a_bit_that_flips_in_a_piece_never_gives_other_data(data: st.DataObject, secret: Secret | None) -> None:
+def test_a_flipped_bit_in_a_piece_never_yields_other_data(data: st.DataObject, secret: Secret | None) -> None:
     store = new_store(secret=secret)
     content = [b"text " * 3000, noise(1)[0]]
     refs = write(store, content, compress="fast", lanes=1)
@@ -442,7 +442,7 @@ def test_a_bit_that_flips_in_a_piece_never_gives_other_data(data: st.DataObject,
     assert "differs from what was written" in message
 
 
-def test_pieces_of_a_pack_cannot_be_exchanged() -> None:
+def test_pieces_of_a_pack_cannot_be_swapped() -> None:
     """Whoever writes to an encrypted store can put ciphertext elsewhere, and nothing more."""
     store = new_store(secret=KEY)
     refs = write(store, noise(2), compress="none", lanes=1)
@@ -455,7 +455,7 @@ def test_pieces_of_a_pack_cannot_be_exchanged() -> None:
         read(store, refs)
 
 
-def test_a_piece_that_nobody_has() -> None:
+def test_a_piece_nobody_has() -> None:
     store = new_store()
     (ref,) = write(store, noise(1))
     with pytest.raises(StoreDamaged, match=f"lacks the piece {'01' * 32}"):
@@ -464,7 +464,7 @@ def test_a_piece_that_nobody_has() -> None:
         read(store, [PieceRef(ref.id, 5)])
 
 
-def test_a_place_that_does_not_work_while_reading() -> None:
+def test_a_store_that_fails_while_reading() -> None:
     place = FaultyBackend(MemoryBackend())
     store = new_store(place)
     refs = write(store, noise(40))
@@ -504,7 +504,7 @@ def test_an_error_is_final(kind: str, what: str) -> None:
     writer.discard()
 
 
-def test_an_error_in_one_thread_ends_all() -> None:
+def test_an_error_in_one_thread_stops_all() -> None:
     place = FaultyBackend(MemoryBackend())
     store = new_store(place)
     writer = StoreWriter(store, index.load(store))
@@ -543,7 +543,7 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("kind", ["kill", "kill-after"])
-def test_a_writer_that_dies_in_any_step(kind: str, secret: Secret | None) -> None:
+def test_a_writer_dies_at_any_step(kind: str, secret: Secret | None) -> None:
     """What was flushed before is all there; the next writer stores what it needs, and the store is sound."""
     step = 0
     while True:
@@ -577,7 +577,7 @@ def test_a_writer_that_dies_in_any_step(kind: str, secret: Secret | None) -> Non
     assert step >= 4, "three packs and an index"
 
 
-def test_a_writer_that_is_discarded() -> None:
+def test_a_discarded_writer() -> None:
     store = new_store()
     writer = StoreWriter(store, index.load(store))
     for piece in noise(12):

@@ -45,7 +45,7 @@ def _wait_for_output(record: JobRecord, text: str) -> None:
 
 
 @pytest.mark.parametrize("isolate", [True, False])
-def test_a_stubborn_job_is_stopped_with_all_its_processes(isolate: bool) -> None:
+def test_a_job_that_ignores_signals_is_stopped_with_all_its_processes(isolate: bool) -> None:
     record = _start(code=_STUBBORN, isolate=isolate)
     _wait_for_output(record, "ready")
     tree = [process.id for process in processes.tree(record.pid)]
@@ -82,7 +82,7 @@ def test_wait_ends_with_the_exit_code_of_the_job(script: str, code: int) -> None
     assert command.run("wait", "train").returncode == code
 
 
-def test_a_wait_that_takes_too_long() -> None:
+def test_a_wait_times_out() -> None:
     _start("sleep", "1000")
     done = command.run("wait", "train", "--timeout", "100ms")
     assert done.returncode == gpucr.DeadlineExceeded.exit_code
@@ -90,7 +90,7 @@ def test_a_wait_that_takes_too_long() -> None:
 
 
 @pytest.mark.criu
-def test_waiting_goes_on_over_restarts_and_a_stop_is_none(tmp_path: Path) -> None:
+def test_waiting_continues_through_restarts_and_stops(tmp_path: Path) -> None:
     jobs.run(tmp_path, "--", *jobs.counting(60, stop_at=30))
     with command.start("wait", "train", "--json") as waiting:
         jobs.wait_for_event("checkpoint")
@@ -114,7 +114,7 @@ def test_waiting_goes_on_over_restarts_and_a_stop_is_none(tmp_path: Path) -> Non
 
 
 @pytest.mark.criu
-def test_a_list_shows_device_memory_and_what_a_snapshot_is_of(sim_only: None, tmp_path: Path) -> None:
+def test_a_list_shows_device_memory_and_the_snapshots_job(sim_only: None, tmp_path: Path) -> None:
     with start_counter(tmp_path, "--mib", "8", name="train") as counter:
         (shown,) = command.run_json("jobs")["jobs"]
         assert shown["held_bytes"] >= 8 << 20
@@ -130,7 +130,7 @@ def test_a_list_shows_device_memory_and_what_a_snapshot_is_of(sim_only: None, tm
     end_all_in(tmp_path)
 
 
-def test_a_job_that_was_dumped_for_a_borrower_has_not_ended() -> None:
+def test_a_job_dumped_for_a_borrower_has_not_ended() -> None:
     record = _start("sleep", "600")
     processes.kill_and_wait([record.root])
     wait_until(lambda: registry().find("train").state.word == "ended", "the end")
@@ -145,7 +145,7 @@ def test_a_job_that_was_dumped_for_a_borrower_has_not_ended() -> None:
     assert _exit_code("train", dumped=99) == 99
 
 
-def test_a_lock_that_an_ended_supervisor_has_left_to_a_child_is_waited_for() -> None:
+def test_a_lock_left_to_a_child_of_an_ended_supervisor_is_waited_for() -> None:
     folder = SupervisedFolder("train")
     folder.path.mkdir(parents=True, mode=0o700)
     locked, go_on = threading.Event(), threading.Event()

@@ -35,7 +35,7 @@ def _parsed(text: str) -> dict[tuple[str, ...], float]:
 
 
 @pytest.mark.usefixtures("_supervised")
-def test_the_metrics_say_what_was_done() -> None:
+def test_the_metrics_report_what_was_done() -> None:
     found = _parsed(command.run("metrics").stdout)
     assert found["gpucr_checkpoints_total", "train", "success"] == 3
     assert found["gpucr_restarts_total", "train", "signal"] == 1
@@ -53,7 +53,7 @@ def test_the_metrics_say_what_was_done() -> None:
 
 
 @pytest.mark.usefixtures("_supervised")
-def test_a_text_file_is_replaced_whole(tmp_path: Path) -> None:
+def test_a_text_file_is_replaced_atomically(tmp_path: Path) -> None:
     path = tmp_path / "gpucr.prom"
     path.write_text("old")
     assert command.run("metrics", "--textfile", path).returncode == 0
@@ -80,5 +80,5 @@ def test_they_are_served_over_http() -> None:
 
 
 @pytest.mark.parametrize("address", ["nonsense", "1:2:x", "99999"])
-def test_an_address_that_is_none(address: str) -> None:
+def test_an_invalid_address(address: str) -> None:
     assert command.run("metrics", "--listen", address).returncode == 2

@@ -20,37 +20,37 @@ def _waste(interval_s: float, downtime_s: float, mtbf_s: float) -> float:
 
 @pytest.mark.parametrize("mtbf_s", [600.0, 3600.0, 86400.0, 30 * 86400.0])
 @pytest.mark.parametrize("downtime_s", [0.1, 2.0, 30.0, 120.0])
-def test_the_optimum_loses_least_of_all_intervals(downtime_s: float, mtbf_s: float) -> None:
+def test_the_optimal_interval_loses_least(downtime_s: float, mtbf_s: float) -> None:
     best = policy.optimal_interval_s(downtime_s, mtbf_s)
     least = min(_waste(best * factor / 100, downtime_s, mtbf_s) for factor in range(20, 500))
     assert _waste(best, downtime_s, mtbf_s) <= least * 1.001
 
 
-def test_where_checkpoints_are_cheap_it_is_youngs() -> None:
+def test_for_cheap_checkpoints_the_interval_is_youngs() -> None:
     assert policy.optimal_interval_s(1.0, 1e7) == pytest.approx(math.sqrt(2e7), rel=1e-3)
 
 
-def test_where_failures_come_faster_than_checkpoints_it_is_the_time_between_them() -> None:
+def test_when_failures_outpace_checkpoints_the_interval_is_the_mtbf() -> None:
     assert policy.optimal_interval_s(100.0, 50.0) == 50.0
 
 
-def test_an_interval_that_was_asked_for_is_taken() -> None:
+def test_a_requested_interval_is_used() -> None:
     assert policy.interval_s(600.0, 2.0, 86400.0, 1000.0) == 600.0
 
 
-def test_automatic_intervals_follow_what_was_measured_and_leave_the_store_time() -> None:
+def test_automatic_intervals_follow_measurements_and_leave_the_store_time() -> None:
     assert policy.interval_s(None, None, 86400.0, 0.0) == policy.optimal_interval_s(10.0, 86400.0)
     assert policy.interval_s(None, 0.5, 86400.0, 20.0) == policy.optimal_interval_s(0.5, 86400.0)
     assert policy.interval_s(None, 0.5, 86400.0, 2000.0) == 2000.0
 
 
-def test_jitter_is_a_tenth() -> None:
+def test_jitter_is_ten_percent() -> None:
     assert policy.jittered(100.0, lambda: 0.0) == 90.0
     assert policy.jittered(100.0, lambda: 0.5) == 100.0
     assert policy.jittered(100.0, lambda: 1.0) == pytest.approx(110.0)
 
 
-def test_the_wait_doubles_up_to_the_most() -> None:
+def test_the_wait_doubles_up_to_the_maximum() -> None:
     waits = [policy.backoff_s(n, lambda: 0.5, first_s=1.0, most_s=20.0) for n in (1, 2, 3, 5, 6, 10_000)]
     assert waits == [1.0, 2.0, 4.0, 16.0, 20.0, 20.0]
 
@@ -59,7 +59,7 @@ def _choose(failures: dict[str, list[float]], now_s: float = 1000.0) -> str | No
     return policy.choose_snapshot(["c", "b", "a"], failures, now_s, crashes=2, window_s=100.0)
 
 
-def test_the_latest_snapshot_is_taken_until_the_job_has_failed_from_it_too_often() -> None:
+def test_the_latest_snapshot_is_used_until_the_job_failed_from_it_too_often() -> None:
     assert _choose({}) == "c"
     assert _choose({"c": [990.0]}) == "c"
     assert _choose({"c": [950.0, 990.0]}) == "b"
@@ -68,13 +68,13 @@ def test_the_latest_snapshot_is_taken_until_the_job_has_failed_from_it_too_often
     assert _choose({name: [999.0, 999.0] for name in "abc"}) is None
 
 
-def test_a_snapshot_that_nobody_could_note_is_the_newest() -> None:
+def test_an_unrecorded_snapshot_is_the_newest() -> None:
     assert policy.newest_first(["b", "a"], ["x", "b", "y", "a", "z"]) == ["x", "b", "a", "y", "z"]
     assert policy.newest_first([], ["b", "a"]) == ["b", "a"]
     assert policy.newest_first(["b", "a"], ["a", "b"]) == ["b", "a"], "the clock of the store was set back"
 
 
-def test_a_clock_that_was_set_back_does_not_make_a_crash_loop() -> None:
+def test_a_clock_set_back_does_not_look_like_a_crash_loop() -> None:
     assert _choose({"c": [5000.0, 6000.0]}) == "b"
 
 
@@ -82,18 +82,18 @@ def _gpu(number: int, name: str = "H200", free: int = 100) -> Gpu:
     return Gpu(number, f"GPU-{number}", name, 140, free)
 
 
-def test_a_job_stays_on_its_own_gpus_where_they_are_good() -> None:
+def test_a_job_stays_on_its_own_healthy_gpus() -> None:
     here = [_gpu(0), _gpu(1), _gpu(2)]
     assert good_gpus([_gpu(0), _gpu(1)], {"GPU-0": 90, "GPU-1": 90}, here, {"GPU-2"}) is None
 
 
-def test_a_gpu_that_is_gone_or_bad_is_replaced_by_a_free_one_of_its_model() -> None:
+def test_a_missing_or_failed_gpu_is_replaced_by_a_free_one_of_its_model() -> None:
     here = [_gpu(0), _gpu(1), _gpu(2, free=50), _gpu(3, "A10"), _gpu(4)]
     assert good_gpus([_gpu(0), _gpu(1)], {"GPU-0": 90, "GPU-1": 90}, here, {"GPU-1"}) == "GPU-0,GPU-4"
     assert good_gpus([_gpu(9), _gpu(1)], {"GPU-9": 90, "GPU-1": 90}, here, ()) == "GPU-0,GPU-1"
 
 
-def test_too_few_good_gpus_are_refused() -> None:
+def test_too_few_healthy_gpus_are_refused() -> None:
     with pytest.raises(Unsupported) as caught:
         good_gpus([_gpu(0)], {"GPU-0": 90}, [_gpu(0), _gpu(1, "A10")], {"GPU-0"})
     assert caught.value.code == "GPUCR-NO-GPU"
@@ -114,6 +114,6 @@ def test_too_few_good_gpus_are_refused() -> None:
         ({"keep_last": 0}, "no snapshot to restore from"),
     ],
 )
-def test_times_and_numbers_that_make_no_sense_are_refused(settings: dict[str, float], words: str) -> None:
+def test_invalid_times_and_numbers_are_refused(settings: dict[str, float], words: str) -> None:
     with pytest.raises(InvalidRequest, match=words.replace("+", r"\+")):
         Supervision(store="/store", **{"every_s": 600.0, **settings}).check()  # type: ignore[arg-type]

@@ -72,7 +72,7 @@ EXPECTED = {
 
 
 def _program(name: str) -> str:
-    """Of this machine, else of Debian's package; a visible skip where neither can be had."""
+    """Of this machine, else of Debian's package; a visible skip if neither is available."""
     path = shutil.which(name)
     if path is not None:
         return path
@@ -125,12 +125,12 @@ def test_they_are_printed_and_the_page_names_every_alert() -> None:
     assert re.findall(r"^\| `(Gpucr\w+)` \|", page, re.MULTILINE) == _alert_names()
 
 
-def test_promtool_finds_no_fault_with_the_rules() -> None:
+def test_promtool_accepts_the_rules() -> None:
     assert f"{len(_alert_names())} rules found" in _promtool("check", "rules", "--lint-fatal", RULES)
 
 
 @pytest.mark.parametrize("label", ["job", "exported_job"])
-def test_each_alert_fires_when_it_should_and_not_otherwise(label: str, tmp_path: Path) -> None:
+def test_each_alert_fires_exactly_when_it_should(label: str, tmp_path: Path) -> None:
     assert list(EXPECTED) == _alert_names()
     lines = []
     for alert, (name, phase) in EXPECTED.items():
@@ -207,7 +207,7 @@ def prometheus(tmp_path: Path) -> Iterator[Prometheus]:
 
 @pytest.mark.criu
 @pytest.mark.usefixtures("own_state")
-def test_a_real_prometheus_sees_a_supervised_job_and_its_troubles(prometheus: Prometheus, tmp_path: Path) -> None:
+def test_a_real_prometheus_sees_a_supervised_job_and_its_failures(prometheus: Prometheus, tmp_path: Path) -> None:
     jobs.run(tmp_path, "--", *jobs.counting(100_000))
     wait_until(lambda: (prometheus.value('gpucr_checkpoints_total{result="success"}') or 0) >= 1, "a checkpoint")
     assert prometheus.value('gpucr_job_info{job="train",phase="supervised"}') == 1

@@ -28,7 +28,7 @@ def _wait_for_step(folder: Path, step: int) -> None:
     wait_until(lambda: (folder / "steps").exists() and step in _steps(folder), f"step {step}")
 
 
-def test_a_job_that_is_killed_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
+def test_a_killed_job_continues_without_loss(tmp_path: Path) -> None:
     started = jobs.run(tmp_path, "--", *jobs.counting(300, stop_at=290), every="1s")
     assert started["supervisor_pid"] > 0
     jobs.wait_for_event("checkpoint")
@@ -52,7 +52,7 @@ def test_a_job_that_is_killed_goes_on_as_if_nothing_had_been(tmp_path: Path) -> 
 
 
 @pytest.mark.by_user
-def test_a_drained_job_is_taken_up_where_it_was(tmp_path: Path) -> None:
+def test_a_drained_job_resumes_where_it_was(tmp_path: Path) -> None:
     jobs.run(tmp_path, "--", *jobs.counting(80, stop_at=30), every="1h")
     _wait_for_step(tmp_path, 30)
     drained = command.run_json("supervise", "train", "--drain")
@@ -68,7 +68,7 @@ def test_a_drained_job_is_taken_up_where_it_was(tmp_path: Path) -> None:
 
 
 @pytest.mark.by_user
-def test_a_supervisor_that_is_killed_is_missed_and_replaced_and_there_is_one_only(tmp_path: Path) -> None:
+def test_a_killed_supervisor_is_noticed_and_replaced_by_exactly_one(tmp_path: Path) -> None:
     pid = jobs.run(tmp_path, "--", *jobs.counting(80, stop_at=30), every="1h")["supervisor_pid"]
     again = command.run("supervise", "train", "--every", "1h", "--to", tmp_path / "store")
     assert again.returncode == 2
@@ -86,7 +86,7 @@ def test_a_supervisor_that_is_killed_is_missed_and_replaced_and_there_is_one_onl
     assert registry().find("train").state.word == "running"
 
 
-def test_a_job_that_runs_already_is_supervised(tmp_path: Path) -> None:
+def test_a_running_job_can_be_supervised(tmp_path: Path) -> None:
     started = gpucr.run_job(jobs.counting(60, stop_at=30), name="train", cwd=tmp_path)
     _wait_for_step(tmp_path, 30)
     done = command.run(
@@ -104,7 +104,7 @@ def test_a_job_that_runs_already_is_supervised(tmp_path: Path) -> None:
     assert {each.name for each in kept} == {"train"}
 
 
-def test_before_its_first_checkpoint_a_job_is_started_over(tmp_path: Path) -> None:
+def test_before_its_first_checkpoint_a_job_is_restarted(tmp_path: Path) -> None:
     jobs.run(tmp_path, "--", *jobs.counting(40, stop_at=20), every="1h")
     _wait_for_step(tmp_path, 20)
     (tmp_path / "steps").unlink()
@@ -116,7 +116,7 @@ def test_before_its_first_checkpoint_a_job_is_started_over(tmp_path: Path) -> No
     assert _steps(tmp_path) == list(range(40))
 
 
-def test_a_store_that_is_away_is_waited_for_while_the_job_runs(tmp_path: Path) -> None:
+def test_an_unreachable_store_is_waited_for_while_the_job_runs(tmp_path: Path) -> None:
     jobs.run(tmp_path, "--", *jobs.counting(10_000), every="300ms")
     jobs.wait_for_event("checkpoint")
     (tmp_path / "store").rename(tmp_path / "away")
@@ -153,7 +153,7 @@ def test_a_job_that_gpucr_did_not_start_cannot_be_supervised(tmp_path: Path) -> 
     assert "GPUCR-NOT-SUPERVISED" in done.stderr
 
 
-def test_what_is_kept_and_damaged_is_said(tmp_path: Path) -> None:
+def test_a_damaged_kept_record_is_reported(tmp_path: Path) -> None:
     jobs.run(tmp_path, "--", *jobs.counting(40), every="1h")
     jobs.wait_for_event("ended")
     (SupervisedFolder("train").path / "state.json").write_text("{")

@@ -28,7 +28,7 @@ def _parsed(text: str) -> configparser.ConfigParser:
     return parser
 
 
-def test_the_units_are_installed_brought_up_to_date_and_removed(tmp_path: Path) -> None:
+def test_the_units_are_installed_updated_and_removed(tmp_path: Path) -> None:
     folder = tmp_path / "units"
     folder.mkdir()
     arguments = ("--units-dir", folder)
@@ -46,7 +46,7 @@ def test_the_units_are_installed_brought_up_to_date_and_removed(tmp_path: Path) 
     assert "9min" not in command.run("service", "show").stdout
 
 
-def test_a_unit_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
+def test_a_foreign_unit_is_left_alone(tmp_path: Path) -> None:
     other = tmp_path / "gpucr-supervise.service"
     other.write_text("[Unit]\n")
     for action in ("install", "uninstall"):
@@ -57,7 +57,7 @@ def test_a_unit_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
     assert other.read_text() == "[Unit]\n"
 
 
-def test_the_service_takes_jobs_up_drains_them_and_never_kills_them() -> None:
+def test_the_service_resumes_and_drains_jobs_and_never_kills_them() -> None:
     main, check, timer = (_parsed(text) for text in service.units().values())
     assert main["Service"]["ExecStart"].startswith("-")
     assert main["Service"]["ExecStart"].endswith("supervise --all")
@@ -68,7 +68,7 @@ def test_the_service_takes_jobs_up_drains_them_and_never_kills_them() -> None:
     assert timer["Timer"]["Unit"] == "gpucr-supervise-check.service"
 
 
-def test_systemd_finds_no_fault_with_them(tmp_path: Path) -> None:
+def test_systemd_verifies_the_units(tmp_path: Path) -> None:
     if shutil.which("systemd-analyze") is None:
         pytest.skip("there is no systemd-analyze")
     paths = [tmp_path / name for name in service.units()]
@@ -80,7 +80,7 @@ def test_systemd_finds_no_fault_with_them(tmp_path: Path) -> None:
         unit_files.verify(paths)
 
 
-def test_others_than_root_cannot_install_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_only_root_can_install_the_units(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("os.geteuid", lambda: 1000)
     with pytest.raises(NotPermitted):
         service.install(tmp_path)

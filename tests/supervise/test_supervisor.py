@@ -23,7 +23,7 @@ ANEW = StartAgain(("python", "train.py"), "/", {}, isolated=True, network="own",
 # --- checkpoints -----------------------------------------------------------------------------------------------
 
 
-def test_checkpoints_are_taken_in_time_and_the_end_of_the_job_is_the_end(bench: Bench) -> None:
+def test_checkpoints_are_taken_on_time_until_the_job_ends(bench: Bench) -> None:
     bench.clock.after(2000, bench.ends(DONE))
     assert bench.supervise(keep_last=3) == "finished"
     assert bench.job.at == pytest.approx([600, 1205, 1810])
@@ -36,7 +36,7 @@ def test_checkpoints_are_taken_in_time_and_the_end_of_the_job_is_the_end(bench: 
     assert bench.events()[-1]["phase"] == "finished"
 
 
-def test_automatic_intervals_become_those_of_the_measured_downtime(bench: Bench) -> None:
+def test_automatic_intervals_adapt_to_the_measured_downtime(bench: Bench) -> None:
     bench.clock.after(5000, bench.ends(DONE))
     bench.supervise(every_s=None, mtbf_s=86400.0)
     first, second, *_ = bench.job.at
@@ -44,7 +44,7 @@ def test_automatic_intervals_become_those_of_the_measured_downtime(bench: Bench)
     assert second - first - 5 == pytest.approx(588, abs=3)  # it took 2 s
 
 
-def test_a_checkpoint_that_fails_is_reported_and_tried_again_and_the_job_is_left_alone(bench: Bench) -> None:
+def test_a_failed_checkpoint_is_reported_and_retried_and_the_job_is_left_alone(bench: Bench) -> None:
     bench.job.checkpoint_errors = [UNREACHABLE, UNREACHABLE, UNREACHABLE, None]
     bench.clock.after(700, bench.ends(DONE))
     bench.supervise(backoff_first_s=10.0)
@@ -57,7 +57,7 @@ def test_a_checkpoint_that_fails_is_reported_and_tried_again_and_the_job_is_left
     assert bench.folder.state().failed_checkpoints_in_a_row == 0
 
 
-def test_a_full_store_leaves_the_last_good_snapshot_for_a_restart(bench: Bench) -> None:
+def test_a_full_store_keeps_the_last_good_snapshot_for_a_restart(bench: Bench) -> None:
     full = StoreError("no space left", path="/store", code="GPUCR-STORE-FULL")
     bench.job.checkpoint_errors = [None, *[full] * 1000]
     bench.clock.after(1500, bench.ends(CRASHED))
@@ -66,7 +66,7 @@ def test_a_full_store_leaves_the_last_good_snapshot_for_a_restart(bench: Bench) 
     assert "restore s1" in bench.job.done
 
 
-def test_a_job_that_ends_while_it_is_dumped_is_no_failed_checkpoint(bench: Bench) -> None:
+def test_a_job_that_ends_during_a_dump_is_not_a_failed_checkpoint(bench: Bench) -> None:
     bench.job.checkpoint_errors = [ProcessNotFound("it is gone", pid=4711)]
     bench.job.during_checkpoint = bench.ends(DONE)
     assert bench.supervise() == "finished"
@@ -74,7 +74,7 @@ def test_a_job_that_ends_while_it_is_dumped_is_no_failed_checkpoint(bench: Bench
     assert bench.events("checkpoint-cut-off")[0]["error"].startswith("it is gone")
 
 
-def test_a_job_that_a_dump_has_damaged_is_brought_back(bench: Bench) -> None:
+def test_a_job_damaged_by_a_dump_is_restored(bench: Bench) -> None:
     bench.job.checkpoint_errors = [None, JobDamaged("two processes are gone", failures=["4711"])]
     bench.clock.after(1300, bench.ends(DONE))
     bench.supervise()
@@ -94,7 +94,7 @@ def test_a_full_disk_does_not_stop_the_supervisor(bench: Bench, monkeypatch: pyt
 # --- restarts --------------------------------------------------------------------------------------------------
 
 
-def test_a_job_that_dies_comes_back_from_its_latest_snapshot(bench: Bench) -> None:
+def test_a_dead_job_is_restored_from_its_latest_snapshot(bench: Bench) -> None:
     bench.clock.after(1300, bench.ends(CRASHED))
     bench.clock.after(1400, bench.ends(DONE))
     assert bench.supervise() == "finished"
@@ -104,7 +104,7 @@ def test_a_job_that_dies_comes_back_from_its_latest_snapshot(bench: Bench) -> No
     assert "signal 9; back to the snapshot s2 of 2027-01-15T08:20:10+00:00" in mark
 
 
-def test_after_several_failures_from_one_snapshot_the_one_before_is_taken(bench: Bench) -> None:
+def test_after_several_failures_from_one_snapshot_the_previous_one_is_used(bench: Bench) -> None:
     bench.clock.after(1300, bench.ends(CRASHED))
     bench.job.on_restore = lambda: bench.clock.after(bench.clock.now - 1000 + 20, bench.ends(CRASHED))
     assert bench.supervise(crashes=2, max_restarts=5) == "gave-up"
@@ -114,7 +114,7 @@ def test_after_several_failures_from_one_snapshot_the_one_before_is_taken(bench:
     assert bench.job.stored == ["s1", "s2"], "everything is kept"
 
 
-def test_it_gives_up_after_so_many_restarts_without_a_new_checkpoint(bench: Bench) -> None:
+def test_it_gives_up_after_too_many_restarts_without_a_new_checkpoint(bench: Bench) -> None:
     bench.clock.after(700, bench.ends(CRASHED))
     bench.job.on_restore = lambda: bench.clock.after(bench.clock.now - 1000 + 20, bench.ends(CRASHED))
     assert bench.supervise(crashes=100, max_restarts=4) == "gave-up"
@@ -122,7 +122,7 @@ def test_it_gives_up_after_so_many_restarts_without_a_new_checkpoint(bench: Benc
     assert bench.folder.state().phase == "gave-up"
 
 
-def test_progress_makes_up_for_restarts(bench: Bench) -> None:
+def test_progress_resets_the_restart_count(bench: Bench) -> None:
     bench.job.on_restore = lambda: bench.clock.after(bench.clock.now - 1000 + 700, bench.ends(CRASHED))
     bench.clock.after(700, bench.ends(CRASHED))
     bench.clock.after(20_000, lambda: bench.stop.request("leave"))
@@ -139,7 +139,7 @@ def test_a_damaged_snapshot_is_not_tried_twice(bench: Bench) -> None:
     assert bench.events("restore-failed")[0]["code"] == "GPUCR-STORE-DAMAGED"
 
 
-def test_a_store_that_cannot_be_reached_is_waited_for_without_giving_up(bench: Bench) -> None:
+def test_an_unreachable_store_is_waited_for_without_giving_up(bench: Bench) -> None:
     bench.job.list_errors = [UNREACHABLE] * 50
     bench.clock.after(700, bench.ends(CRASHED))
     bench.clock.after(100_000, bench.ends(DONE))
@@ -148,7 +148,7 @@ def test_a_store_that_cannot_be_reached_is_waited_for_without_giving_up(bench: B
     assert bench.folder.state().restores["failed"] == 50
 
 
-def test_a_gpu_model_that_is_gone_is_said_and_tried_again_until_it_gives_up(bench: Bench) -> None:
+def test_a_missing_gpu_model_is_reported_and_retried_until_it_gives_up(bench: Bench) -> None:
     bench.job.restore_errors = [Unsupported("there is no H200 here", code="GPUCR-NO-GPU")] * 3
     bench.clock.after(700, bench.ends(CRASHED))
     assert bench.supervise(max_restarts=3) == "gave-up"
@@ -156,7 +156,7 @@ def test_a_gpu_model_that_is_gone_is_said_and_tried_again_until_it_gives_up(benc
     assert bench.job.stored == ["s1"]
 
 
-def test_before_the_first_checkpoint_it_is_started_over(bench: Bench) -> None:
+def test_before_the_first_checkpoint_the_job_is_restarted(bench: Bench) -> None:
     bench.clock.after(100, bench.ends(CRASHED))
     bench.clock.after(200, bench.ends(DONE))
     assert bench.supervise(start_again=ANEW) == "finished"
@@ -164,13 +164,13 @@ def test_before_the_first_checkpoint_it_is_started_over(bench: Bench) -> None:
     assert "started from scratch" in bench.job.log[0]
 
 
-def test_what_cannot_be_started_over_is_given_up(bench: Bench) -> None:
+def test_a_job_that_cannot_be_restarted_is_given_up(bench: Bench) -> None:
     bench.clock.after(100, bench.ends(CRASHED))
     assert bench.supervise() == "gave-up"
     assert bench.job.done == ["end"]
 
 
-def test_a_clock_that_jumps_changes_neither_interval_nor_order(bench: Bench) -> None:
+def test_a_clock_jump_changes_neither_interval_nor_order(bench: Bench) -> None:
     def back() -> None:
         bench.clock.wall -= 10 * 86400
 
@@ -199,7 +199,7 @@ def test_a_job_that_prints_nothing_hangs(bench: Bench) -> None:
     assert bench.events("failed")[0]["why"] == "it has printed nothing for 300 s"
 
 
-def test_a_snapshot_that_was_taken_of_a_hung_job_is_not_restored(bench: Bench) -> None:
+def test_a_snapshot_of_a_hung_job_is_not_restored(bench: Bench) -> None:
     def prints() -> None:
         bench.job.printed += 10
         if bench.clock.now < 1000 + 250:
@@ -250,7 +250,7 @@ class _Health:
 
 
 @pytest.mark.parametrize("code", [1, None])
-def test_a_health_command_that_fails_three_times_or_takes_too_long(bench: Bench, code: int | None) -> None:
+def test_a_health_command_fails_three_times_or_times_out(bench: Bench, code: int | None) -> None:
     codes: list[int | None] = [0, code, code, 0, code, code, code]
     bench.job.on_restore = bench.ends(DONE)
 
@@ -263,7 +263,7 @@ def test_a_health_command_that_fails_three_times_or_takes_too_long(bench: Bench,
     assert codes == []
 
 
-def test_a_health_command_that_cannot_be_started_has_failed(bench: Bench) -> None:
+def test_a_health_command_that_cannot_start_counts_as_failed(bench: Bench) -> None:
     def start(command: Sequence[str]) -> _Health:
         raise FileNotFoundError(2, "not there")
 
@@ -271,14 +271,14 @@ def test_a_health_command_that_cannot_be_started_has_failed(bench: Bench) -> Non
     assert _restarts(bench, health=("check",), start_again=ANEW)["hang-health"] >= 1
 
 
-def test_idle_gpus_are_a_hang_only_where_that_is_asked_for(bench: Bench) -> None:
+def test_idle_gpus_count_as_a_hang_only_on_request(bench: Bench) -> None:
     bench.is_busy = False
     assert _restarts(bench) == {}
     bench.job.now = RUNNING
     assert "hang-gpu" in _restarts(bench, 20_000, gpu_idle_s=120.0)
 
 
-def test_a_gpu_that_fails_takes_its_job_elsewhere(bench: Bench) -> None:
+def test_a_job_leaves_a_failed_gpu(bench: Bench) -> None:
     bench.clock.after(700, lambda: bench.failed_gpus.append(("GPU-7", "Xid 79")))
     bench.clock.after(900, lambda: bench.failed_gpus.append(("GPU-1", "Xid 48")))
     assert _restarts(bench, 1000) == {"gpu": 1}, "that of another job's GPU is noted, and no reason"
@@ -289,7 +289,7 @@ def test_a_gpu_that_fails_takes_its_job_elsewhere(bench: Bench) -> None:
 # --- the end, and a new beginning ------------------------------------------------------------------------------
 
 
-def test_a_drain_takes_a_last_dump_and_the_job_is_taken_up_from_there(bench: Bench) -> None:
+def test_a_drain_takes_a_last_dump_from_which_the_job_resumes(bench: Bench) -> None:
     bench.clock.after(700, lambda: bench.stop.request("drain"))
     assert bench.supervise() == "draining"
     assert bench.job.done == ["checkpoint", "last dump"]
@@ -302,7 +302,7 @@ def test_a_drain_takes_a_last_dump_and_the_job_is_taken_up_from_there(bench: Ben
     assert again.folder.state().snapshots[-1].failures == ()
 
 
-def test_a_drain_that_fails_leaves_the_job_to_be_taken_up(bench: Bench) -> None:
+def test_a_failed_drain_leaves_the_job_resumable(bench: Bench) -> None:
     bench.job.checkpoint_errors = [None, UNREACHABLE]
     bench.clock.after(700, lambda: bench.stop.request("drain"))
     assert bench.supervise() == "draining"
@@ -310,13 +310,13 @@ def test_a_drain_that_fails_leaves_the_job_to_be_taken_up(bench: Bench) -> None:
     assert bench.events("drain-failed")[0]["error"] == "the store cannot be reached"
 
 
-def test_a_supervisor_that_is_told_to_leave_leaves_the_job(bench: Bench) -> None:
+def test_a_supervisor_told_to_leave_keeps_the_job_running(bench: Bench) -> None:
     bench.clock.after(100, lambda: bench.stop.request("leave"))
     assert bench.supervise() == "left"
     assert bench.job.done == []
 
 
-def test_a_stop_while_it_waits_for_a_store_ends_it(bench: Bench) -> None:
+def test_a_stop_while_waiting_for_a_store_ends_it(bench: Bench) -> None:
     bench.job.list_errors = [UNREACHABLE] * 1000
     bench.clock.after(700, bench.ends(CRASHED))
     bench.clock.after(5000, lambda: bench.stop.request("drain"))
@@ -324,7 +324,7 @@ def test_a_stop_while_it_waits_for_a_store_ends_it(bench: Bench) -> None:
     assert bench.job.now.word == "failed"
 
 
-def test_a_job_that_is_lent_is_neither_checkpointed_nor_missed(bench: Bench) -> None:
+def test_a_lent_job_is_neither_checkpointed_nor_missed(bench: Bench) -> None:
     bench.clock.after(50, bench.ends(Look("lent")))
     bench.clock.after(5000, bench.ends(RUNNING))
     bench.clock.after(5060, bench.ends(DONE))
@@ -340,7 +340,7 @@ def test_a_supervisor_of_a_lent_job_can_be_ended(bench: Bench) -> None:
     assert bench.job.done == []
 
 
-def test_a_job_that_somebody_else_has_dumped_is_not_brought_back(bench: Bench) -> None:
+def test_a_job_dumped_by_another_gpucr_is_not_restored(bench: Bench) -> None:
     bench.clock.after(100, bench.ends(Look("dumped")))
     assert bench.supervise() == "taken-away"
     assert bench.job.done == []

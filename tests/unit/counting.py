@@ -144,7 +144,7 @@ class Counting:
     def advance(self, tids: tuple[int, ...], by: int = 20) -> None:
         """Wait until each of these workers has counted on."""
         before = self.counts()
-        wait_until(lambda: all(self.counts()[tid] >= before[tid] + by for tid in tids), f"threads {tids} to go on")
+        wait_until(lambda: all(self.counts()[tid] >= before[tid] + by for tid in tids), f"threads {tids} to continue")
 
     def assert_only_this_runs(self, tid: int) -> None:
         """The worker continues, and meanwhile no other one has moved."""

@@ -354,7 +354,7 @@ class Exact:
     def assert_goes_on(self) -> None:
         """The thread runs, unchanged, and nobody traces it."""
         rounds = self.number(0)
-        wait_until(lambda: self.number(0) > rounds + 1 or not self._is_alive(), "the thread to go on")
+        wait_until(lambda: self.number(0) > rounds + 1 or not self._is_alive(), "the thread to continue")
         assert self._is_alive(), f"the program found a change: status {self.child.reap()}"
         assert processes.tracer_pid(self.tid) == 0
 

@@ -35,7 +35,7 @@ DEVICE_DATA = DeviceData(
     stripes=2,
     sha256=("ab" * 32, None, "0123456789abcdef" * 4),
 )
-"""Three pieces, of which one is zero and the last is short."""
+"""Three pieces, one of them zero and the last one short."""
 
 
 STORED_DATA = DeviceData(DEVICE_DATA.extents, 20480, 8192, 0, (), 8192)

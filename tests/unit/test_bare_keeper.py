@@ -62,7 +62,7 @@ class Spawned:
         os.close(self._pidfd)
 
 
-def test_what_is_started_below_it(keeper: BareKeeper, tmp_path: Path) -> None:
+def test_a_command_is_started_below_it(keeper: BareKeeper, tmp_path: Path) -> None:
     script = "echo $GREETING $PPID; ls -l /proc/self/fd/0; echo hi >&3; exit 7"
     with Spawned(keeper, tmp_path, script) as shell:
         assert shell.socket.recv(100) == b"hi\n"
@@ -78,13 +78,13 @@ def test_what_is_started_below_it(keeper: BareKeeper, tmp_path: Path) -> None:
         assert keeper.exit_code(killed.pid) == -signal.SIGKILL, "asked again"
 
 
-def test_a_program_that_is_not_there(keeper: BareKeeper) -> None:
+def test_a_missing_program(keeper: BareKeeper) -> None:
     with pytest.raises(FileNotFoundError):
         keeper.spawn(["/nowhere/criu"], {}, [], (0, 1))
     assert processes.is_alive(keeper.id)
 
 
-def test_what_is_left_becomes_its_own_and_its_end_is_known(keeper: BareKeeper, tmp_path: Path) -> None:
+def test_orphans_are_adopted_and_their_exit_status_is_recorded(keeper: BareKeeper, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "go")
     with Spawned(keeper, tmp_path, "(read line < go; exit 6) & echo $! > pid; exit 0") as shell:
         assert shell.exit_code() == 0
@@ -102,7 +102,7 @@ def test_what_is_left_becomes_its_own_and_its_end_is_known(keeper: BareKeeper, t
     wait_until(lambda: processes.read_stat(root) is None, "it to be collected")
 
 
-def test_without_adoption_everything_below_it_ends(keeper: BareKeeper, tmp_path: Path) -> None:
+def test_without_adoption_all_descendants_end(keeper: BareKeeper, tmp_path: Path) -> None:
     with Spawned(keeper, tmp_path, "(sleep 1000; exit) & exec sleep 1000"):
         wait_until(lambda: len(processes_in(tmp_path)) == 3, "all three to run")
         assert keeper.end()
@@ -120,7 +120,7 @@ def _holders(folder: Path) -> list[int]:
     return found
 
 
-def test_one_that_nobody_waits_for_ends(tmp_path: Path) -> None:
+def test_a_keeper_nobody_waits_for_ends(tmp_path: Path) -> None:
     before = {each.pid for each in processes.tree(os.getpid())}
     with sandbox.bare_keeper(log_path=None, status_path=str(tmp_path / "status")) as made:
         made.wait_ready()
@@ -132,7 +132,7 @@ def test_one_that_nobody_waits_for_ends(tmp_path: Path) -> None:
     assert {each.pid for each in processes.tree(os.getpid())} <= before, "what starts it was not collected"
 
 
-def test_it_ends_everything_when_its_gpucr_is_killed(tmp_path: Path) -> None:
+def test_it_kills_all_descendants_when_its_gpucr_is_killed(tmp_path: Path) -> None:
     code = (
         "import os, signal, sys; from gpucr.jobs import sandbox\n"
         "made = sandbox.bare_keeper(log_path=None, status_path=None)\n"
@@ -150,7 +150,7 @@ def test_it_ends_everything_when_its_gpucr_is_killed(tmp_path: Path) -> None:
         wait_until(lambda: not processes.is_alive(keeper), "the keeper to end")
 
 
-def test_it_ends_everything_when_its_gpucr_is_killed_while_that_ends_everything(tmp_path: Path) -> None:
+def test_it_kills_all_descendants_when_its_gpucr_is_killed_during_cleanup(tmp_path: Path) -> None:
     """What is below it is stopped by then, before it is killed. The keeper must not be."""
     code = (
         "import os, signal, sys; from gpucr.jobs import sandbox; from gpucr.linux import processes\n"
@@ -175,7 +175,7 @@ def test_it_ends_everything_when_its_gpucr_is_killed_while_that_ends_everything(
     wait_until(lambda: not processes.is_alive(keeper), "the keeper to end")
 
 
-def test_a_keeper_that_was_killed(keeper: BareKeeper, tmp_path: Path) -> None:
+def test_a_killed_keeper(keeper: BareKeeper, tmp_path: Path) -> None:
     with Spawned(keeper, tmp_path, "exit 0") as shell:
         os.kill(keeper.id.pid, signal.SIGKILL)
         wait_until(lambda: not processes.is_alive(keeper.id), "its end")

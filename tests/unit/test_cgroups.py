@@ -26,7 +26,7 @@ print('ready', flush=True); signal.pause()
 # --- a real one ------------------------------------------------------------------------------------------------
 
 
-def test_a_real_limit_leaves_what_is_not_used() -> None:
+def test_a_real_limit_leaves_the_unused_part() -> None:
     with limited(96 * MIB) as (folder, limit_file), python(ENTER.format(folder=str(folder)) + EATER, 32 * MIB) as child:
         (limit,) = [found for found in memory_limits(child.pid) if found.path == limit_file]
         assert (limit.limit_bytes, limit.is_hard) == (96 * MIB, True)
@@ -55,7 +55,7 @@ def test_page_cache_counts_as_available(tmp_path: Path) -> None:
             assert 36 * MIB < limit.available_bytes < 60 * MIB
 
 
-def test_a_process_that_ended_has_no_limits() -> None:
+def test_an_ended_process_has_no_limits() -> None:
     assert memory_limits(unused_pid()) == ()
     assert memory.available_bytes(unused_pid()) > 0
 
@@ -97,7 +97,7 @@ V2 = ("cgroup2", "/", "rw,nsdelegate")
 V1_MEMORY = ("cgroup", "/", "rw,memory")
 
 
-def test_every_ancestor_limits(machine: Machine) -> None:
+def test_every_ancestors_limit_counts(machine: Machine) -> None:
     top = machine("0::/kubepods/pod1/main\n", V2) / "0"
     main = cgroup(top / "kubepods/pod1/main", memory_max="max", memory_high=70, memory_current=10)
     pod = cgroup(top / "kubepods/pod1", memory_max=100, memory_high="max", memory_current=30)
@@ -110,7 +110,7 @@ def test_every_ancestor_limits(machine: Machine) -> None:
     assert memory.available_bytes(PID) == 50
 
 
-def test_what_the_kernel_can_drop_is_available(machine: Machine) -> None:
+def test_reclaimable_memory_is_available(machine: Machine) -> None:
     top = machine("0::/a\n", V2) / "0"
     stat = (
         "anon 4000\nfile 3000\nshmem 600\ninactive_anon 7\nactive_file 1000\ninactive_file 1400\nslab_reclaimable 100"
@@ -135,7 +135,7 @@ def test_version_1_counts_the_cgroups_below(machine: Machine) -> None:
     assert memory_limits(PID) == (MemoryLimit(job / "memory.limit_in_bytes", 500, 500 - 130, is_hard=True),)
 
 
-def test_a_hybrid_machine_has_the_controller_in_one_of_two_hierarchies(machine: Machine) -> None:
+def test_on_a_hybrid_machine_the_controller_is_in_one_of_two_hierarchies(machine: Machine) -> None:
     root = machine("7:memory:/a\n1:name=systemd:/s\n0::/s\n", V2, ("cgroup", "/", "rw,cpu"), V1_MEMORY)
     cgroup(root / "0" / "s", cgroup_procs="")
     limited_one = cgroup(root / "2" / "a", memory_limit_in_bytes=500, memory_usage_in_bytes=200)
@@ -153,7 +153,7 @@ def test_a_hybrid_machine_has_the_controller_in_one_of_two_hierarchies(machine: 
         ("/docker", "/docker/abc", None),
     ],
 )
-def test_what_is_mounted_in_a_container(machine: Machine, path: str, mounted_root: str, below: str | None) -> None:
+def test_mounts_in_a_container(machine: Machine, path: str, mounted_root: str, below: str | None) -> None:
     top = machine(f"0::{path}\n", ("cgroup2", mounted_root, "rw")) / "0"
     cgroup(top, memory_max=1000, memory_current=100)
     cgroup(top / "sub", memory_max=800, memory_current=0)
@@ -178,7 +178,7 @@ def test_the_first_of_several_mounts_counts(machine: Machine) -> None:
     assert [limit.available_bytes for limit in memory_limits(PID)] == [60]
 
 
-def test_a_cgroup_that_was_removed_does_not_limit(machine: Machine) -> None:
+def test_a_removed_cgroup_sets_no_limit(machine: Machine) -> None:
     top = machine("0::/gone (deleted)\n", V2) / "0"
     cgroup(top, memory_max=100, memory_current=40)
     assert [limit.available_bytes for limit in memory_limits(PID)] == [60]
@@ -194,7 +194,7 @@ def test_no_cgroups_mounted(machine: Machine) -> None:
 V1_FREEZER = ("cgroup", "/", "rw,freezer")
 
 
-def test_the_nearest_frozen_cgroup_of_version_2_is_told(machine: Machine) -> None:
+def test_the_nearest_frozen_cgroup_of_version_2_is_found(machine: Machine) -> None:
     top = machine("0::/pods/web/inner\n", V2) / "0"
     cgroup(top / "pods/web/inner", cgroup_freeze=0)
     cgroup(top / "pods/web", cgroup_freeze=0)
@@ -206,7 +206,7 @@ def test_the_nearest_frozen_cgroup_of_version_2_is_told(machine: Machine) -> Non
     assert frozen_by(PID) == web
 
 
-def test_version_1_freezes_in_a_hierarchy_of_its_own(machine: Machine) -> None:
+def test_version_1_has_a_separate_freezer_hierarchy(machine: Machine) -> None:
     top = machine("6:freezer:/web/inner\n4:memory:/else\n0::/\n", V1_MEMORY, V1_FREEZER, V2) / "1"
     cgroup(top / "web/inner", freezer_self_freezing=0)
     web = cgroup(top / "web", freezer_self_freezing=0)
@@ -215,11 +215,11 @@ def test_version_1_freezes_in_a_hierarchy_of_its_own(machine: Machine) -> None:
     assert frozen_by(PID) == web
 
 
-def test_a_process_that_ended_is_not_frozen() -> None:
+def test_an_ended_process_is_not_frozen() -> None:
     assert frozen_by(unused_pid()) is None
 
 
-def test_cpus_of_the_innermost_level_that_has_some(machine: Machine) -> None:
+def test_cpus_come_from_the_innermost_level_that_sets_them(machine: Machine) -> None:
     top = machine("0::/slice/job/step\n", V2) / "0"
     cgroup(top / "slice", **{"cpuset_cpus.effective": "0-7"})
     cgroup(top / "slice/job", **{"cpuset_cpus.effective": "4-7"})

@@ -1,4 +1,4 @@
-"""One gpucr at a time works on a process, regardless of the mounts and namespaces that each of them sees it through."""
+"""Only one gpucr at a time works on a process, regardless of mounts and namespaces."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_another_pid_namespace(way: str, namespaces: list[str]) -> None:
         assert _is_free(job.pid)
 
 
-def test_a_claim_ends_with_its_holder_and_not_before(way: str) -> None:
+def test_a_claim_lasts_exactly_as_long_as_its_holder(way: str) -> None:
     """The guard has copies of the descriptors: a child that inherits them stands for it."""
     with sleeper() as job, holder(way, job.pid) as other:
         assert _says(other).startswith("claimed")
@@ -127,7 +127,7 @@ def test_a_claim_ends_with_its_holder_and_not_before(way: str) -> None:
         assert _is_free(job.pid)
 
 
-def test_two_jobs_do_not_meet(way: str) -> None:
+def test_claims_on_two_jobs_are_independent(way: str) -> None:
     with sleeper() as one, sleeper() as other, claimed([one.pid, unused_pid()]):
         with claimed([other.pid]):
             assert not _is_free(one.pid)
@@ -136,7 +136,7 @@ def test_two_jobs_do_not_meet(way: str) -> None:
         assert _is_free(other.pid)  # the refused one has left nothing
 
 
-def test_a_pid_is_claimed_once_for_a_restore() -> None:
+def test_only_one_restore_can_claim_a_pid() -> None:
     first, second = unused_pid(), 1
     with claimed_pids([first]):
         with claimed_pids([second]):  # another job
@@ -150,7 +150,7 @@ def test_a_pid_is_claimed_once_for_a_restore() -> None:
 
 
 @pytest.mark.root
-def test_a_restore_is_seen_through_another_mount_of_proc() -> None:
+def test_a_restore_is_visible_through_another_mount_of_proc() -> None:
     code = "import sys; from gpucr.linux.claims import *\nwith claimed_pids([int(sys.argv[1])]): pass"
     pid = unused_pid()
     with claimed_pids([pid]):

@@ -22,7 +22,7 @@ COLUMNS = (
 ROWS = [("7", "running", "3 d 4 h", "0,1", "python train.py --epochs 90"), ("4711", "locked", "1 s", "-", "x")]
 
 
-def test_everything_where_there_is_room() -> None:
+def test_all_columns_are_shown_where_they_fit() -> None:
     assert fit(COLUMNS, ROWS, 200) == [
         " PID  STATE    AGE      GPUS  COMMAND",
         "   7  running  3 d 4 h  0,1   python train.py --epochs 90",
@@ -30,7 +30,7 @@ def test_everything_where_there_is_room() -> None:
     ]
 
 
-def test_the_last_column_is_cut_before_another_gives_way() -> None:
+def test_the_last_column_is_cut_before_another_is_dropped() -> None:
     assert fit(COLUMNS, ROWS, 50)[1] == "   7  running  3 d 4 h  0,1   python train.py --e…"
 
 
@@ -38,7 +38,7 @@ def test_the_last_column_is_cut_before_another_gives_way() -> None:
     ("width", "heading"),
     [(45, " PID  STATE    GPUS  COMMAND"), (35, " PID  STATE    COMMAND"), (12, "P…  ST…  CO…"), (0, "")],
 )
-def test_what_gives_way(width: int, heading: str) -> None:
+def test_the_order_in_which_columns_are_dropped(width: int, heading: str) -> None:
     lines = fit(COLUMNS, ROWS, width)
     assert lines[0] == heading
     assert all(len(line) <= width for line in lines)
@@ -74,11 +74,11 @@ LONG = [("finetune-llama-7b", "dumped (/var/snapshots/llama/step-9000)", "3 d 4 
         (24, "finet…ma-7b  dumpe…9000)"),
     ],
 )
-def test_text_is_shortened_before_columns_go(width: int | None, line: str) -> None:
+def test_text_is_shortened_before_columns_are_dropped(width: int | None, line: str) -> None:
     assert fit(NAMES, LONG, width)[1] == line
 
 
-def test_signs_that_take_two_places() -> None:
+def test_wide_characters_take_two_cells() -> None:
     rows = [("模型客服", "running"), ("e\u0301t\u00e9", "locked")]  # the second one with a combining accent
     columns = (Column("NAME", least=6), Column("STATE"))
     assert fit(columns, rows, 80) == ["NAME      STATE", "模型客服  running", "e\u0301t\u00e9       locked"]
@@ -95,7 +95,7 @@ def test_shortened(size: int | None, keeps_end: bool, expected: str) -> None:
     assert shortened("abcdefghijkl", size, keeps_end=keeps_end) == expected
 
 
-def test_prose_is_broken_between_words() -> None:
+def test_prose_wraps_between_words() -> None:
     assert list(wrapped("one two three", 9)) == ["one two", "three"]
     assert list(wrapped("one two three", 12, first="so: ")) == ["so: one two", "    three"]
     assert list(wrapped("one two three", 9, first="so: ", indent=1)) == ["so: one", " two", " three"]

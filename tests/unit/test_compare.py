@@ -1,4 +1,4 @@
-"""The benchmark that compares: what its times come to, what it refuses, and that it notices what is wrong."""
+"""The comparing benchmark: its results, its refusals, and that it detects errors."""
 
 from __future__ import annotations
 
@@ -63,39 +63,39 @@ def result() -> SizeResult:
 # --- what times come to ----------------------------------------------------------------------------------------
 
 
-def test_medians_and_ratios_are_of_what_was_measured_with_both(result: SizeResult) -> None:
+def test_medians_and_ratios_use_only_sizes_measured_with_both(result: SizeResult) -> None:
     middle = summary.medians(result)
     assert middle["plain"] == {"suspend": 7.0, "resume": 4.0}
     assert middle["gpucr"] == {"suspend": 2.0, "resume": 3.0, "dump": 6.1, "restore": 4.0, "downtime": 6.5}
     assert summary.ratios(middle) == {"suspend": 3.5, "resume": pytest.approx(4 / 3)}
 
 
-def test_a_dump_is_held_against_checkpoint_and_storage(result: SizeResult) -> None:
+def test_a_dump_is_compared_with_checkpoint_and_storage(result: SizeResult) -> None:
     check = summary.checks(result, LIMITS)["dump"]
     assert check.limit_s == pytest.approx(2.0 + 8 / 2)
     assert check.allowed_s == pytest.approx(1.1 * 6.0)
     assert check.holds
 
 
-def test_a_restore_is_held_against_the_driver_alone_or_storage(result: SizeResult) -> None:
+def test_a_restore_is_compared_with_the_driver_alone_or_storage(result: SizeResult) -> None:
     check = summary.checks(result, LIMITS)["restore"]
     assert check.limit_s == pytest.approx(2.5 + 1.0 + 0.5)  # the driver's time without waiting for data
     slow_disk = summary.checks(result, Limits(**{**vars(LIMITS), "disk_read": 1.0 * GIB}))["restore"]
     assert slow_disk.limit_s == pytest.approx(8.0 + 1.0 + 0.5)
 
 
-def test_a_downtime_is_held_against_suspend_and_resume(result: SizeResult) -> None:
+def test_a_downtime_is_compared_with_suspend_and_resume(result: SizeResult) -> None:
     check = summary.checks(result, LIMITS)["downtime"]
     assert check.limit_s == check.allowed_s == pytest.approx(2.0 + 3.0 + 1.0)
     assert not check.holds
 
 
-def test_what_was_not_measured_is_not_checked(result: SizeResult) -> None:
+def test_unmeasured_values_are_not_checked(result: SizeResult) -> None:
     result.measurements = [m for m in result.measurements if m.what not in ("suspend", "dump")]
     assert summary.checks(result, LIMITS) == {}
 
 
-def test_json_has_the_largest_measured_size_at_the_top(result: SizeResult) -> None:
+def test_json_starts_with_the_largest_measured_size(result: SizeResult) -> None:
     small = SizeResult(1.0, measurements=measured("gpucr", "suspend", 1.0, 1.0, 1.0))
     skipped = SizeResult(64.0, skipped="too large")
     data = compare.as_json([small, result, skipped], LIMITS, {"rounds": 3})
@@ -212,20 +212,18 @@ def test_rounds_alternate_which_tool_goes_first(checks: list[bool], tmp_path: Pa
         ("downtime", ["downtime"]),
     ],
 )
-def test_what_is_needed_is_done_but_not_counted(
-    checks: list[bool], tmp_path: Path, wanted: str, done: list[str]
-) -> None:
+def test_setup_runs_but_is_not_timed(checks: list[bool], tmp_path: Path, wanted: str, done: list[str]) -> None:
     calls, result = _run(tmp_path, frozenset({wanted}), 1)
     assert calls == [f"{tool} {what}" for tool in ("plain", "gpucr") for what in done]
     assert {m.what for m in result.measurements} == {wanted}
 
 
-def test_downtime_is_what_the_tool_says(checks: list[bool], tmp_path: Path) -> None:
+def test_downtime_is_as_the_tool_reports_it(checks: list[bool], tmp_path: Path) -> None:
     _, result = _run(tmp_path, frozenset({"downtime"}), 1)
     assert [m.seconds for m in result.measurements] == [0.125, 0.125]
 
 
-def test_a_mismatch_is_noted_and_ends_the_tools_round_only(checks: list[bool], tmp_path: Path) -> None:
+def test_a_mismatch_is_recorded_and_ends_only_that_tools_round(checks: list[bool], tmp_path: Path) -> None:
     checks += [True, False]  # the plain tool: right after the resume, wrong after the dump that left it running
     calls, result = _run(tmp_path, frozenset(MEASURED), 1)
     assert calls == [
@@ -238,12 +236,12 @@ def test_a_mismatch_is_noted_and_ends_the_tools_round_only(checks: list[bool], t
 # --- the machine -----------------------------------------------------------------------------------------------
 
 
-def test_a_place_knows_whether_it_is_in_memory() -> None:
+def test_a_memory_backed_folder_is_recognised() -> None:
     assert machine.place_of(Path("/dev/shm")).in_memory
     assert machine.place_of(Path("/proc/self")).file_system == "proc"
 
 
-def test_too_little_room_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_room_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = Place(tmp_path, "ext4")
     assert "host memory" in str(machine.lack_of_room(2**50, place))
     monkeypatch.setattr(memory, "available_bytes", lambda: 2**60)
@@ -260,7 +258,7 @@ def test_images_in_memory_count_as_host_memory(tmp_path: Path, monkeypatch: pyte
     assert "host memory" in str(machine.lack_of_room(GIB + GIB // 4, Place(tmp_path, "tmpfs")))
 
 
-def test_host_memory_is_warmed_in_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_memory_is_warmed_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "available_bytes", lambda: 100 * GIB)
     assert machine.warm_size_bytes(None, 8.0) == 20 * GIB
     assert machine.warm_size_bytes(None, 64.0) == 70 * GIB
@@ -272,7 +270,7 @@ def test_host_memory_is_warmed_in_bounds(monkeypatch: pytest.MonkeyPatch) -> Non
 LEAST_DISK_BYTES = limits.DISK_FILES * limits.PIECE_BYTES
 
 
-def test_storage_is_measured_and_nothing_is_left(tmp_path: Path) -> None:
+def test_measuring_storage_leaves_nothing_behind(tmp_path: Path) -> None:
     run = limits.disk_once(tmp_path, 1)
     assert run.size_bytes == LEAST_DISK_BYTES
     assert run.written_bytes_per_s > 0
@@ -298,7 +296,7 @@ def test_storage_without_direct_io_is_measured_through_the_page_cache(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_full_disk_is_an_error_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_an_error_and_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(fd: int, pieces: list[memoryview], offset: int) -> int:
         raise OSError(errno.ENOSPC, "no room")
 
@@ -314,7 +312,7 @@ def test_memory_is_measured_and_touched(monkeypatch: pytest.MonkeyPatch) -> None
     limits.warm(8 << 20)
 
 
-def test_a_measurement_that_fails_in_its_process_says_why(sim_only: None) -> None:
+def test_a_measurement_that_fails_in_its_process_gives_the_reason(sim_only: None) -> None:
     with pytest.raises(limits.LimitFailed, match=r"'bus' failed: .*cuMemAllocHost_v2"):
         limits.in_child("bus")  # the simulator has no pinned memory
 
@@ -330,7 +328,7 @@ def test_holes_do_not_count_as_written(tmp_path: Path) -> None:
     assert 0 < tools.disk_bytes(tmp_path) <= 64 << 10
 
 
-def test_a_failed_criu_shows_its_log_and_is_cleaned_up_after(tmp_path: Path) -> None:
+def test_a_failed_criu_shows_its_log_and_is_cleaned_up(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text("one\ntwo\n")
     started: list[int] = []
@@ -357,7 +355,7 @@ class _Vandal(PlainTools):
 
 
 @pytest.mark.criu
-def test_a_changed_bit_is_noticed(sim_only: None, tmp_path: Path) -> None:
+def test_a_changed_bit_is_detected(sim_only: None, tmp_path: Path) -> None:
     result = SizeResult(1 / 64)
     Comparison(machine.place_of(tmp_path), frozenset({"suspend"}), result).run(
         (_Vandal(load_driver(), find_criu()),), 1

@@ -1,4 +1,4 @@
-"""gpucr.linux.credentials: a process that takes on another's credentials has those, and nothing more."""
+"""gpucr.linux.credentials: a process that assumes another's credentials has exactly those."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def process(request: pytest.FixtureRequest) -> Iterator[int]:
     ids=["a user", "a user with a capability", "a container's root", "without new privileges"],
     indirect=True,
 )
-def test_a_program_has_what_the_process_has(process: int) -> None:
+def test_a_program_starts_with_the_processs_credentials(process: int) -> None:
     source = str(Path(credentials.__file__).parents[2])
     done = subprocess.run(
         [sys.executable, "-c", BECOME, str(process)],
@@ -63,7 +63,7 @@ def test_a_program_has_what_the_process_has(process: int) -> None:
         assert line in done.stdout.splitlines()
 
 
-def test_own_credentials_can_always_be_taken_on() -> None:
+def test_ones_own_credentials_can_always_be_assumed() -> None:
     own: Credentials = credentials.of(os.getpid())
     child = os.fork()
     if child == 0:

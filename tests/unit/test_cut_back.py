@@ -21,7 +21,7 @@ def log(tmp_path: Path) -> Path:
     return path
 
 
-def test_there_and_back(log: Path) -> None:
+def test_cut_back_and_restored(log: Path) -> None:
     if os.geteuid() == 0:
         os.chown(log, 12, 34)
     cut = cut_back(log, 1000, stamp="20250102T030405")
@@ -35,13 +35,13 @@ def test_there_and_back(log: Path) -> None:
     assert not cut.kept_as.exists()
 
 
-def test_what_is_kept_is_never_overwritten(log: Path) -> None:
+def test_a_saved_tail_is_never_overwritten(log: Path) -> None:
     cuts = [cut_back(log, size, stamp="s") for size in (3000, 2000, 1000)]
     assert [cut.kept_as.name for cut in cuts] == ["log.gpucr-s", "log.gpucr-s-1", "log.gpucr-s-2"]
     assert log.read_bytes() + b"".join(cut.kept_as.read_bytes() for cut in reversed(cuts)) == LARGE
 
 
-def test_a_file_that_was_written_to_meanwhile_stays_as_it_is(log: Path) -> None:
+def test_a_file_written_to_meanwhile_is_left_alone(log: Path) -> None:
     cut = cut_back(log, 1000, stamp="s")
     with log.open("ab") as file:
         file.write(b"new")
@@ -51,7 +51,7 @@ def test_a_file_that_was_written_to_meanwhile_stays_as_it_is(log: Path) -> None:
     assert cut.kept_as.read_bytes() == LARGE[1000:]
 
 
-def test_a_file_that_is_shorter(log: Path) -> None:
+def test_a_shorter_file(log: Path) -> None:
     with pytest.raises(OSError, match="no plain file of that size"):
         cut_back(log, len(LARGE) + 1, stamp="s")
     assert [path.name for path in log.parent.iterdir()] == ["log"]
@@ -64,7 +64,7 @@ def test_a_file_is_never_a_symbolic_link(log: Path) -> None:
     assert log.read_bytes() == LARGE
 
 
-def test_links_of_others_are_not_followed(log: Path) -> None:
+def test_other_users_links_are_not_followed(log: Path) -> None:
     if os.geteuid() != 0:
         skip_or_fail("root", "only root gives folders to other users")
     theirs = log.with_name("theirs")
@@ -78,7 +78,7 @@ def test_links_of_others_are_not_followed(log: Path) -> None:
     assert cut_back(theirs / "folder" / "log", 1000, stamp="s").kept_as.read_bytes() == LARGE[1000:]
 
 
-def test_a_full_disk_cuts_nothing_off(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_truncates_nothing(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*arguments: object) -> int:
         raise OSError(28, "No space left on device")
 
@@ -90,7 +90,7 @@ def test_a_full_disk_cuts_nothing_off(log: Path, monkeypatch: pytest.MonkeyPatch
     assert [path.name for path in log.parent.iterdir()] == ["log"]
 
 
-def test_an_append_only_file_stays_as_it_is(log: Path) -> None:
+def test_an_append_only_file_is_left_alone(log: Path) -> None:
     import fcntl
 
     if os.geteuid() != 0:
@@ -100,7 +100,7 @@ def test_an_append_only_file_stays_as_it_is(log: Path) -> None:
         flags = bytearray(8)
         try:
             fcntl.ioctl(file, get_flags, flags)
-            # All other flags stay: ext4 takes a change of theirs for a wish of its own, and may refuse it half-way.
+            # All other flags stay: ext4 takes a change of theirs for a request of its own, and may refuse it midway.
             fcntl.ioctl(file, set_flags, (int.from_bytes(flags, "little") | append).to_bytes(8, "little"))
         except OSError:
             pytest.skip("this file system, or these privileges, have no append-only files")

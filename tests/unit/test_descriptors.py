@@ -83,7 +83,7 @@ def test_it_is_closed_on_exec(thread: TracedThread, memory_file: int) -> None:
     assert flags & os.O_CLOEXEC
 
 
-def test_many_descriptors_one_after_the_other(child: Child, memory_file: int) -> None:
+def test_many_descriptors_in_succession(child: Child, memory_file: int) -> None:
     before = _opened(child.pid)
     for _ in range(50):
         with _traced(child.pid) as thread:
@@ -92,7 +92,7 @@ def test_many_descriptors_one_after_the_other(child: Child, memory_file: int) ->
 
 
 @pytest.mark.parametrize("free", [0, 1, 2])
-def test_a_process_that_may_open_no_more_files(child: Child, memory_file: int, free: int) -> None:
+def test_a_process_at_its_open_file_limit(child: Child, memory_file: int, free: int) -> None:
     """With two free numbers there is room for the sockets, and after one was closed for the file as well."""
     before = _opened(child.pid)
     resource.prlimit(child.pid, resource.RLIMIT_NOFILE, (max(before) + 1 + free, 4096))
@@ -106,7 +106,9 @@ def test_a_process_that_may_open_no_more_files(child: Child, memory_file: int, f
     assert _opened(child.pid) == before
 
 
-def test_a_process_that_may_not_take_the_file(child: Child, memory_file: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_without_a_free_descriptor_for_the_file(
+    child: Child, memory_file: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its last free number is taken by somebody else before the file arrives: the kernel drops the file then."""
     before = _opened(child.pid)
     real = run_syscall
@@ -149,7 +151,7 @@ def test_nothing_stays_open_after_a_failure(
     assert _opened(os.getpid()) == ours
 
 
-def test_what_is_not_open_cannot_be_sent_or_closed(thread: TracedThread) -> None:
+def test_a_descriptor_that_is_not_open_cannot_be_sent_or_closed(thread: TracedThread) -> None:
     before = _opened(thread.tid)
     for act in (send_descriptor, close_descriptor):
         with pytest.raises(OSError, match="Bad file descriptor"):
@@ -157,7 +159,7 @@ def test_what_is_not_open_cannot_be_sent_or_closed(thread: TracedThread) -> None
     assert _opened(thread.tid) == before
 
 
-def test_the_end_of_the_process_is_told(child: Child, memory_file: int) -> None:
+def test_the_end_of_the_process_is_reported(child: Child, memory_file: int) -> None:
     with _traced(child.pid) as thread:
         child.make_zombie()
         with pytest.raises(ProcessLookupError):
@@ -188,7 +190,7 @@ def _send_and_die(tid: int, fd: int, point: str) -> None:
 
 
 @pytest.mark.parametrize("point", _POINTS)
-def test_what_one_that_was_killed_has_left_is_known(child: Child, memory_file: int, point: str) -> None:
+def test_sockets_left_by_a_killed_gpucr_are_recognised(child: Child, memory_file: int, point: str) -> None:
     """Other sockets of the process, bound to names or not, are not touched."""
     with _traced(child.pid) as thread:
         scratch = scratch_address(thread)
@@ -213,5 +215,5 @@ def test_what_one_that_was_killed_has_left_is_known(child: Child, memory_file: i
     assert _opened(child.pid) == before
 
 
-def test_nothing_is_left_in_a_process_that_has_ended() -> None:
+def test_an_ended_process_holds_no_leftovers() -> None:
     assert descriptors.sockets_left_behind(1 << 22) == ()

@@ -1,4 +1,4 @@
-"""gpucr.snapshot.device: what comes back is what was there at the end; damage, full disks and cancelling are named."""
+"""gpucr.snapshot.device: the final content is restored; damage, full disks and cancellation are reported."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def saved(folder: Path, fds: dict[DevicePart, int], **options: Any) -> dict[Devi
 
 
 class Watched:
-    """A destination that tells of every piece: before it is taken, in the thread that brings it."""
+    """A destination that reports every piece: before it is taken, in the thread that brings it."""
 
     def __init__(self, inner: Destination, on_piece: Callable[[memoryview], object]) -> None:
         self.part, self.size_bytes, self.is_zeroed = inner.part, inner.size_bytes, inner.is_zeroed
@@ -144,7 +144,7 @@ def loaded(folder: Path, data: DeviceData, staging: MakeStaging) -> bytes:
 
 @pytest.mark.parametrize("zero_share", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("size_bytes", [0, PAGE, PIECE, PIECE + PAGE, 7 * PIECE, 33 * PIECE + 3 * PAGE])
-def test_what_was_saved_comes_back(size_bytes: int, zero_share: float, staging: MakeStaging, tmp_path: Path) -> None:
+def test_saved_data_is_restored(size_bytes: int, zero_share: float, staging: MakeStaging, tmp_path: Path) -> None:
     memory = some_memory(size_bytes, zero_share=zero_share)
     data = saved(tmp_path / "device", {PART: staging(memory)})[PART]
     assert (data.size_bytes, data.sha256) == (size_bytes, digests_of(memory))
@@ -162,7 +162,7 @@ def test_several_processes_of_different_sizes(staging: MakeStaging, tmp_path: Pa
         assert os.pread(destination.fd, 1 << 20, 0) == memories[destination.part]
 
 
-def test_each_piece_lies_where_the_format_says(staging: MakeStaging, tmp_path: Path) -> None:
+def test_each_piece_is_where_the_format_says(staging: MakeStaging, tmp_path: Path) -> None:
     memory = some_memory(19 * PIECE + PAGE)
     data = saved(tmp_path / "device", {PART: staging(memory)})[PART]
     files = [(tmp_path / "device" / f"{PART}.{number}").read_bytes() for number in range(data.stripes)]
@@ -191,7 +191,7 @@ def test_zeros_are_neither_written_nor_read(staging: MakeStaging, tmp_path: Path
     assert os.fstat(destination).st_blocks == 0
 
 
-def test_the_bytes_are_counted(staging: MakeStaging, tmp_path: Path) -> None:
+def test_bytes_are_counted(staging: MakeStaging, tmp_path: Path) -> None:
     memory = some_memory(30 * PIECE + PAGE)
     seen: list[int] = []
     data = saved(tmp_path / "device", {PART: staging(memory)}, on_bytes=seen.append)[PART]
@@ -204,7 +204,7 @@ def test_the_bytes_are_counted(staging: MakeStaging, tmp_path: Path) -> None:
     assert sum(read) == data.stored_bytes < len(memory)
 
 
-def test_everything_is_private_whatever_the_umask(staging: MakeStaging, tmp_path: Path) -> None:
+def test_files_are_private_under_any_umask(staging: MakeStaging, tmp_path: Path) -> None:
     umask = os.umask(0)
     try:
         saved(tmp_path / "device", {PART: staging(b"x" * PAGE)})
@@ -232,7 +232,7 @@ def test_the_record_has_the_extents(staging: MakeStaging, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_the_layout_loses_and_repeats_nothing(seed: int) -> None:
+def test_the_layout_covers_every_piece_once(seed: int) -> None:
     chance = random.Random(seed)  # noqa: S311 - the same for every run
     layout = Layout(chance.randrange(200) * PAGE, PAGE << chance.randrange(4), chance.randrange(1, 20))
     places: dict[tuple[int, int], int] = {}
@@ -294,7 +294,7 @@ def test_only_whole_pieces_below_the_frontier_are_saved_early(
     assert (writer.rewritten_pieces, writer.seen_bytes) == (0, 20 * PIECE), "a piece above the frontier was read"
 
 
-def test_the_frontier_at_the_end_is_not_yet_the_end(
+def test_reaching_the_frontier_at_the_end_does_not_finish(
     filling: tuple[DeviceWriter, int, bytearray], tmp_path: Path, staging: MakeStaging
 ) -> None:
     writer, fd, memory = filling
@@ -315,7 +315,7 @@ def test_the_frontier_at_the_end_is_not_yet_the_end(
         (5 * PIECE, b"x" * PIECE, 0),
     ],
 )
-def test_what_changes_after_it_was_saved_is_saved_again(
+def test_data_changed_after_it_was_saved_is_saved_again(
     position: int, new: bytes, rewritten: int, filling: tuple[DeviceWriter, int, bytearray], tmp_path: Path,
     staging: MakeStaging,
 ) -> None:  # fmt: skip
@@ -329,7 +329,7 @@ def test_what_changes_after_it_was_saved_is_saved_again(
     assert (b"x" * PIECE in stored) == (b"x" * PIECE in memory), "what was there before must not stay on the disk"
 
 
-def test_a_source_that_is_written_while_it_is_read(
+def test_a_source_written_while_it_is_read(
     filling: tuple[DeviceWriter, int, bytearray], tmp_path: Path, staging: MakeStaging
 ) -> None:
     writer, fd, memory = filling
@@ -341,7 +341,7 @@ def test_a_source_that_is_written_while_it_is_read(
     assert finished(writer, tmp_path, staging) == memory
 
 
-def test_a_piece_that_is_in_a_threads_hands_when_the_end_comes(staging: MakeStaging, tmp_path: Path) -> None:
+def test_a_piece_in_progress_when_the_writer_finishes(staging: MakeStaging, tmp_path: Path) -> None:
     memory = bytearray(os.urandom(4 * PIECE))
     fd = staging(bytes(memory))
     held, go_on = threading.Event(), threading.Event()
@@ -368,7 +368,7 @@ def test_a_piece_that_is_in_a_threads_hands_when_the_end_comes(staging: MakeStag
         writer.cancel()
 
 
-def test_a_process_that_is_added_later(
+def test_a_process_added_later(
     filling: tuple[DeviceWriter, int, bytearray], tmp_path: Path, staging: MakeStaging
 ) -> None:
     writer, _, memory = filling
@@ -381,7 +381,7 @@ def test_a_process_that_is_added_later(
     assert writer.device_data(DevicePart(43), ()).sha256 == digests_of(late)
 
 
-def test_a_source_that_grows(staging: MakeStaging, tmp_path: Path) -> None:
+def test_a_growing_source(staging: MakeStaging, tmp_path: Path) -> None:
     memory = bytearray(os.urandom(21 * PIECE))
     fd = staging(bytes(memory))
     writer = writer_of(tmp_path / "device", [FileSource(PART, fd, 2 * PIECE + PAGE)])
@@ -404,7 +404,7 @@ def test_a_source_that_grows(staging: MakeStaging, tmp_path: Path) -> None:
         writer.cancel()
 
 
-def test_a_source_cannot_grow_when_the_writer_has_ended(filling: tuple[DeviceWriter, int, bytearray]) -> None:
+def test_a_source_cannot_grow_after_the_writer_has_finished(filling: tuple[DeviceWriter, int, bytearray]) -> None:
     writer, fd, memory = filling
     os.ftruncate(fd, len(memory) + PIECE)
     writer.cancel()
@@ -413,7 +413,7 @@ def test_a_source_cannot_grow_when_the_writer_has_ended(filling: tuple[DeviceWri
 
 
 @pytest.mark.parametrize("call", [lambda writer: writer.sync(), lambda writer: writer.device_data(PART, ())])
-def test_nothing_is_said_to_be_saved_before_it_is(
+def test_a_piece_is_reported_saved_only_once_it_is(
     call: Callable[[DeviceWriter], object], filling: tuple[DeviceWriter, int, bytearray]
 ) -> None:
     writer = filling[0]
@@ -427,24 +427,24 @@ def test_nothing_is_said_to_be_saved_before_it_is(
 
 
 @pytest.mark.parametrize("size_bytes", [PAGE - 1, PAGE + 512, -PAGE, 3 * PAGE])
-def test_a_source_of_a_size_that_cannot_be(size_bytes: int, staging: MakeStaging, tmp_path: Path) -> None:
+def test_a_source_of_an_impossible_size(size_bytes: int, staging: MakeStaging, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"process {PART.pid}"):
         writer_of(tmp_path / "device", [FileSource(PART, staging(2 * PAGE), size_bytes)])
     assert not (tmp_path / "device").exists()
 
 
-def test_a_process_that_is_named_twice(staging: MakeStaging, tmp_path: Path) -> None:
+def test_a_process_named_twice(staging: MakeStaging, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="being saved already"):
         writer_of(tmp_path / "device", [FileSource(PART, staging(PAGE), PAGE), FileSource(PART, staging(PAGE), PAGE)])
 
 
-def test_a_device_folder_that_exists(staging: MakeStaging, tmp_path: Path) -> None:
+def test_an_existing_device_folder(staging: MakeStaging, tmp_path: Path) -> None:
     (tmp_path / "device").mkdir()
     with pytest.raises(SnapshotError, match="File exists"):
         writer_of(tmp_path / "device", [FileSource(PART, staging(PAGE), PAGE)])
 
 
-def test_a_file_that_somebody_put_there(staging: MakeStaging, tmp_path: Path) -> None:
+def test_a_foreign_file_in_the_device_folder(staging: MakeStaging, tmp_path: Path) -> None:
     (tmp_path / "victim").write_text("kept")
     writer = writer_of(tmp_path / "device", [FileSource(DevicePart(1), staging(PAGE), PAGE)])
     (tmp_path / "device" / f"{PART}.0").symlink_to(tmp_path / "victim")
@@ -454,7 +454,7 @@ def test_a_file_that_somebody_put_there(staging: MakeStaging, tmp_path: Path) ->
     assert (tmp_path / "victim").read_text() == "kept"
 
 
-def test_a_source_that_becomes_shorter(staging: MakeStaging, tmp_path: Path) -> None:
+def test_a_shrinking_source(staging: MakeStaging, tmp_path: Path) -> None:
     fd = staging(some_memory(4 * PIECE))
     writer = writer_of(tmp_path / "device", [FileSource(PART, fd, 4 * PIECE)])
     os.ftruncate(fd, 3 * PIECE + 100)
@@ -544,7 +544,7 @@ def test_a_sync_that_fails_cannot_be_repeated(
         writer.sync()
 
 
-def test_what_was_cancelled_is_not_called_durable(filling: tuple[DeviceWriter, int, bytearray]) -> None:
+def test_a_cancelled_write_is_not_reported_durable(filling: tuple[DeviceWriter, int, bytearray]) -> None:
     writer = filling[0]
     writer.complete(PART)
     assert writer.wait(LIMIT_S)
@@ -568,7 +568,7 @@ def test_files_and_folders_are_synced(staging: MakeStaging, tmp_path: Path, monk
 
 
 @pytest.mark.parametrize("refused", ["when it is switched on", "at the first transfer", "after a part"])
-def test_file_systems_that_do_not_take_direct_io(
+def test_file_systems_without_direct_io(
     refused: str, staging: MakeStaging, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The real calls, behind a file system that is stricter than the one here."""
@@ -600,7 +600,7 @@ def test_file_systems_that_do_not_take_direct_io(
     assert refusals or refused == "after a part"  # there the disk itself may refuse a part of a page
 
 
-def test_a_fork_does_not_share_the_buffers() -> None:
+def test_a_fork_does_not_inherit_the_buffers() -> None:
     """Where it does, older kernels may put what O_DIRECT reads into the child's copy of a page."""
     buffer = PieceBuffer(PIECE)
     blocks = Path("/proc/self/smaps").read_text().split("VmFlags:")
@@ -636,7 +636,7 @@ def test_a_writer_can_be_cancelled_at_any_time(until: str, staging: MakeStaging,
     shutil.rmtree(tmp_path / "device")
 
 
-def test_cancelling_releases_who_waits(filling: tuple[DeviceWriter, int, bytearray]) -> None:
+def test_cancelling_releases_waiters(filling: tuple[DeviceWriter, int, bytearray]) -> None:
     writer = filling[0]
     answers: list[bool] = []
     waiter = threading.Thread(target=lambda: answers.append(writer.wait(LIMIT_S)))
@@ -725,7 +725,7 @@ def test_several_processes_take_turns(staging: MakeStaging, tmp_path: Path) -> N
     assert len(progress) == 12
 
 
-def test_what_the_driver_waits_for_comes_before_what_lies_over_it(staging: MakeStaging, tmp_path: Path) -> None:
+def test_the_drivers_part_is_read_before_outer_ones(staging: MakeStaging, tmp_path: Path) -> None:
     above = DevicePart(42, 1)
     data = saved(tmp_path / "device", {each: staging(os.urandom(4 * PIECE)) for each in (above, PART)})
     assert {path.name for path in (tmp_path / "device").iterdir()} >= {"42.0", "42-1.0"}
@@ -742,7 +742,7 @@ def test_what_the_driver_waits_for_comes_before_what_lies_over_it(staging: MakeS
     assert order == [PART] * 4 + [above] * 4
 
 
-def test_a_place_that_is_not_zeroed_is_given_its_zeros(staging: MakeStaging, tmp_path: Path) -> None:
+def test_a_destination_that_is_not_zeroed_gets_its_zeros(staging: MakeStaging, tmp_path: Path) -> None:
     memory = some_memory(9 * PIECE)
     data = saved(tmp_path / "device", {PART: staging(memory)})[PART]
     dirty = bytearray(b"x" * len(memory))
@@ -774,7 +774,7 @@ def test_a_reader_can_be_cancelled(until: str, staging: MakeStaging, tmp_path: P
     assert not reader.wait_for(PART, data.size_bytes, LIMIT_S)
 
 
-def test_a_thread_may_stop_its_crew_before_it_is_known_to_have_started(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_may_stop_the_others_before_its_start_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     stopped = threading.Event()
     start = threading.Thread.start
 
@@ -847,7 +847,7 @@ def test_a_damaged_piece_never_reaches_the_staging_file(stored: tuple[Path, Devi
     assert not any(os.pread(fd, PIECE, 0))
 
 
-def test_two_pieces_that_changed_places(stored: tuple[Path, DeviceData], staging: MakeStaging) -> None:
+def test_two_swapped_pieces(stored: tuple[Path, DeviceData], staging: MakeStaging) -> None:
     file = stored[0] / f"{PART}.2"
     content = file.read_bytes()
     file.write_bytes(content[PIECE : 2 * PIECE] + content[:PIECE] + content[2 * PIECE :])
@@ -855,10 +855,8 @@ def test_two_pieces_that_changed_places(stored: tuple[Path, DeviceData], staging
 
 
 @pytest.mark.parametrize("place", [0, PIECE - 1])
-def test_bytes_in_a_hole_are_damage_that_does_no_harm(
-    stored: tuple[Path, DeviceData], staging: MakeStaging, place: int
-) -> None:
-    """A restore does not read them, since the manifest says that the piece is zero; a check tells of them."""
+def test_bytes_in_a_hole_are_harmless_damage(stored: tuple[Path, DeviceData], staging: MakeStaging, place: int) -> None:
+    """A restore does not read them, since the manifest says that the piece is zero; a check reports them."""
     folder, data = stored
     verify(folder, {PART: data})
     with (folder / f"{PART}.1").open("r+b") as file:
@@ -879,7 +877,7 @@ def test_a_stripe_of_another_size(change: int, stored: tuple[Path, DeviceData], 
         check_shape(stored[0], {PART: stored[1]})
 
 
-def test_a_stripe_that_shrinks_while_it_is_read(stored: tuple[Path, DeviceData]) -> None:
+def test_a_stripe_shrinks_while_it_is_read(stored: tuple[Path, DeviceData]) -> None:
     folder, data = stored
     reader = reader_of(folder, {PART: data}, [OnlyChecked(PART, data.size_bytes)])
     os.truncate(folder / f"{PART}.3", PIECE + 100)
@@ -889,7 +887,7 @@ def test_a_stripe_that_shrinks_while_it_is_read(stored: tuple[Path, DeviceData])
     reader.cancel()
 
 
-def test_a_stripe_that_cannot_be_read(stored: tuple[Path, DeviceData], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreadable_stripe(stored: tuple[Path, DeviceData], monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*arguments: object) -> int:
         raise OSError(errno.EIO, "Input/output error")
 
@@ -909,7 +907,9 @@ _SUBSTITUTES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize("kind", _SUBSTITUTES)
-def test_something_else_in_place_of_a_stripe(kind: str, stored: tuple[Path, DeviceData], staging: MakeStaging) -> None:
+def test_another_kind_of_file_instead_of_a_stripe(
+    kind: str, stored: tuple[Path, DeviceData], staging: MakeStaging
+) -> None:
     make, says = _SUBSTITUTES[kind]
     file = stored[0] / f"{PART}.5"
     file.unlink()
@@ -918,7 +918,7 @@ def test_something_else_in_place_of_a_stripe(kind: str, stored: tuple[Path, Devi
 
 
 @pytest.mark.parametrize("kind", _SUBSTITUTES)
-def test_something_else_in_place_of_the_folder(
+def test_another_kind_of_file_instead_of_the_folder(
     kind: str, stored: tuple[Path, DeviceData], staging: MakeStaging
 ) -> None:
     folder = stored[0]
@@ -934,7 +934,7 @@ def test_a_link_to_the_real_folder(stored: tuple[Path, DeviceData], staging: Mak
     refused(stored, staging, "is a symbolic link", "device")
 
 
-def test_too_few_open_files_are_no_damage(stored: tuple[Path, DeviceData]) -> None:
+def test_the_open_file_limit_is_not_damage(stored: tuple[Path, DeviceData]) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     taken: list[int] = []
     try:
@@ -957,7 +957,7 @@ def test_too_few_open_files_are_no_damage(stored: tuple[Path, DeviceData]) -> No
 # --- destinations that cannot be -------------------------------------------------------------------------------
 
 
-def test_a_destination_that_is_too_short(stored: tuple[Path, DeviceData], staging: MakeStaging) -> None:
+def test_a_destination_too_short(stored: tuple[Path, DeviceData], staging: MakeStaging) -> None:
     folder, data = stored
     with pytest.raises(ValueError, match="shorter than its device memory"):
         FileDestination(PART, staging(data.size_bytes - 1), data.size_bytes)
@@ -968,7 +968,7 @@ def test_a_destination_that_is_too_short(stored: tuple[Path, DeviceData], stagin
         DeviceReader(pieces, [OnlyChecked(PART, data.size_bytes - 1)])
 
 
-def test_a_destination_that_takes_nothing(stored: tuple[Path, DeviceData], staging: MakeStaging) -> None:
+def test_a_destination_that_accepts_nothing(stored: tuple[Path, DeviceData], staging: MakeStaging) -> None:
     folder, data = stored
     fd = staging(data.size_bytes)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
@@ -978,7 +978,7 @@ def test_a_destination_that_takes_nothing(stored: tuple[Path, DeviceData], stagi
     assert format_bytes(data.size_bytes) in (caught.value.hint or "")
 
 
-def test_few_threads_work_while_something_else_needs_the_processors(staging: MakeStaging, tmp_path: Path) -> None:
+def test_few_threads_work_while_others_need_the_processors(staging: MakeStaging, tmp_path: Path) -> None:
     memory = some_memory(16 * PIECE, zero_share=0.0)
     workers: set[str] = set()
     writer = writer_of(tmp_path / "device", on_bytes=lambda size_bytes: workers.add(threading.current_thread().name))

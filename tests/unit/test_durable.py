@@ -1,4 +1,4 @@
-"""gpucr.linux.durable and gpucr.linux.locks: a file is there as a whole or not at all, and one holds a lock."""
+"""gpucr.linux.durable and gpucr.linux.locks: a file exists completely or not at all; a lock has one holder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def names(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("temporary", [None, ".new"])
-def test_a_file_is_made_and_replaced(temporary: str | None, tmp_path: Path) -> None:
+def test_a_file_is_created_and_replaced(temporary: str | None, tmp_path: Path) -> None:
     path = tmp_path / "file"
     for data in (b"one", b"", b"three" * 100_000):
         durable.write(path, data, temporary=temporary)
@@ -28,7 +28,7 @@ def test_a_file_is_made_and_replaced(temporary: str | None, tmp_path: Path) -> N
     assert names(tmp_path) == ["file"]
 
 
-def test_what_a_killed_process_left_is_replaced(tmp_path: Path) -> None:
+def test_a_leftover_of_a_killed_process_is_replaced(tmp_path: Path) -> None:
     (tmp_path / ".new").write_text("half of it")
     durable.write(tmp_path / "file", b"all", temporary=".new")
     assert (names(tmp_path), (tmp_path / "file").read_bytes()) == (["file"], b"all")
@@ -44,7 +44,7 @@ def test_no_link_is_followed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("fails", ["fsync", "rename", "fchmod"])
 @pytest.mark.parametrize("temporary", [None, ".new"])
-def test_what_was_there_stays_where_it_fails(
+def test_the_old_file_stays_when_writing_fails(
     fails: str, temporary: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     durable.write(tmp_path / "file", b"old")
@@ -58,7 +58,7 @@ def test_what_was_there_stays_where_it_fails(
     assert (names(tmp_path), (tmp_path / "file").read_bytes()) == (["file"], b"old")
 
 
-def test_the_data_is_synced_before_its_name_and_the_name_before_the_end(
+def test_data_is_synced_before_its_name_and_the_name_before_return(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[str] = []
@@ -77,7 +77,7 @@ def test_the_data_is_synced_before_its_name_and_the_name_before_the_end(
     assert done == ["fsync", "rename", "fsync of the folder"]
 
 
-def test_one_has_the_lock(tmp_path: Path) -> None:
+def test_only_one_holds_the_lock(tmp_path: Path) -> None:
     first, second = (os.open(tmp_path, os.O_RDONLY) for _ in range(2))
     try:
         locks.lock(first)

@@ -58,12 +58,12 @@ def test_how_a_process_ended(code: str, said: str) -> None:
         assert ends.how(ends.wait_status(process, pidfd)) == (said if TELLS_AFTERWARDS else ends.how(None))
 
 
-def test_another_process_with_the_same_pid_says_nothing_about_it() -> None:
+def test_a_process_that_reuses_the_pid_does_not_count() -> None:
     with started("os._exit(0)") as (_, process, _pidfd):
         assert ends.wait_status(ProcessId(process.pid, process.start_time_ticks - 2), None) is None
 
 
-def test_a_stopped_process_has_not_run_and_one_that_computes_has() -> None:
+def test_run_time_tells_a_stopped_process_from_a_computing_one() -> None:
     with started("exec('while True: pass')") as (child, process, _):
         assert child.stdin is not None
         child.stdin.close()

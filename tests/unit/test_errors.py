@@ -43,7 +43,7 @@ def _drawing() -> dict[str, tuple[str | None, int]]:
     return found
 
 
-def test_the_tree_is_as_drawn() -> None:
+def test_the_class_tree_matches_its_drawing() -> None:
     real = {
         each.__name__: (each.__base__.__name__ if each is not GpucrError and each.__base__ else None, each.exit_code)
         for each in CLASSES
@@ -137,7 +137,7 @@ def test_every_error_is_pickled_with_its_data_and_its_cause(error: type[GpucrErr
         made = found  # one process after the other
 
 
-def test_a_cause_that_cannot_be_pickled_is_told_in_words() -> None:
+def test_a_cause_that_cannot_be_pickled_becomes_text() -> None:
     made = _made_of(errors.BrokenInstall, subprocess.TimeoutExpired("make", 5))
     made.__cause__ = UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")
     assert isinstance(_pickled(made).__cause__, UnicodeDecodeError)
@@ -154,7 +154,7 @@ def test_a_cause_that_cannot_be_pickled_is_told_in_words() -> None:
     assert found.why == "in here"
 
 
-def test_every_error_comes_out_of_a_process_pool_as_it_was_raised() -> None:
+def test_every_error_survives_a_process_pool() -> None:
     with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         raised = {error: pool.submit(_raised, error.__name__).exception(60) for error in CLASSES}
     for error, found in raised.items():
@@ -162,7 +162,7 @@ def test_every_error_comes_out_of_a_process_pool_as_it_was_raised() -> None:
         _same_but_for_the_cause(found, _made_of(error, OSError(28, "No space left on device", "/a")))
 
 
-def test_the_commands_help_tells_every_exit_code() -> None:
+def test_the_commands_help_lists_every_exit_code() -> None:
     from gpucr.cli.main import _EXIT_CODES
 
     told = {int(code) for code in re.findall(r"^  (\d+) ", _EXIT_CODES, re.MULTILINE)}

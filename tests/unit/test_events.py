@@ -1,4 +1,4 @@
-"""What subscribers are told of operations, and that they cannot harm them."""
+"""The events that subscribers receive, and that subscribers cannot harm operations."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class Work:
 
 @pytest.mark.parametrize("path", ["/proc/{ended}", "/proc/{ended}/ns/pid", "/proc/{ended}/task/7/comm"])
 @pytest.mark.parametrize("kind", [FileNotFoundError, ProcessLookupError])
-def test_a_process_that_ends_under_a_look_is_told(path: str, kind: type[OSError]) -> None:
+def test_a_process_that_ends_while_it_is_looked_at_is_reported(path: str, kind: type[OSError]) -> None:
     with subprocess.Popen(["true"]) as child:
         child.wait()
-    error = kind(0, "it is not there", path.format(ended=child.pid))
+    error = kind(0, "it is missing", path.format(ended=child.pid))
     with pytest.raises(JobChanged, match=f"process {child.pid} ended meanwhile") as told, operation("dump", 1):
         raise error
     assert (told.value.pids, told.value.__cause__) == ((child.pid,), error)
@@ -52,7 +52,7 @@ def test_a_process_that_ends_under_a_look_is_told(path: str, kind: type[OSError]
      FileNotFoundError(2, "no", "/tmp"), FileNotFoundError(2, "no"), PermissionError(13, "no", "/proc/999999999/ns"),
      FileNotFoundError(2, "no", 7)],
 )  # fmt: skip
-def test_what_is_missing_for_another_reason_stays_what_it_is(error: OSError) -> None:
+def test_a_missing_file_for_another_reason_stays_that_error(error: OSError) -> None:
     with pytest.raises(type(error)) as told, operation("dump", 1):
         raise error
     assert told.value is error
@@ -79,7 +79,7 @@ def run(do: Callable[[], object] = lambda: None) -> tuple[Phase, ...]:
         return running.run([Work(do)])
 
 
-def test_an_operation_that_succeeds(events: list[gpucr.Event]) -> None:
+def test_a_successful_operation(events: list[gpucr.Event]) -> None:
     run()
     assert told(events) == [("begin", None), ("progress", "begin"), ("progress", "end"), ("end", None)]
     assert {(each.operation, each.subject, each.id) for each in events} == {("dump", "4711", events[0].id)}
@@ -88,32 +88,32 @@ def test_an_operation_that_succeeds(events: list[gpucr.Event]) -> None:
     assert events[2].progress.size_bytes == 3
 
 
-def test_one_that_fails_says_its_code(events: list[gpucr.Event]) -> None:
+def test_a_failed_operation_reports_its_code(events: list[gpucr.Event]) -> None:
     with pytest.raises(Unsupported):
         run(refuse)
     assert told(events)[-2:] == [("progress", "undo"), ("fail", "GPUCR-BUSY")]
     assert isinstance(events[-1].error, Unsupported)
 
 
-def test_an_error_that_is_not_ours_has_no_code(events: list[gpucr.Event]) -> None:
+def test_a_foreign_error_has_no_code(events: list[gpucr.Event]) -> None:
     with pytest.raises(ZeroDivisionError):
         run(lambda: 1 / 0)
     assert (events[-1].kind, events[-1].code, type(events[-1].error)) == ("fail", None, ZeroDivisionError)
 
 
-def test_short_ones_are_told_of_as_well(events: list[gpucr.Event]) -> None:
+def test_short_operations_are_reported_too(events: list[gpucr.Event]) -> None:
     with all_or_nothing("forget", "a") as interrupts:
         interrupts.conclude()
     assert told(events) == [("begin", None), ("end", None)]
 
 
-def test_operations_are_told_apart(events: list[gpucr.Event]) -> None:
+def test_operations_have_distinct_ids(events: list[gpucr.Event]) -> None:
     run()
     run()
     assert len({each.id for each in events}) == 2
 
 
-def test_who_has_ended_the_subscription_hears_nothing() -> None:
+def test_an_ended_subscription_receives_nothing() -> None:
     heard: list[gpucr.Event] = []
     unsubscribe = gpucr.subscribe(heard.append)
     unsubscribe()
@@ -122,14 +122,14 @@ def test_who_has_ended_the_subscription_hears_nothing() -> None:
     assert heard == []
 
 
-def test_on_progress_and_subscribers_hear_the_same(events: list[gpucr.Event]) -> None:
+def test_on_progress_and_subscribers_receive_the_same(events: list[gpucr.Event]) -> None:
     heard: list[gpucr.Progress] = []
     with operation("dump", 4711, on_progress=heard.append) as running:
         running.run([Work()])
     assert heard == [each.progress for each in events if each.progress is not None]
 
 
-def test_a_subscriber_that_fails_is_shown_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_subscriber_is_shown_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[BaseException] = []
     monkeypatch.setattr(sys, "excepthook", lambda _kind, error, _trace: shown.append(error))
 

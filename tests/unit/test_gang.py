@@ -124,7 +124,7 @@ def three() -> Iterator[list[int]]:
 
 @pytest.fixture
 def mortals() -> Iterator[list[Child]]:
-    """Three processes of which a test may kill some."""
+    """Three processes, any of them for a test to kill."""
     with sleeper() as a, sleeper() as b, sleeper() as c:
         yield [a, b, c]
 
@@ -144,7 +144,7 @@ def test_an_action_runs_in_all_processes_at_once(action: str, three: list[int]) 
     assert not all_there.broken
 
 
-def test_a_suspend_and_a_resume_bring_back_what_was_found(three: list[int]) -> None:
+def test_suspend_and_resume_return_to_the_states_found(three: list[int]) -> None:
     found = dict(zip(three, (RUNNING, LOCKED, CHECKPOINTED), strict=True))
     driver = FakeDriver(found)
     gang = of_gang(driver, found)
@@ -175,7 +175,7 @@ def test_members_that_join_later_do_not_replace_those_found_first(three: list[in
     assert [(member.pid, member.found) for member in gang.members] == [(three[0], RUNNING), (three[1], LOCKED)]
 
 
-def test_a_process_with_a_reused_pid_is_never_acted_on(three: list[int]) -> None:
+def test_a_reused_pid_is_never_acted_on(three: list[int]) -> None:
     driver = FakeDriver(dict.fromkeys(three, RUNNING))
     pid = three[0]
     old = GangMember(type(identity(pid))(pid, identity(pid).start_time_ticks - 2), RUNNING)
@@ -190,7 +190,7 @@ def test_a_process_with_a_reused_pid_is_never_acted_on(three: list[int]) -> None
 
 
 @pytest.mark.parametrize("action", ACTIONS)
-def test_after_the_failure_of_one_all_return_to_where_they_were_found(action: str, three: list[int]) -> None:
+def test_after_one_failure_all_return_to_their_initial_state(action: str, three: list[int]) -> None:
     steps = ("lock", "checkpoint") if action in ("lock", "checkpoint") else ("restore", "unlock")
     every = itertools.product((RUNNING, LOCKED, CHECKPOINTED), repeat=3)
     for found, victim in itertools.product(every, three):
@@ -212,7 +212,7 @@ def test_after_the_failure_of_one_all_return_to_where_they_were_found(action: st
         assert driver.states == states, (found, victim)
 
 
-def test_a_failure_does_not_stop_the_others_half_way(three: list[int]) -> None:
+def test_a_failure_does_not_stop_the_others_midway(three: list[int]) -> None:
     driver = FakeDriver(dict.fromkeys(three, LOCKED))
     gang = of_gang(driver, driver.states)
     driver.hooks["checkpoint", three[0]] = failing("checkpoint", three[0])
@@ -222,7 +222,7 @@ def test_a_failure_does_not_stop_the_others_half_way(three: list[int]) -> None:
 
 
 @pytest.mark.parametrize("action", ["restore", "unlock"])
-def test_one_that_cannot_be_brought_back_does_not_stop_the_others(action: str, three: list[int]) -> None:
+def test_an_undo_that_fails_does_not_stop_the_others(action: str, three: list[int]) -> None:
     driver = FakeDriver(dict.fromkeys(three, CHECKPOINTED))
     gang = of_gang(driver, dict.fromkeys(three, RUNNING))
     driver.hooks[action, three[1]] = failing(action, three[1])
@@ -232,7 +232,7 @@ def test_one_that_cannot_be_brought_back_does_not_stop_the_others(action: str, t
     assert driver.states[three[1]] is ACTIONS[action][0]
 
 
-def test_one_whose_state_cannot_be_asked_does_not_stop_the_others(three: list[int]) -> None:
+def test_an_unreadable_state_does_not_stop_the_others(three: list[int]) -> None:
     driver = FakeDriver(dict.fromkeys(three, LOCKED))
     gang = of_gang(driver, dict.fromkeys(three, RUNNING))
 
@@ -254,7 +254,7 @@ def test_the_undo_of_a_resume_climbs_back(three: list[int]) -> None:
     assert ("lock", three[2]) not in driver.calls
 
 
-def test_a_state_that_is_on_no_rung_is_left_alone(three: list[int]) -> None:
+def test_an_unknown_state_is_left_alone(three: list[int]) -> None:
     odd = CudaState(17)
     found = dict(zip(three, (odd, CudaState.FAILED, RUNNING), strict=True))
     driver = FakeDriver(found)
@@ -289,7 +289,7 @@ def test_a_process_that_dies_during_an_action(action: str, mortals: list[Child])
     assert [driver.states[pid] for pid in others] == [before] * 2
 
 
-def test_a_job_that_ends_while_it_is_unlocked_was_unlocked(mortals: list[Child]) -> None:
+def test_a_job_that_ends_during_unlock_counts_as_unlocked(mortals: list[Child]) -> None:
     """The first one to run does its last work, ends, and takes the others with it."""
     first, second, third = (child.pid for child in mortals)
     driver = FakeDriver(dict.fromkeys([first, second, third], LOCKED))
@@ -304,7 +304,7 @@ def test_a_job_that_ends_while_it_is_unlocked_was_unlocked(mortals: list[Child])
     assert (driver.states[first], gang.state(second), driver.states[third]) == (RUNNING, None, RUNNING)
 
 
-def test_a_process_that_dies_between_two_questions(mortals: list[Child]) -> None:
+def test_a_process_dies_between_two_queries(mortals: list[Child]) -> None:
     dead, *others = (child.pid for child in mortals)
     driver = FakeDriver(dict.fromkeys([dead, *others], RUNNING))
     gang = of_gang(driver, driver.states)
@@ -325,7 +325,7 @@ def test_a_process_that_dies_between_two_questions(mortals: list[Child]) -> None
     assert [driver.states[pid] for pid in others] == [RUNNING, RUNNING]
 
 
-def test_a_process_that_dies_right_before_its_checkpoint_is_asked_for(mortals: list[Child]) -> None:
+def test_a_process_dies_right_before_its_checkpoint(mortals: list[Child]) -> None:
     dead, *others = (child.pid for child in mortals)
     driver = FakeDriver(dict.fromkeys([dead, *others], LOCKED))
 
@@ -350,7 +350,7 @@ def test_another_tool_changes_a_state(action: str, three: list[int]) -> None:
     assert "another tool" in (caught.value.hint or "")
 
 
-def test_what_another_tool_took_away_is_reported_when_it_cannot_be_returned(three: list[int]) -> None:
+def test_a_state_changed_by_another_tool_is_reported_if_it_cannot_be_undone(three: list[int]) -> None:
     driver = FakeDriver(dict.fromkeys(three, RUNNING))
     gang = of_gang(driver, driver.states)
     driver.states[three[0]] = CudaState.FAILED
@@ -366,7 +366,7 @@ def _wait_as_the_driver_does(driver: FakeDriver) -> None:
 
 
 @pytest.mark.parametrize("limit_s", [0.001, 0.0101, 0.0257])
-def test_a_lock_that_is_pending_until_the_deadline(limit_s: float, three: list[int]) -> None:
+def test_a_lock_pending_until_the_deadline(limit_s: float, three: list[int]) -> None:
     pid = three[0]
     driver = FakeDriver({pid: RUNNING})
     gang = of_gang(driver, driver.states, time.monotonic() + limit_s)
@@ -391,27 +391,27 @@ def test_a_lock_that_times_out_without_a_deadline(three: list[int]) -> None:
     assert 25_000 < driver.lock_timeouts_ms[0] <= 30_001, "30 s, less what passed until the call, rounded up"
 
 
-def test_a_lock_may_take_as_long_as_the_user_allows(three: list[int]) -> None:
+def test_a_lock_may_take_up_to_the_users_timeout(three: list[int]) -> None:
     driver = FakeDriver({three[0]: RUNNING})
     of_gang(driver, driver.states, time.monotonic() + 500).lock()
     assert 400_000 < driver.lock_timeouts_ms[0] <= 500_000
 
 
 @pytest.mark.parametrize("limit_s", [1e9, float("inf")])
-def test_a_deadline_beyond_what_the_driver_can_take(limit_s: float, three: list[int]) -> None:
+def test_a_deadline_longer_than_the_driver_accepts(limit_s: float, three: list[int]) -> None:
     driver = FakeDriver({three[0]: RUNNING})
     of_gang(driver, driver.states, time.monotonic() + limit_s).lock()
     assert driver.lock_timeouts_ms == [2**32 - 1]
 
 
-def test_no_lock_is_begun_after_the_deadline(three: list[int]) -> None:
+def test_no_lock_starts_after_the_deadline(three: list[int]) -> None:
     driver = FakeDriver(dict.fromkeys(three, RUNNING))
     with pytest.raises(DeadlineExceeded):
         of_gang(driver, driver.states, time.monotonic() - 1).lock()
     assert driver.calls == []
 
 
-def test_a_call_that_never_returns_is_reported_and_the_others_are_brought_back(
+def test_a_call_that_never_returns_is_reported_and_the_others_are_undone(
     three: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(actions, "STUCK_AFTER_S", 0.5)
@@ -431,9 +431,7 @@ def test_a_call_that_never_returns_is_reported_and_the_others_are_brought_back(
         _wait_for_threads(f"checkpoint-{three[1]}")
 
 
-def test_a_state_that_is_never_answered_does_not_block_the_others(
-    three: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_state_query_that_hangs_does_not_block_the_others(three: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(actions, "STUCK_AFTER_S", 0.5)
     driver = FakeDriver(dict.fromkeys(three, LOCKED))
     gang = of_gang(driver, dict.fromkeys(three, RUNNING), time.monotonic())
@@ -448,7 +446,7 @@ def test_a_state_that_is_never_answered_does_not_block_the_others(
         _wait_for_threads(f"restore-{three[1]}")
 
 
-def test_an_undo_has_its_own_time_when_the_deadline_is_long_past(three: list[int]) -> None:
+def test_an_undo_has_its_own_time_limit_after_the_deadline(three: list[int]) -> None:
     driver = FakeDriver(dict.fromkeys(three, CHECKPOINTED))
     of_gang(driver, dict.fromkeys(three, RUNNING), time.monotonic() - 10_000).return_to_found()
     assert driver.states == dict.fromkeys(three, RUNNING)
@@ -462,13 +460,13 @@ def _wait_for_threads(name: str) -> None:
 
 
 class Unasked(FakeDriver):
-    """A driver that no question may reach."""
+    """A driver that must not be queried."""
 
     def state(self, pid: int) -> CudaState | None:
         raise AssertionError(f"the driver was asked about process {pid}")
 
 
-def test_a_process_without_libcuda_is_never_asked_about(process_without_cuda: int) -> None:
+def test_a_process_without_libcuda_is_never_queried(process_without_cuda: int) -> None:
     assert gangs.discover(Unasked({}), processes.tree(process_without_cuda)) == ()
 
 
@@ -483,7 +481,7 @@ def test_discover_finds_states(counter: CounterFactory, driver: CudaDriver) -> N
         driver.unlock(locked.pid)
 
 
-def test_a_stopped_process_is_refused_before_the_driver_is_asked(counter: CounterFactory) -> None:
+def test_a_stopped_process_is_refused_before_the_driver_is_called(counter: CounterFactory) -> None:
     program = counter()
     process = processes.describe(program.pid)
     os.kill(program.pid, signal.SIGSTOP)
@@ -493,7 +491,7 @@ def test_a_stopped_process_is_refused_before_the_driver_is_asked(counter: Counte
     assert f"kill -CONT {program.pid}" in (caught.value.hint or "")
 
 
-def test_a_process_that_ends_while_it_is_asked_about_is_left_out(counter: CounterFactory) -> None:
+def test_a_process_that_ends_while_queried_is_omitted(counter: CounterFactory) -> None:
     program = counter()
     process = processes.describe(program.pid)
     dying = FakeDriver({program.pid: RUNNING})
@@ -506,7 +504,7 @@ def test_a_process_that_ends_while_it_is_asked_about_is_left_out(counter: Counte
     assert gangs.discover(dying, [process]) == ()
 
 
-def test_a_failing_question_about_a_live_process_is_an_error(counter: CounterFactory) -> None:
+def test_a_failing_query_about_a_live_process_is_an_error(counter: CounterFactory) -> None:
     program = counter()
     broken = FakeDriver({program.pid: RUNNING})
     broken.hooks["state", program.pid] = failing("state", program.pid)
@@ -518,8 +516,8 @@ def test_a_failing_question_about_a_live_process_is_an_error(counter: CounterFac
 
 
 @pytest.mark.parametrize("way", ["wait_for_calls", "return_to_found", "lock"])
-def test_a_process_that_was_killed_counts_as_ended(way: str) -> None:
-    """Its device memory is given back before it is gone, and the driver knows it no more."""
+def test_a_killed_process_counts_as_ended(way: str) -> None:
+    """Its device memory is freed before it is gone, and the driver no longer knows it."""
     with sleeper() as child, sleeper() as other:
         driver = FakeDriver({child.pid: LOCKED, other.pid: RUNNING})
         gang = of_gang(driver, {child.pid: RUNNING, other.pid: RUNNING})

@@ -45,7 +45,7 @@ def places(choice: GpuChoice, had: Sequence[Gpu], here: Sequence[Gpu]) -> list[i
 # --- what the user says ----------------------------------------------------------------------------------------
 
 
-def test_nothing_asked_for_is_no_map() -> None:
+def test_no_request_gives_no_map() -> None:
     had = machine(1, 1)
     choice = choose_gpus(GpuRequest(), had, [user(had, 50)], machine(1, 1, first=50))
     assert (choice.gpu_map, choice.reasons, choice.had) == (None, (), tuple(had))
@@ -64,19 +64,19 @@ def test_a_part_of_the_map_is_completed_to_a_swap(text: str) -> None:
     assert "GPU 1 (GPU-00000001), which the job does not use, goes to GPU 0" in reason
 
 
-def test_what_is_not_named_stays_where_it_can() -> None:
+def test_unnamed_gpus_stay_where_possible() -> None:
     four = machine(10, 10, 10, 10)
     choice = choose_gpus(GpuRequest.of("0=2", None), four, [user(four, 2, 2, 2, 2)], four)
     assert places(choice, four, four) == [2, 1, 0, 3]
 
 
-def test_indices_are_those_of_each_machine() -> None:
+def test_indices_refer_to_each_machine() -> None:
     had, here = machine(10, 10), machine(10, 10, 10, first=50)
     choice = choose_gpus(GpuRequest.of("1=2", None), had, [user(had, 2, 2)], here)
     assert places(choice, had, here) == [0, 2]
 
 
-def test_the_map_of_a_process_has_only_what_it_can_see() -> None:
+def test_the_map_of_a_process_has_only_its_visible_gpus() -> None:
     four = machine(10, 10, 10, 10)
     users = [user(four[:1], 2, pid=1), user(four[1:3], 2, 2, pid=2)]
     choice = choose_gpus(GpuRequest.of("0=3,2=0", None), four, users, four)
@@ -86,12 +86,12 @@ def test_the_map_of_a_process_has_only_what_it_can_see() -> None:
     assert choice.for_process(3) is None
 
 
-def test_a_map_that_changes_nothing_is_none() -> None:
+def test_an_identity_map_is_no_map() -> None:
     both = machine(10, 10)
     assert choose_gpus(GpuRequest.of("0=0", None), both, [user(both, 2)], both).gpu_map is None
 
 
-def test_a_whole_map_of_uuids_is_taken_as_it_is() -> None:
+def test_a_complete_map_of_uuids_is_used_unchanged() -> None:
     both = machine(10, 10)
     swap = GpuMap(((uuid(0), uuid(1)), (uuid(1), uuid(0))))
     assert choose_gpus(GpuRequest.of(swap, None), both, [user(both, 2)], both).gpu_map == swap
@@ -104,7 +104,7 @@ def test_the_gpus_in_use_go_where_gpu_says(gpu: str, expected: list[int]) -> Non
     assert places(choice, three, three) == expected
 
 
-def test_several_go_in_their_order() -> None:
+def test_several_gpus_are_assigned_in_order() -> None:
     four = machine(10, 10, 10, 10)
     choice = choose_gpus(GpuRequest.of(None, "3,0"), four, [user(four, 0, 2, 2)], four)
     assert places(choice, four, four)[1:3] == [3, 0]
@@ -118,7 +118,7 @@ def test_without_figures_every_visible_gpu_counts_as_used() -> None:
         choose_gpus(GpuRequest.of(None, "1"), both, [user(both)], here)
 
 
-def test_a_process_that_uses_none_needs_no_figures() -> None:
+def test_a_process_without_gpus_needs_no_figures() -> None:
     both = machine(10, 10)
     choice = choose_gpus(GpuRequest.of(None, "1"), both, [user(both, pid=1), user(both, 2, pid=2)], both)
     assert places(choice, both, both) == [1, 0]
@@ -154,20 +154,20 @@ def test_a_process_that_uses_none_needs_no_figures() -> None:
         ("0=1", "auto", "--gpu and --gpu-map both say where the job goes"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_meant(gpu_map: str | None, gpu: str | None, message: str) -> None:
+def test_invalid_requests(gpu_map: str | None, gpu: str | None, message: str) -> None:
     both = machine(10, 10)
     with pytest.raises(InvalidRequest, match=message) as caught:
         choose_gpus(GpuRequest.of(gpu_map, gpu), both, [user(both, 2)], both)
     assert caught.value.hint
 
 
-def test_one_gpu_for_two() -> None:
+def test_one_target_for_two_gpus() -> None:
     both = machine(10, 10)
     with pytest.raises(InvalidRequest, match=r"--gpu names GPU 1 \(GPU-00000001\) twice"):
         choose_gpus(GpuRequest.of(None, "1,1"), both, [user(both, 2, 2)], both)
 
 
-def test_a_gpu_that_no_process_can_see() -> None:
+def test_a_gpu_no_process_can_see() -> None:
     both = machine(10, 10)
     with pytest.raises(InvalidRequest, match="there is no GPU 1 where the job ran") as caught:
         choose_gpus(GpuRequest.of("1=0", None), both, [user(both[:1], 2)], both)
@@ -191,7 +191,7 @@ def test_a_whole_uuid_without_its_prefix() -> None:
         find_gpu(bare[:8] + "-", gpus, "here")
 
 
-def test_an_index_that_two_gpus_had() -> None:
+def test_an_ambiguous_index() -> None:
     """A job that was suspended on one machine and restored on another has GPUs of both."""
     had = [*machine(10), *machine(10, first=50)]
     with pytest.raises(InvalidRequest, match="0 can be 2 GPUs where the job ran"):
@@ -201,7 +201,7 @@ def test_an_index_that_two_gpus_had() -> None:
 # --- what cannot be done ---------------------------------------------------------------------------------------
 
 
-def test_fewer_gpus_than_where_the_job_ran() -> None:
+def test_fewer_gpus_than_the_job_had() -> None:
     had, here = machine(*[10] * 8), machine(*[10] * 4, first=50)
     with pytest.raises(Unsupported) as caught:
         choose_gpus(GpuRequest.of(None, "auto"), had, [user(had, 2)], here)
@@ -212,7 +212,7 @@ def test_fewer_gpus_than_where_the_job_ran() -> None:
     assert caught.value.hint == "restore it on a machine with as many"
 
 
-def test_a_job_that_knows_only_what_it_uses_needs_no_more() -> None:
+def test_a_job_that_sees_only_its_own_gpus_needs_no_more() -> None:
     had, here = machine(*[10] * 8), machine(*[10] * 4, first=50)
     choice = choose_gpus(GpuRequest.of(None, "auto"), had, [user(had[6:7], 2)], here)
     assert places(choice, had[6:7], here) == [0]
@@ -229,7 +229,7 @@ def test_another_model(request_text: str) -> None:
         assert places(choose_gpus(request, had, [user(had, 2)], here), had, here) == [0]
 
 
-def test_each_model_goes_to_its_own() -> None:
+def test_each_gpu_goes_to_its_own_model() -> None:
     had = machine(10, 10, 10, models=[H200, L4, H200])
     here = machine(10, 10, 10, models=[L4, H200, H200], first=50)
     choice = choose_gpus(GpuRequest.of(None, "auto"), had, [user(had, 2, 2, 2)], here)
@@ -243,7 +243,7 @@ def test_gpus_in_mig_mode_are_not_chosen() -> None:
         choose_gpus(GpuRequest.of(None, "auto"), had, [user(had, 2)], machine(90, first=50, mig=[0]))
 
 
-def test_a_gpu_in_mig_mode_that_is_not_used_stays() -> None:
+def test_an_unused_gpu_in_mig_mode_stays() -> None:
     here = machine(10, 90, 10, mig=[1])
     choice = choose_gpus(GpuRequest.of(None, "2"), here, [user(here, 2)], here)
     assert places(choice, here, here) == [2, 1, 0]
@@ -261,7 +261,7 @@ def test_no_room_anywhere() -> None:
     )
 
 
-def test_a_completion_is_made_although_there_is_no_room() -> None:
+def test_a_map_is_completed_even_without_room() -> None:
     """The user has named GPUs: preflight says what is missing, and --force insists."""
     both = machine(10, 1)
     choice = choose_gpus(GpuRequest.of("1=0", None), both, [user(both, 4, 4)], both)
@@ -288,7 +288,7 @@ def test_auto_leaves_a_full_gpu_for_the_emptiest() -> None:
     assert choice.reasons[1].startswith("GPU 2 (GPU-00000002), which the job does not use, goes to GPU 0")
 
 
-def test_auto_goes_away_from_a_gpu_that_others_use() -> None:
+def test_auto_leaves_a_gpu_that_others_use() -> None:
     three = machine(50, 50, 40)
     choice = choose_gpus(GpuRequest.of(None, "auto"), three, [user(three, 4)], three, busy={uuid(0), uuid(1)})
     assert places(choice, three, three)[0] == 2
@@ -301,13 +301,13 @@ def test_auto_shares_its_own_gpu_where_all_are_in_use() -> None:
     assert choice.gpu_map is None
 
 
-def test_a_named_gpu_is_taken_although_others_use_it() -> None:
+def test_a_named_gpu_is_used_even_if_others_use_it() -> None:
     both = machine(50, 90)
     choice = choose_gpus(GpuRequest.of("0=1", None), both, [user(both, 4)], both, busy={uuid(0), uuid(1)})
     assert places(choice, both, both) == [1, 0]
 
 
-def test_one_that_stays_does_not_take_the_room_of_another() -> None:
+def test_a_gpu_that_could_stay_does_not_take_another_ones_only_room() -> None:
     """GPU 0 could stay on its own, but only there is room for what GPU 1 held."""
     both = machine(50, 5)
     choice = choose_gpus(GpuRequest.of(None, "auto"), both, [user(both, 4, 40)], both)
@@ -315,7 +315,7 @@ def test_one_that_stays_does_not_take_the_room_of_another() -> None:
     assert choice.reasons[0].endswith(": it is taken by another GPU of the job")
 
 
-def test_an_unused_gpu_does_not_keep_the_job_from_an_idle_one() -> None:
+def test_an_unused_gpu_does_not_block_a_move_to_an_idle_one() -> None:
     both = machine(50, 50)
     choice = choose_gpus(GpuRequest.of(None, "auto"), both, [user(both, 4)], both, busy={uuid(0)})
     assert places(choice, both, both) == [1, 0]
@@ -380,7 +380,7 @@ def test_auto_finds_a_place_exactly_where_there_is_one() -> None:
     assert 100 < refused < 1400
 
 
-def test_a_completed_map_is_what_the_driver_wants() -> None:
+def test_a_completed_map_satisfies_the_driver() -> None:
     completed = 0
     for rng, had, users, here in cases():
         seen = {gpu_uuid for each in users for gpu_uuid in each.known}

@@ -1,4 +1,4 @@
-"""Whether a GPU part belongs to the images among which it lies, whenever gpucr or the machine was stopped."""
+"""Whether a GPU part belongs to the images beside it, after any interruption of gpucr or the machine."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_images_without_gpu_state(images: Path) -> None:
         assert what_a_restore_finds(images) is None
 
 
-def test_only_the_mark_of_a_dump_without_gpu_state_is_taken_away_at_its_end(images: Path) -> None:
+def test_a_dump_without_gpu_state_removes_only_its_own_mark(images: Path) -> None:
     part = GpuPart(images)
     part.begin()
     with pytest.raises(SnapshotUnfinished):
@@ -146,13 +146,13 @@ def test_a_folder_has_one_writer(images: Path) -> None:
         pass
 
 
-def test_a_mark_is_no_reason_where_the_part_is_complete(images: Path) -> None:
+def test_a_mark_is_ignored_where_the_part_is_complete(images: Path) -> None:
     write_part(images, NEW)
     GpuPart(images).begin()
     assert what_a_restore_finds(images) == NEW
 
 
-def test_what_cannot_be_changed_is_told(images: Path) -> None:
+def test_a_folder_that_cannot_be_changed_is_reported(images: Path) -> None:
     write_part(images, OLD)
     (images / "gpucr.older").write_text("in the way")
     with pytest.raises(SnapshotError, match="cannot be put back: Not a directory"):

@@ -148,7 +148,7 @@ def test_the_leader_is_held_and_the_others_come_up_to_it() -> None:
     assert [call for call in job.calls if call[1] == 2] == [("lock", 2)]
 
 
-def test_ranks_of_different_pace_meet() -> None:
+def test_ranks_of_different_speeds_are_locked() -> None:
     job = ranks(0, 9, 0, pace={1: 1, 2: 1, 3: 3})
     hold(job).lock()
     assert set(job.states.values()) == {LOCKED}
@@ -157,7 +157,7 @@ def test_ranks_of_different_pace_meet() -> None:
 
 @pytest.mark.parametrize("count", [2, 8, 64])
 @pytest.mark.parametrize("seed", range(3))
-def test_wherever_the_ranks_are(count: int, seed: int) -> None:
+def test_ranks_at_any_position_are_locked(count: int, seed: int) -> None:
     chance = random.Random(seed)  # noqa: S311
     job = ranks(*(chance.randrange(4) for _ in range(count)))
     lock = hold(job).lock()
@@ -166,7 +166,7 @@ def test_wherever_the_ranks_are(count: int, seed: int) -> None:
     assert lock.attempts <= 8  # nobody passes the leader, and each attempt moves the last ones
 
 
-def test_a_hold_gets_long_enough_for_a_slow_rank() -> None:
+def test_a_hold_grows_long_enough_for_a_slow_rank() -> None:
     job = ranks(0, 1, pace={1: 0, 2: 1})
     needs_s = 30 * hold_leader.FIRST_HOLD_S
     released_at = 0.0
@@ -188,15 +188,15 @@ def test_a_hold_gets_long_enough_for_a_slow_rank() -> None:
     assert lock.attempts <= 10  # 1, 2, 4, ... times the first hold
 
 
-def test_ranks_that_pass_each_other_for_ever_are_let_go_and_locked_anew() -> None:
+def test_ranks_that_keep_overtaking_are_released_and_locked_again() -> None:
     job = ranks(0, 1, pace=2)  # 0 1, 2 1, 2 3, 4 3, ...
     lock = hold(job).lock()
     assert set(job.states.values()) == {LOCKED}
     assert lock.attempts > hold_leader.PASSES_BEFORE_A_NEW_START
 
 
-def test_nobody_is_released_while_all_have_work_pending() -> None:
-    """Merely busy, all of them: patience is all that is needed."""
+def test_no_rank_is_released_while_all_have_work_pending() -> None:
+    """All are merely busy, so waiting is enough."""
     job = ranks(1, 1, 1)
     job.submitted[0] = 0  # they wait for somebody else, who is slow
     looks = 0
@@ -212,7 +212,7 @@ def test_nobody_is_released_while_all_have_work_pending() -> None:
     assert all(action == "lock" for action, _ in job.calls)
 
 
-def test_a_call_that_times_out_is_made_again_and_may_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_that_times_out_is_retried_with_a_longer_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hold_leader, "FIRST_CALL_LIMIT_S", 0.02)
     job = ranks(1, 1, pace=0)
     job.submitted[0] = 0
@@ -240,7 +240,7 @@ class OneThatCannotBeUnlocked(Collectives):
         super().unlock(pid)
 
 
-def test_who_was_locked_and_cannot_be_unlocked_does_not_keep_the_others() -> None:
+def test_a_rank_that_cannot_be_unlocked_does_not_block_the_others() -> None:
     """As in the undo of a resume that has failed with that unlock."""
     job = OneThatCannotBeUnlocked({1: 0, 2: 3, 3: 3}, dict.fromkeys((1, 2, 3), 1))
     hold(job, locked=[3]).lock()
@@ -249,7 +249,7 @@ def test_who_was_locked_and_cannot_be_unlocked_does_not_keep_the_others() -> Non
     assert job.calls.count(("unlock", 1)) >= 3
 
 
-def test_who_cannot_be_unlocked_and_is_waited_for() -> None:
+def test_a_rank_that_cannot_be_unlocked_but_is_needed() -> None:
     job = OneThatCannotBeUnlocked({1: 3, 2: 3, 3: 0}, dict.fromkeys((1, 2, 3), 1))
     with pytest.raises(LocksFailed) as caught:
         hold(job, end_s=0.3, locked=[3]).lock()
@@ -291,7 +291,7 @@ def test_a_call_that_fails(action: str, monkeypatch: pytest.MonkeyPatch) -> None
     assert holding.stuck == []
 
 
-def test_an_end_in_the_middle() -> None:
+def test_interrupted_midway() -> None:
     """Ctrl-C while some are locked and one lock is pending."""
     job = ranks(0, 5, 0, pace={1: 0, 2: 1, 3: 0})
 
@@ -305,7 +305,7 @@ def test_an_end_in_the_middle() -> None:
     assert_all_run(job)
 
 
-def test_a_call_that_never_returns_does_not_keep_the_others() -> None:
+def test_a_call_that_never_returns_does_not_block_the_others() -> None:
     job = ranks(3, 3, 3)
     freed = threading.Event()
     job.hooks["lock", 2] = lambda: (freed.wait(END_S), None)[1]
@@ -379,7 +379,7 @@ def gated(*submitted: int) -> tuple[Gated, list[GateAndLock]]:
     return job, [GateAndLock(job, pid) for pid in numbered]
 
 
-def test_a_gate_and_a_lock_together_are_held_as_one() -> None:
+def test_gate_and_lock_are_held_together() -> None:
     job, both = gated(4, 7, 4)
     lock = LeaderHold(both, end=time.monotonic() + END_S, stuck_after_s=END_S).lock()
     assert all(each.is_held for each in both)
@@ -389,7 +389,7 @@ def test_a_gate_and_a_lock_together_are_held_as_one() -> None:
     assert [call for call in job.calls if call[1] == 2] == [("lock", 2)], "the leader stays behind its gate"
 
 
-def test_where_they_cannot_all_be_held_every_gate_is_open_again() -> None:
+def test_if_not_all_can_be_held_every_gate_reopens() -> None:
     job, both = gated(4, 7, 4)
     job.hooks["lock", 3] = raise_error(DriverError("broken", pid=3, action="lock", result=999))
     with pytest.raises(LocksFailed) as raised:
@@ -399,7 +399,7 @@ def test_where_they_cannot_all_be_held_every_gate_is_open_again() -> None:
     assert_all_run(job)
 
 
-def test_gates_whose_ranks_have_work_pending_for_too_long_open_again() -> None:
+def test_gates_reopen_when_work_stays_pending_too_long() -> None:
     job, both = gated(4, 7)
     job.pace = {1: 0, 2: 0}
     with pytest.raises(LocksFailed) as raised:

@@ -128,11 +128,11 @@ def test_kinds_of_memory() -> None:
     assert shared == [(5, "weights", 2, 1), (40, None, 2, 1), (41, None, 2, 0)]
 
 
-def test_nobody_may_access_it_but_it_holds_something() -> None:
+def test_inaccessible_memory_that_holds_data() -> None:
     assert memory_of(job([mapping(10, 4, ANON_PRIVATE, prot=0)], [run(11, 1)])) == {"anonymous": (1, 4, 1)}
 
 
-def test_device_memory_that_is_in_the_images() -> None:
+def test_device_memory_in_the_images() -> None:
     """Staging can be a part of a mapping, lie next to others, and reach over several."""
     mappings = [mapping(10, 10, ANON_PRIVATE), mapping(20, 5, ANON_PRIVATE), mapping(30, 5, FILE_PRIVATE)]
     found = job(mappings, [run(10, 15), run(30, 1)])
@@ -155,11 +155,11 @@ def test_device_memory_that_is_in_the_images() -> None:
         ([images_pb2.PagemapEntry(vaddr=10 * PAGE, compat_nr_pages=2, in_parent=True)], 0),
     ],
 )
-def test_pages_that_an_image_holds(runs: list[Message], pages: int) -> None:
+def test_pages_in_an_image(runs: list[Message], pages: int) -> None:
     assert memory_of(job([mapping(8, 16, ANON_PRIVATE)], runs))["anonymous"] == (1, 16, pages)
 
 
-def test_ranges_are_added_up_exactly() -> None:
+def test_range_sizes_are_summed_exactly() -> None:
     runs = PageRuns([(10, 20), (30, 50), (50, 55)])
     present = {*range(10, 20), *range(30, 55)}
     for begin in range(5, 60):
@@ -168,7 +168,7 @@ def test_ranges_are_added_up_exactly() -> None:
     assert runs.size_bytes == len(present)
 
 
-def test_descriptors_come_by_number_and_unknown_ones_stay() -> None:
+def test_descriptors_are_sorted_and_unknown_ones_are_kept() -> None:
     (process,) = read(job([], [])).processes
     assert [(each.fd, each.kind, each.name) for each in process.descriptors] == [
         (1, "file", "/log"),
@@ -178,7 +178,7 @@ def test_descriptors_come_by_number_and_unknown_ones_stay() -> None:
     assert (process.threads, process.name) == ((7, 8), "train")
 
 
-def test_a_zombie_has_nothing() -> None:
+def test_a_zombie_has_no_contents() -> None:
     found = job([], [])
     found["core-7.img"] = image(0x55053847, images_pb2.Core(tc=images_pb2.Task(task_state=6, comm=b"gone")))
     for name in ("mm-7.img", "ids-7.img", "pagemap-7.img"):
@@ -220,19 +220,19 @@ def test_processes_that_share_their_descriptors() -> None:
         ("fdinfo-2.img", image(FDINFO_MAGIC, images_pb2.Descriptor(id=1)), "the entry at byte 12 lacks a member"),
     ],
 )
-def test_what_is_wrong_with_an_image(name: str, data: bytes, problem: str) -> None:
+def test_problems_with_an_image(name: str, data: bytes, problem: str) -> None:
     found = job([mapping(10, 4, ANON_PRIVATE)], [run(10, 1)])
     found[name] = data
     (said,) = read(found).problems
     assert said.startswith(f"{name}: {problem}")
 
 
-def test_an_image_that_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_oversized_image(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(images, "MAX_IMAGE_BYTES", 16)
     assert read(job([], [])).problems == ("files.img: it is larger than 16 bytes",)
 
 
-def test_an_image_that_is_cut_off_while_it_is_read() -> None:
+def test_an_image_truncated_while_it_is_read() -> None:
     class Shrinking(io.BytesIO):
         def read(self, size: int | None = -1, /) -> bytes:
             return super().read(size)[: 8 if self.tell() <= 8 else 2]
@@ -253,7 +253,7 @@ WHOLE = job(
 
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(name=st.sampled_from(sorted(WHOLE)), data=st.data())
-def test_no_damage_is_more_than_a_problem(name: str, data: st.DataObject) -> None:
+def test_damage_is_reported_and_never_raised(name: str, data: st.DataObject) -> None:
     """Bytes are overwritten, put in, taken out: something is read, or a problem told, and nothing is raised."""
     body = bytearray(WHOLE[name])
     for _ in range(data.draw(st.integers(1, 4))):
@@ -269,7 +269,7 @@ def test_no_damage_is_more_than_a_problem(name: str, data: st.DataObject) -> Non
 
 @settings(max_examples=200, deadline=None)
 @given(name=st.sampled_from(sorted(WHOLE)), body=st.binary(max_size=200))
-def test_no_bytes_behind_the_magic_are_more_than_a_problem(name: str, body: bytes) -> None:
+def test_any_bytes_after_the_magic_are_reported_and_never_raised(name: str, body: bytes) -> None:
     read({**WHOLE, name: WHOLE[name][:8] + body})
 
 

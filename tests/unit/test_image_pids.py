@@ -39,7 +39,7 @@ def wanted(*tree: Entry) -> tuple[int, ...]:
         pytest.param([(7, 0, 0, [7])], (7,), id="a session from outside the pid namespace"),
     ],
 )
-def test_pids_that_images_want(tree: list[Entry], pids: tuple[int, ...]) -> None:
+def test_pids_the_images_need(tree: list[Entry], pids: tuple[int, ...]) -> None:
     assert wanted(*tree) == pids
 
 

@@ -1,4 +1,4 @@
-"""Devices that children of fork have from their parent: which they are, and how they let go of them."""
+"""Devices that forked children inherit: how they are found and released."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _close_first(parent: Child) -> None:
     assert parent.line() == "closed"
 
 
-def test_what_was_open_before_the_fork_is_found(parent: Child, device: Path) -> None:
+def test_descriptors_open_before_the_fork_are_found(parent: Child, device: Path) -> None:
     child, first, second, plain, *_ = parent.numbers
     (found,) = find_inherited(processes.tree(parent.pid), [parent.pid])
     assert (found.process.pid, found.owner_pid, found.fds[:2]) == (child, parent.pid, (first, second))
@@ -87,12 +87,12 @@ def test_what_was_open_before_the_fork_is_found(parent: Child, device: Path) -> 
     assert plain not in found.fds
 
 
-def test_nothing_is_inherited_from_a_process_that_is_no_owner(parent: Child) -> None:
+def test_nothing_is_inherited_without_an_owner(parent: Child) -> None:
     assert find_inherited(processes.tree(parent.pid), []) == ()
     assert find_inherited(processes.tree(parent.pid), [parent.numbers[0]])[0].process.pid == parent.pid
 
 
-def test_only_what_the_owner_has_closed_is_replaced(parent: Child, device: Path) -> None:
+def test_only_descriptors_the_owner_has_closed_are_replaced(parent: Child, device: Path) -> None:
     child, first, second, _plain, own, address = parent.numbers
     found = find_inherited(processes.tree(parent.pid), [parent.pid])
     assert let_go(found) == {}
@@ -113,7 +113,7 @@ def test_only_what_the_owner_has_closed_is_replaced(parent: Child, device: Path)
     assert device.read_bytes()[:4] == b"xxxx"
 
 
-def test_what_the_process_has_put_in_its_place_stays(parent: Child) -> None:
+def test_a_descriptor_the_process_reused_is_kept(parent: Child) -> None:
     child, first, *_ = parent.numbers
     found = find_inherited(processes.tree(parent.pid), [parent.pid])
     _close_first(parent)
@@ -123,7 +123,7 @@ def test_what_the_process_has_put_in_its_place_stays(parent: Child) -> None:
     assert _targets(child)[first] == "/dev/zero"
 
 
-def test_what_cannot_be_traced_is_told(parent: Child) -> None:
+def test_a_process_that_cannot_be_traced_is_reported(parent: Child) -> None:
     child = parent.numbers[0]
     found = find_inherited(processes.tree(parent.pid), [parent.pid])
     _close_first(parent)
@@ -133,7 +133,7 @@ def test_what_cannot_be_traced_is_told(parent: Child) -> None:
     assert _targets(child) == before
 
 
-def test_what_does_not_stop_is_told_and_let_go(parent: Child, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_does_not_stop_is_reported_and_released(parent: Child, monkeypatch: pytest.MonkeyPatch) -> None:
     child = parent.numbers[0]
     found = find_inherited(processes.tree(parent.pid), [parent.pid])
     _close_first(parent)
@@ -146,7 +146,7 @@ def test_what_does_not_stop_is_told_and_let_go(parent: Child, monkeypatch: pytes
     assert parent.line().startswith("re")
 
 
-def test_one_that_has_ended_is_no_error(parent: Child) -> None:
+def test_an_ended_process_is_no_error(parent: Child) -> None:
     found = find_inherited(processes.tree(parent.pid), [parent.pid])
     _close_first(parent)
     os.kill(parent.numbers[0], 9)

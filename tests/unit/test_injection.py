@@ -63,7 +63,7 @@ def _map_page(thread: TracedThread) -> int:
 # --- the call, and the state around it -------------------------------------------------------------------------
 
 
-def test_calls_do_what_they_do_and_tell_their_errors(start: StartExact) -> None:
+def test_injected_calls_work_and_return_their_errors(start: StartExact) -> None:
     with _traced(start("spin")) as thread:
         address = _map_page(thread)
         thread.write_memory(address, b"content")
@@ -93,7 +93,7 @@ def _state(thread: TracedThread) -> tuple[Registers, bytes, int]:
 
 
 @pytest.mark.parametrize("mode", _BLOCKED_IN)
-def test_a_call_that_blocks_goes_on_blocking(start: StartExact, mode: str) -> None:
+def test_a_blocking_call_keeps_blocking(start: StartExact, mode: str) -> None:
     target = start(mode)
     target.wait_blocked()
     with _traced(target) as thread:
@@ -122,7 +122,7 @@ def _end_call(target: Exact, mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", _BLOCKED_IN)
-def test_a_signal_during_the_call_interrupts_what_the_thread_was_blocked_in(start: StartExact, mode: str) -> None:
+def test_a_signal_during_the_call_interrupts_the_blocked_call(start: StartExact, mode: str) -> None:
     target = start(mode)
     target.wait_blocked()
     with _traced(target) as thread:
@@ -147,7 +147,7 @@ def test_a_thread_at_the_exit_of_a_call_keeps_its_result(start: StartExact) -> N
     target.assert_returned(1)
 
 
-def test_no_call_is_put_into_the_entry_of_another(start: StartExact) -> None:
+def test_no_call_is_injected_at_the_entry_of_another(start: StartExact) -> None:
     with _traced(start("spin")) as thread:
         thread.resume_to_syscall()
         assert thread.wait().kind is StopKind.SYSCALL_ENTRY
@@ -160,7 +160,7 @@ def test_no_call_is_put_into_the_entry_of_another(start: StartExact) -> None:
 # --- signals ---------------------------------------------------------------------------------------------------
 
 
-def test_a_signal_that_the_thread_was_about_to_take_stops_it_again(start: StartExact) -> None:
+def test_a_pending_signal_stops_the_thread_again(start: StartExact) -> None:
     target = start("spin")
     with _traced(target) as thread:
         _stop_for_signal(thread, target)
@@ -181,7 +181,7 @@ def _stop_for_signal(thread: TracedThread, target: Exact) -> None:
     assert thread.wait() == Stop(StopKind.SIGNAL, signal.SIGUSR1)
 
 
-def test_signals_during_calls_are_all_taken(start: StartExact) -> None:
+def test_signals_during_calls_are_all_delivered(start: StartExact) -> None:
     target = start("spin")
     with _traced(target) as thread:
         for sent in range(1, 101):
@@ -210,7 +210,7 @@ def test_a_stop_of_the_process_stays_in_force(start: StartExact) -> None:
     target.assert_goes_on()
 
 
-def test_memory_can_be_put_under_an_access_that_failed(start: StartExact) -> None:
+def test_memory_can_be_mapped_under_a_faulting_access(start: StartExact) -> None:
     target = start("fault")
     with _traced(target) as thread:
         target.give_start()
@@ -225,7 +225,7 @@ def test_memory_can_be_put_under_an_access_that_failed(start: StartExact) -> Non
     target.assert_goes_on()
 
 
-def test_a_fault_signal_that_somebody_sent_is_not_dropped(start: StartExact) -> None:
+def test_a_fault_signal_sent_by_another_process_is_kept(start: StartExact) -> None:
     target = start("spin")
     with _traced(target) as thread:
         thread.resume()
@@ -352,7 +352,7 @@ def test_a_signal_survives_the_death_of_the_tracer_at_any_moment(
 
 
 @pytest.mark.parametrize("mode", ["spin", "read"])
-def test_the_end_of_the_thread_is_told_and_it_can_be_collected(
+def test_the_end_of_the_thread_is_reported_and_it_can_be_reaped(
     start: StartExact, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
     """The process is killed in one act of its tracer after the other, but the first (it is not traced) and the last."""
@@ -391,7 +391,7 @@ def test_a_seccomp_filter_is_suspended_for_the_call_only(start: StartExact) -> N
     assert target.child.reap() == -signal.SIGSYS
 
 
-def test_a_seccomp_filter_that_cannot_be_suspended_is_the_reason(start: StartExact) -> None:
+def test_a_seccomp_filter_that_cannot_be_suspended_is_refused(start: StartExact) -> None:
     target = start("filtered")
 
     def trace() -> None:
@@ -412,7 +412,7 @@ def _filter_own_calls() -> None:
     assert libc.prctl(22, 2, ctypes.c_void_p(ctypes.addressof(program))) == 0
 
 
-def test_a_stack_of_its_own_making_is_the_reason(start: StartExact) -> None:
+def test_a_custom_stack_is_refused(start: StartExact) -> None:
     target = start("own stack")
     target.assert_goes_on()
     with _traced(target) as thread, pytest.raises(InjectionUnavailable, match="stack of its own making"):
@@ -420,7 +420,7 @@ def test_a_stack_of_its_own_making_is_the_reason(start: StartExact) -> None:
     target.assert_goes_on()
 
 
-def test_a_stack_without_room_is_the_reason(start: StartExact) -> None:
+def test_a_stack_without_room_is_refused(start: StartExact) -> None:
     target = start("full stack")
     target.assert_goes_on()
     with _traced(target) as thread, pytest.raises(InjectionUnavailable, match="too little room"):
@@ -436,7 +436,7 @@ def test_a_stack_without_room_is_the_reason(start: StartExact) -> None:
         (os, "uname", lambda: os.uname_result(["Linux", "host", "6.18", "1", "aarch64"]), "aarch64"),
     ],
 )
-def test_the_reason_is_told(
+def test_the_reason_is_reported(
     start: StartExact, monkeypatch: pytest.MonkeyPatch, where: object, name: str, changed: object, reason: str
 ) -> None:
     target = start("spin")
@@ -447,7 +447,7 @@ def test_the_reason_is_told(
     target.assert_goes_on()
 
 
-def test_a_restartable_sequence_begins_anew(start: StartExact) -> None:
+def test_a_restartable_sequence_restarts(start: StartExact) -> None:
     target = start("restartable")
     target.assert_goes_on()
     first, end, abort_handler = (target.number(i) for i in (6, 7, 8))

@@ -94,7 +94,7 @@ def test_device_memory_in_the_images(tmp_path: Path) -> None:
     }
 
 
-def test_device_memory_in_the_images_of_which_no_extent_is_known(tmp_path: Path) -> None:
+def test_device_memory_in_the_images_without_known_extents(tmp_path: Path) -> None:
     """A process that was suspended before the dump, in memory that is not gpucr's."""
     snapshot = committed(tmp_path / "snap", replace(samples.manifest().processes[0], staging=()))
     assert "   ├─ device memory: in CRIU's images\n" in inspect(snapshot.path).stdout
@@ -112,7 +112,7 @@ def test_verify_reads_device_memory_too(with_device_data: Snapshot) -> None:
     assert "device/100.0, which holds device memory of process 100, differs" in str(damaged.exception)
 
 
-def test_images_that_cannot_be_read_are_told(with_device_data: Snapshot) -> None:
+def test_unreadable_images_are_reported(with_device_data: Snapshot) -> None:
     shown = inspect(with_device_data.path)
     assert shown.exit_code == 0
     assert shown.stderr == "warning: CRIU's image pstree.img: it is missing\n"
@@ -125,7 +125,7 @@ def test_images_that_cannot_be_read_are_told(with_device_data: Snapshot) -> None
     assert found["packed_bytes"] is None
 
 
-def test_names_of_another_user_do_not_steer_the_terminal() -> None:
+def test_other_users_names_cannot_control_the_terminal() -> None:
     record = samples.manifest().processes[0]
     descriptors = (OpenDescriptor(3, "file", "/x\x1b[2J"), OpenDescriptor(4, "unix", None))
     contents = SnapshotContents(
@@ -146,7 +146,7 @@ def test_names_of_another_user_do_not_steer_the_terminal() -> None:
     ]
 
 
-def test_a_chain_of_processes_of_any_length() -> None:
+def test_a_process_chain_of_any_length() -> None:
     root = deepest = Branch("0")
     for number in range(1, 5000):
         deepest.branches.append(deepest := Branch(str(number)))

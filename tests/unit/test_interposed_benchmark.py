@@ -1,4 +1,4 @@
-"""What the interposer's benchmark makes of its times."""
+"""How the interposer's benchmark evaluates its times."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def measured(**seconds: float) -> Results:
     return results
 
 
-def test_a_job_stands_still_from_the_lock_on_and_not_while_memory_is_prepared() -> None:
+def test_downtime_starts_at_the_lock_and_excludes_memory_preparation() -> None:
     phases = tuple(Phase(name, 1.0) for name in ("prepare", "allocate", "lock", "checkpoint"))
     assert standstill(Outcome(phases), 9.0) == 2.0
     assert standstill(Outcome(()), 9.0) == 9.0
@@ -35,7 +35,7 @@ def test_limits(what: str, least_s: float, most_s: float) -> None:
         assert (check.what, check.seconds <= check.allowed_s) == (what, holds)
 
 
-def test_what_the_plain_driver_did_not_do_in_this_run_is_no_limit() -> None:
+def test_a_limit_needs_the_plain_driver_in_the_same_run() -> None:
     results = measured(suspend=1.0, resume=1.0)
     assert checks(results, {"disk": LIMITS}, 24) == []
     results.add("plain", "suspend", 8.1)

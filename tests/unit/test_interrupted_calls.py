@@ -1,4 +1,4 @@
-"""The number of a system call that restart_syscall(2) has taken the place of is read from the code that made it."""
+"""The number of a system call replaced by restart_syscall(2) is read from the code that made it."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class _Process:
         ),
     ],
 )
-def test_the_number_is_found_where_the_libc_loads_it(
+def test_the_syscall_number_is_found_where_libc_loads_it(
     before: str, stack: dict[int, int], caller: str, number: int
 ) -> None:
     assert _Process(before, stack, caller=caller).number() == number
@@ -77,7 +77,7 @@ def test_the_number_is_found_where_the_libc_loads_it(
         pytest.param(_CANCEL_ARCH, {_STACK: 0x90000}, "", id="a return address without memory"),
     ],
 )
-def test_a_number_that_cannot_be_told_stays_as_it_is(before: str, stack: dict[int, int], caller: str) -> None:
+def test_an_unknown_syscall_number_is_left_alone(before: str, stack: dict[int, int], caller: str) -> None:
     assert _Process(before, stack, caller=caller).number() == RESTART_SYSCALL
 
 
@@ -89,7 +89,7 @@ def test_registers_of_other_threads_are_left_alone() -> None:
     assert process.number() == _CLOCK_NANOSLEEP
 
 
-def test_the_end_of_the_process_is_told() -> None:
+def test_the_end_of_the_process_is_reported() -> None:
     def ended(address: int, size_bytes: int) -> bytes:
         raise ProcessLookupError(errno.ESRCH, "it ended")
 
@@ -128,7 +128,7 @@ def test_the_libc_of_this_machine_is_known(waiting: Exact) -> None:
     assert waiting.results == 0
 
 
-def test_a_held_thread_that_was_interrupted_before_begins_its_call_anew(waiting: Exact) -> None:
+def test_a_held_thread_with_an_interrupted_call_restarts_it(waiting: Exact) -> None:
     """What CRIU finds then is a call that it can make again: it would end restart_syscall(2) with EINTR."""
     held = HeldThreads({waiting.pid: 0})
     held.hold()

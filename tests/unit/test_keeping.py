@@ -1,4 +1,4 @@
-"""Where device memory stays while the job runs on and it is written out."""
+"""Where device memory is kept while it is written out and the job runs."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ GIB, MIB = 1 << 30, 1 << 20
     ({"a": 8, "b": 8}, {"a": 30, "b": 30}, 0, Way.ON_GPU),
     ({"a": 8, "b": 8}, {"a": 30}, 16, Way.JOB_WAITS),
 ])  # fmt: skip
-def test_the_best_way_that_there_is_room_for(needed: dict[str, int], free: dict[str, int], host: int, way: Way) -> None:
+def test_the_best_way_that_fits_is_chosen(needed: dict[str, int], free: dict[str, int], host: int, way: Way) -> None:
     found = choose({u: n * GIB for u, n in needed.items()}, {u: n * GIB for u, n in free.items()}, host * GIB)
     assert found.way is way
 
 
-def test_little_memory_leaves_more_than_a_sixteenth() -> None:
+def test_with_little_memory_more_than_a_sixteenth_stays_free() -> None:
     assert choose({"a": MIB}, {"a": 256 * MIB}, 0).way is Way.JOB_WAITS
     assert choose({"a": MIB}, {"a": 257 * MIB}, 0).way is Way.ON_GPU
 

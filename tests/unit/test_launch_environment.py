@@ -35,19 +35,19 @@ def _values(changes: Mapping[str, EnvironmentChange]) -> dict[str, str]:
     return {name: change.value for name, change in changes.items()}
 
 
-def test_the_settings_that_were_measured_to_come_back_on_driver_580() -> None:
+def test_settings_measured_to_be_restored_on_driver_580() -> None:
     assert _values(_choose("580.159.04")) == NCCL | TORCH
 
 
-def test_what_interposers_bring_back_is_left_to_nccl() -> None:
+def test_settings_interposers_restore_are_left_to_nccl() -> None:
     assert _values(_choose(interposed=True)) == {"NCCL_NVLS_ENABLE": "0"} | TORCH
 
 
-def test_without_a_driver_there_is_nothing_to_choose() -> None:
+def test_without_a_driver_nothing_is_set() -> None:
     assert _choose(None) == {}
 
 
-def test_what_was_never_tried_on_a_newer_driver_is_not_trusted() -> None:
+def test_results_are_not_carried_over_to_a_newer_driver() -> None:
     newer = _choose("610.10")
     assert _values(newer) == NCCL | TORCH
     assert "has not been tried on this machine" in newer["NCCL_P2P_DISABLE"].reason
@@ -55,33 +55,33 @@ def test_what_was_never_tried_on_a_newer_driver_is_not_trusted() -> None:
 
 
 @pytest.mark.parametrize("driver", ["580.159.04", "610.10"])
-def test_peer_memory_that_came_back_when_it_was_tried_may_be_used(driver: str) -> None:
+def test_peer_memory_measured_to_be_restored_is_allowed(driver: str) -> None:
     tried = {"peer_access": True, "legacy_ipc": True}
     chosen = _values(_choose(driver, comes_back=tried))
     assert chosen == {name: value for name, value in (NCCL | TORCH).items() if name != "NCCL_P2P_DISABLE"}
 
 
 @pytest.mark.parametrize("tried", [{"peer_access": True, "legacy_ipc": False}, {"legacy_ipc": True}])
-def test_peer_memory_needs_both_canaries_to_come_back(tried: Mapping[str, bool]) -> None:
+def test_peer_memory_needs_both_canaries_restored(tried: Mapping[str, bool]) -> None:
     assert "NCCL_P2P_DISABLE" in _choose("580.159.04", comes_back=tried)
 
 
-def test_vmm_memory_that_came_back_may_be_used_but_not_multicast() -> None:
+def test_vmm_memory_measured_to_be_restored_is_allowed_without_multicast() -> None:
     chosen = _values(_choose("620.1", comes_back={"vmm_export": True, "peer_access": True, "legacy_ipc": True}))
     assert chosen == {"NCCL_NVLS_ENABLE": "0"} | TORCH
 
 
-def test_vmm_memory_that_did_not_come_back_is_named_as_measured() -> None:
+def test_vmm_memory_measured_to_be_lost_is_reported() -> None:
     change = _choose("620.1", comes_back={"vmm_export": False})["NCCL_CUMEM_ENABLE"]
     assert "did not come back when it was tried on this machine" in change.reason
 
 
-def test_libuv_is_touched_only_where_io_uring_cannot_be_refused() -> None:
+def test_libuv_is_configured_only_where_io_uring_cannot_be_denied() -> None:
     assert "USE_LIBUV" not in _choose(io_uring_is_refused=True)
     assert _choose(None, io_uring_is_refused=False)["USE_LIBUV"].value == "0"
 
 
-def test_what_the_user_has_set_stays() -> None:
+def test_user_settings_are_kept() -> None:
     given = {"NCCL_P2P_DISABLE": "0", "NCCL_CUMEM_ENABLE": "0", "PATH": "/bin"}
     changes = _choose(given=given)
     assert not changes["NCCL_P2P_DISABLE"].is_set
@@ -94,5 +94,5 @@ def test_what_the_user_has_set_stays() -> None:
 
 
 @pytest.mark.parametrize("version", ["", "unknown", "²", "."])
-def test_a_version_that_cannot_be_read_counts_as_an_old_one(version: str) -> None:
+def test_an_unreadable_version_counts_as_old(version: str) -> None:
     assert _values(_choose(version)) == NCCL | TORCH

@@ -1,4 +1,4 @@
-"""The registry of jobs: names, records, what has become of a job, and several gpucr at once."""
+"""The registry of jobs: names, records, states of jobs, and concurrent use."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_names(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "4711", "-a", ".a", "A", "a b", "a/b", "..", "x" * 64, "ä", "a\n", "١٢"])
-def test_what_cannot_be_a_name(name: str) -> None:
+def test_invalid_names(name: str) -> None:
     assert not is_name(name)
     with pytest.raises(InvalidRequest, match="cannot be the name of a job"):
         check_name(name)
@@ -94,7 +94,7 @@ def test_numbered_names_are_names(base: str, first: int, expected: str) -> None:
     assert is_name(next(names))
 
 
-def test_near_names() -> None:
+def test_similar_names_are_suggested() -> None:
     assert near_names("trian", ["train", "serve", "train-2"])[0] == "train"
 
 
@@ -141,7 +141,7 @@ def test_a_damaged_record_is_recognised(members: dict[str, Any], why: str, tmp_p
 
 
 @pytest.mark.parametrize("data", [b"", b"\xff", b"[]", b"{", b"[" * 100_000])
-def test_what_is_no_record_at_all(data: bytes) -> None:
+def test_not_a_record(data: bytes) -> None:
     with pytest.raises(RecordError):
         decode(data)
 
@@ -156,12 +156,12 @@ def test_every_member_is_needed(tmp_path: Path) -> None:
 # --- what has become of a job ----------------------------------------------------------------------------------
 
 
-def test_a_job_that_runs(tmp_path: Path) -> None:
+def test_a_running_job(tmp_path: Path) -> None:
     with sleeper() as child:
         assert state_of(_record(tmp_path, child.id)) == JobState("running")
 
 
-def test_a_pid_that_was_given_to_another_process(tmp_path: Path) -> None:
+def test_a_reused_pid(tmp_path: Path) -> None:
     with sleeper() as child:
         other = ProcessId(child.pid, child.id.start_time_ticks - 2)
         assert state_of(_record(tmp_path, other)) == JobState("lost")
@@ -180,24 +180,24 @@ def test_a_pid_that_was_given_to_another_process(tmp_path: Path) -> None:
         ([], JobState("lost")),
     ],
 )
-def test_a_job_that_has_ended(status: Any, state: JobState, tmp_path: Path) -> None:
+def test_an_ended_job(status: Any, state: JobState, tmp_path: Path) -> None:
     record = _record(tmp_path, _ended())
     Path(record.status_path).write_text(json.dumps(status))
     assert state_of(record) == state
 
 
-def test_a_job_whose_keeper_is_about_to_tell_how_it_ended(tmp_path: Path) -> None:
+def test_a_job_whose_keeper_has_not_written_the_exit_status_yet(tmp_path: Path) -> None:
     with sleeper() as keeper:
         record = _record(tmp_path, _ended(), keeper=keeper.id)
         assert state_of(record) == JobState("running")
     assert state_of(record) == JobState("lost")
 
 
-def test_a_restored_job_that_nobody_waits_for(tmp_path: Path) -> None:
+def test_a_restored_job_without_a_keeper(tmp_path: Path) -> None:
     assert state_of(_record(tmp_path, _ended(), keeper=None)) == JobState("ended")
 
 
-def test_what_counts_for_a_job_that_was_dumped(tmp_path: Path) -> None:
+def test_states_of_a_dumped_job(tmp_path: Path) -> None:
     with sleeper() as child:
         assert state_of(_record(tmp_path, child.id, dumped=True)) == JobState("running")
         assert state_of(_record(tmp_path, child.id, dumped=True, boot_id="another")) == JobState("dumped")
@@ -210,7 +210,7 @@ def test_what_counts_for_a_job_that_was_dumped(tmp_path: Path) -> None:
         ('{"exit_code": 0}', JobState("ended", exit_code=0)),
     ):
         Path(record.status_path).write_text(status)
-        assert state_of(record) == expected, "it went on after the snapshot"
+        assert state_of(record) == expected, "it continued after the snapshot"
 
 
 def test_a_reboot_and_another_machine(tmp_path: Path) -> None:
@@ -234,7 +234,7 @@ def test_an_empty_registry(registry: Registry) -> None:
     assert caught.value.hint == "`gpucr jobs --all` lists the jobs that gpucr started"
 
 
-def test_a_registered_job_is_found(registry: Registry, tmp_path: Path) -> None:
+def test_a_registered_job_can_be_found(registry: Registry, tmp_path: Path) -> None:
     with sleeper() as child:
         record = _register(registry, "train", child.id, tmp_path)
         assert record.name == "train"
@@ -267,7 +267,7 @@ def test_the_name_of_a_running_job_is_taken(registry: Registry, tmp_path: Path) 
             registry.forget("train")
 
 
-def test_the_name_of_an_ended_job_can_be_used_again_and_its_log_stays(registry: Registry, tmp_path: Path) -> None:
+def test_the_name_of_an_ended_job_is_free_and_its_log_is_kept(registry: Registry, tmp_path: Path) -> None:
     with registry.reserve("train") as first:
         first.log_path.write_text("first")
         first.status_path.write_text('{"exit_code": 0}')
@@ -281,7 +281,7 @@ def test_the_name_of_an_ended_job_can_be_used_again_and_its_log_stays(registry: 
         assert first.log_path.read_text() == "first"
 
 
-def test_how_a_job_ended_is_removed_when_another_one_has_its_name(registry: Registry, tmp_path: Path) -> None:
+def test_an_exit_status_is_removed_when_another_job_takes_the_name(registry: Registry, tmp_path: Path) -> None:
     first = _register(registry, "train", _ended(), tmp_path)
     Path(first.status_path).write_text('{"exit_code": 3, "ended": "2026-01-02T03:04:05+00:00"}')
     with contextlib.suppress(KeyboardInterrupt), registry.reserve("train") as reservation:
@@ -310,7 +310,7 @@ def _fail_to_start(registry: Registry) -> None:
         raise ZeroDivisionError
 
 
-def test_a_start_that_fails_leaves_everything_as_before(registry: Registry, tmp_path: Path) -> None:
+def test_a_failed_start_changes_nothing(registry: Registry, tmp_path: Path) -> None:
     _fail_to_start(registry)
     assert list((tmp_path / "state" / "jobs").iterdir()) == []
 
@@ -321,9 +321,7 @@ def test_a_start_that_fails_leaves_everything_as_before(registry: Registry, tmp_
     assert sorted(path.name for path in (tmp_path / "state" / "jobs" / "train").iterdir()) == before
 
 
-def test_a_job_that_was_registered_and_does_not_run_leaves_everything_as_before(
-    registry: Registry, tmp_path: Path
-) -> None:
+def test_a_registered_job_that_never_ran_changes_nothing(registry: Registry, tmp_path: Path) -> None:
     for names_before in ([], ["train"]):
         before = [_register(registry, name, _ended(), tmp_path) for name in names_before]
         with contextlib.suppress(ZeroDivisionError), registry.reserve("train") as reservation:
@@ -332,7 +330,7 @@ def test_a_job_that_was_registered_and_does_not_run_leaves_everything_as_before(
         assert [job.record for job in registry.jobs()] == before
 
 
-def test_a_log_of_the_users_own_is_never_removed(registry: Registry, tmp_path: Path) -> None:
+def test_the_users_own_log_is_never_removed(registry: Registry, tmp_path: Path) -> None:
     own = tmp_path / "own.log"
     own.write_text("mine")
     with pytest.raises(ZeroDivisionError), registry.reserve("train", log_path=own):
@@ -344,7 +342,7 @@ def test_a_log_of_the_users_own_is_never_removed(registry: Registry, tmp_path: P
     assert own.read_text() == "mine"
 
 
-def test_numbered_names_skip_what_is_there(registry: Registry, tmp_path: Path) -> None:
+def test_numbered_names_skip_taken_ones(registry: Registry, tmp_path: Path) -> None:
     with sleeper() as child:
         for expected in ("train-1", "train-2"):
             with registry.reserve_numbered("train") as reservation:
@@ -365,7 +363,7 @@ def test_forgetting(registry: Registry, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.ENOENT, errno.ENOTEMPTY])
-def test_forgetting_while_the_keeper_writes_how_the_job_ended(
+def test_forgetting_while_the_keeper_writes_the_exit_status(
     registry: Registry, tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _register(registry, "train", _ended(), tmp_path)
@@ -383,7 +381,7 @@ def test_forgetting_while_the_keeper_writes_how_the_job_ended(
     assert not calls[0].exists()
 
 
-def test_a_job_that_may_run_elsewhere_is_forgotten_only_by_force(registry: Registry, tmp_path: Path) -> None:
+def test_a_job_that_may_run_elsewhere_is_forgotten_only_with_force(registry: Registry, tmp_path: Path) -> None:
     _register(registry, "train", _ended(), tmp_path, boot_id="another", host="node7")
     with pytest.raises(InvalidRequest, match="elsewhere") as caught:
         registry.forget("train")
@@ -397,7 +395,7 @@ def test_a_job_that_may_run_elsewhere_is_forgotten_only_by_force(registry: Regis
             registry.forget("train", force=True)
 
 
-def test_forgetting_keeps_the_log_that_another_job_goes_on_with(registry: Registry, tmp_path: Path) -> None:
+def test_forgetting_keeps_a_log_that_another_job_writes(registry: Registry, tmp_path: Path) -> None:
     with registry.reserve("train") as old:
         old.log_path.write_text("old")
         old.register(_record(tmp_path, _ended(), log_path=str(old.log_path)))
@@ -426,7 +424,7 @@ def test_forgetting_a_dumped_job_keeps_its_log_unless_asked(registry: Registry, 
     assert os.listdir(tmp_path / "state" / "jobs") == []
 
 
-def test_a_kept_log_in_the_folder_of_another_job_goes_with_that_one(registry: Registry, tmp_path: Path) -> None:
+def test_a_kept_log_in_another_jobs_folder_is_removed_with_that_job(registry: Registry, tmp_path: Path) -> None:
     with registry.reserve("train") as first:
         first.log_path.write_text("so far")
         first.register(_record(tmp_path, _ended(), log_path=str(first.log_path)))
@@ -437,7 +435,7 @@ def test_a_kept_log_in_the_folder_of_another_job_goes_with_that_one(registry: Re
     assert not first.log_path.parent.exists()
 
 
-def test_a_record_is_changed_only_for_the_job_that_it_was_of(registry: Registry, tmp_path: Path) -> None:
+def test_a_record_is_updated_only_for_its_own_job(registry: Registry, tmp_path: Path) -> None:
     with sleeper() as child, sleeper() as other:
         record = _register(registry, "train", child.id, tmp_path)
         registry.update(record, snapshot="/snap")
@@ -502,7 +500,7 @@ def _starting(folder: Path) -> Any:
             other.kill()
 
 
-def test_a_name_is_reserved_once(registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_can_be_reserved_only_once(registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registries, "LOCK_TIMEOUT_S", 0.05)
     with _starting(tmp_path / "state" / "jobs"):
         with pytest.raises(Unsupported, match="another gpucr is at work on the job train"):
@@ -512,9 +510,7 @@ def test_a_name_is_reserved_once(registry: Registry, tmp_path: Path, monkeypatch
             pass
 
 
-def test_a_gpucr_that_is_killed_in_the_middle_of_a_start_leaves_the_name_free(
-    registry: Registry, tmp_path: Path
-) -> None:
+def test_a_gpucr_killed_during_a_start_leaves_the_name_free(registry: Registry, tmp_path: Path) -> None:
     with _starting(tmp_path / "state" / "jobs") as other:
         other.send_signal(signal.SIGKILL)
         other.wait()
@@ -523,7 +519,7 @@ def test_a_gpucr_that_is_killed_in_the_middle_of_a_start_leaves_the_name_free(
         assert registry.find("train").record == record
 
 
-def test_a_gpucr_that_is_killed_while_it_writes_leaves_the_old_record(registry: Registry, tmp_path: Path) -> None:
+def test_a_gpucr_killed_while_writing_leaves_the_old_record(registry: Registry, tmp_path: Path) -> None:
     record = _register(registry, "train", identity(os.getpid()), tmp_path)
     (tmp_path / "state" / "jobs" / "train" / "record.json.new").write_bytes(encode(record)[:40])
     assert registry.find("train").record == record
@@ -549,7 +545,7 @@ for _ in range(5):
 """
 
 
-def test_many_at_once_get_different_names(registry: Registry, tmp_path: Path) -> None:
+def test_concurrent_starts_get_different_names(registry: Registry, tmp_path: Path) -> None:
     folder = tmp_path / "state" / "jobs"
     start: Callable[[], subprocess.Popen[str]] = lambda: subprocess.Popen(  # noqa: E731
         [sys.executable, "-c", RACE, folder], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

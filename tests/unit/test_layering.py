@@ -17,7 +17,7 @@ _LINT = (
 )
 
 
-def test_a_broken_contract_would_be_seen(tmp_path: Path) -> None:
+def test_a_broken_contract_is_detected(tmp_path: Path) -> None:
     """The linter is run on a copy in which a lower room imports a higher one."""
     sources = Path(gpucr.__file__).parent
     for file in sources.rglob("*.py"):

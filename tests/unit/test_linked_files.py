@@ -1,4 +1,4 @@
-"""gpucr.criu.linked_files: which names become ghosts, what is written of them, and images that say something else."""
+"""gpucr.criu.linked_files: which names become ghosts, what is written for them, and inconsistent images."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_nothing_to_save(found: Images, remaps: list[tuple[int, int, int]] | Non
 
 
 @pytest.mark.parametrize("what", ["another file", "a folder", "a named pipe"])
-def test_what_is_not_the_jobs_is_not_read(found: Images, what: str) -> None:
+def test_files_outside_the_job_are_not_read(found: Images, what: str) -> None:
     name = found.root / "link_remap.2"
     (found.root / "own").touch()
     if what == "a folder":
@@ -126,7 +126,7 @@ def test_what_is_not_the_jobs_is_not_read(found: Images, what: str) -> None:
     assert not list(found.folder.glob("ghost-*"))
 
 
-def test_a_remap_that_leads_nowhere(found: Images) -> None:
+def test_a_dangling_remap(found: Images) -> None:
     found.write({1: "/a"}, [(1, 2, LINKED)])
     with pytest.raises(ImageError, match="there is no file 2"):
         found.save()
@@ -139,7 +139,7 @@ def test_a_damaged_image(found: Images) -> None:
         found.save()
 
 
-def test_a_file_that_becomes_shorter_meanwhile(found: Images, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_shrinks_while_it_is_saved(found: Images, monkeypatch: pytest.MonkeyPatch) -> None:
     (found.root / "link_remap.2").write_bytes(b"old")
     found.write({1: "/a", 2: "/link_remap.2"}, [(1, 2, LINKED)])
     monkeypatch.setattr(os, "sendfile", lambda *_: 0)

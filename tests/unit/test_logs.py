@@ -1,4 +1,4 @@
-"""gpucr.undo.logs: CRIU's log is kept exactly when somebody is told where it is."""
+"""gpucr.undo.logs: CRIU's log is kept exactly when its path is reported."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_log_is_kept_after_a_failure() -> None:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, ZeroDivisionError])
-def test_a_log_is_removed_where_nobody_is_told_of_it(error: type[BaseException], state_home: Path) -> None:
+def test_an_unreported_log_is_removed(error: type[BaseException], state_home: Path) -> None:
     assert not _fail_with(error(), "dump").exists()
     assert list((state_home / "gpucr" / "log").iterdir()) == []
 
@@ -54,7 +54,7 @@ def _fail_with(error: BaseException, phase: str) -> Path:
     return paths[0]
 
 
-def test_two_logs_do_not_meet() -> None:
+def test_two_logs_get_different_names() -> None:
     with log_kept_on_failure("dump") as first, log_kept_on_failure("dump") as second:
         assert first != second
 
@@ -119,7 +119,7 @@ def test_the_guard_removes_the_log_of_its_gpucr_and_no_other(state_home: Path) -
     assert kept.exists()
 
 
-def test_a_later_gpucr_removes_it_when_nobody_writes_any_more(state_home: Path) -> None:
+def test_a_later_gpucr_removes_a_log_without_a_writer(state_home: Path) -> None:
     kept = _fail_with(CriuError("no", phase="dump"), "dump")
     _killed()
     base = state_home / "gpucr" / "log"

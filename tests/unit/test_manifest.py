@@ -1,4 +1,4 @@
-"""gpucr.snapshot.manifest: what is written comes back equal; what is damaged or forged is refused by name."""
+"""gpucr.snapshot.manifest: manifests round-trip; damaged or forged ones are refused with the reason."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_round_trip() -> None:
     assert decode(encode(WHOLE)) == WHOLE
 
 
-def test_what_backends_over_the_drivers_held() -> None:
+def test_memory_held_by_outer_backends() -> None:
     held = replace(samples.DEVICE_DATA, kind="vault")
     for parts in (
         {DevicePart(100): samples.DEVICE_DATA, DevicePart(100, 1): held, DevicePart(100, 2): held},
@@ -67,7 +67,7 @@ def test_what_backends_over_the_drivers_held() -> None:
 
 
 @pytest.mark.parametrize("kind", ["", "Vault", "../vault", "1", "a b", "v" * 33, "vault\n"])
-def test_a_kind_that_cannot_be(kind: str) -> None:
+def test_an_impossible_kind(kind: str) -> None:
     with pytest.raises(RecordError, match=r"device_data\.kind"):
         decode(changed(lambda inner: inner["processes"][0]["device_data"].update(kind=kind)))
 
@@ -86,20 +86,20 @@ def test_round_trip_of_every_found_state(state: CudaState | None) -> None:
     assert one.has_gpu_state is (state is not None)
 
 
-def test_sums() -> None:
+def test_totals() -> None:
     assert WHOLE.size_bytes == 70 + 70 + 8192 + 4096, "the zero piece is not stored, and the last piece is short"
     assert samples.DEVICE_DATA.stored_bytes == 8192 + 4096
     assert WHOLE.device_parts == {DevicePart(100): samples.DEVICE_DATA}
     assert WHOLE.device_bytes == {samples.GPU_A: 4 << 30, samples.GPU_B: 1 << 20}
 
 
-def test_what_is_written_is_ascii_json_with_its_format() -> None:
+def test_the_file_is_ascii_json_with_its_format() -> None:
     data = encode(WHOLE)
     data.decode("ascii")
     assert (body()["format"], body()["format_version"], body()["has_gpu_state"]) == ("gpucr-snapshot", 1, True)
 
 
-def test_a_forged_seal_is_what_decode_accepts() -> None:
+def test_decode_accepts_a_forged_seal() -> None:
     assert decode(sealed(body())) == WHOLE, "the tests below would refuse everything"
 
 
@@ -154,7 +154,7 @@ def _refused_or_equal(damaged: bytes, where: str) -> None:
         encode(WHOLE) * 2,
     ],
 )
-def test_what_is_no_manifest(data: bytes) -> None:
+def test_not_a_manifest(data: bytes) -> None:
     with pytest.raises(RecordError):
         decode(data)
 
@@ -167,7 +167,7 @@ def test_a_changed_value_does_not_match_the_digest() -> None:
 
 
 @pytest.mark.parametrize("version", [0, 2, 6, 1.0, True, "x", "1", None, [], {}])
-def test_another_format_version_is_named_although_its_digest_may_be_made_otherwise(version: object) -> None:
+def test_another_format_version_is_reported_before_its_digest(version: object) -> None:
     outer = json.loads(encode(WHOLE))
     outer["manifest"]["format_version"] = version
     with pytest.raises(
@@ -295,13 +295,13 @@ def test_a_value_out_of_range(change: Callable[[Body], object]) -> None:
         ({"thread": 3}, "does not have each of 2 threads once"),
     ],
 )
-def test_scheduling_that_cannot_be(change: Body, says: str) -> None:
+def test_impossible_scheduling(change: Body, says: str) -> None:
     with pytest.raises(RecordError, match=says):
         decode(changed(lambda inner: inner["processes"][0]["scheduling"][0].update(change)))
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])
-def test_scheduling_of_more_or_fewer_threads_than_there_are(count: int) -> None:
+def test_scheduling_for_the_wrong_number_of_threads(count: int) -> None:
     threads = [{"thread": number + 1, "cpus": None, "io_priority": 0} for number in range(count)]
     with pytest.raises(RecordError, match="does not have each of 2 threads once"):
         decode(changed(lambda inner: inner["processes"][0].update(scheduling=threads)))
@@ -354,7 +354,7 @@ def test_a_path_that_leads_outside(path: str) -> None:
         ({"sha256": [None, None, 0]}, r"sha256\[2\]: expected `str \| null`, got `int`"),
     ],
 )
-def test_device_data_that_cannot_be(change: Body, says: str) -> None:
+def test_impossible_device_data(change: Body, says: str) -> None:
     with pytest.raises(RecordError, match=says):
         decode(changed(lambda inner: inner["processes"][0]["device_data"].update(change)))
 
@@ -374,7 +374,7 @@ def test_device_data_that_cannot_be(change: Body, says: str) -> None:
         ([(8192, 4096, 0), (4096, 8192, 8192)], "overlap or lead outside"),
     ],
 )
-def test_extents_that_cannot_be(extents: list[tuple[int, int, int]], says: str) -> None:
+def test_impossible_extents(extents: list[tuple[int, int, int]], says: str) -> None:
     stored = [dict(zip(("address", "size_bytes", "offset"), each, strict=True)) for each in extents]
     with pytest.raises(RecordError, match=says):
         decode(changed(lambda inner: inner["processes"][0]["device_data"].update(extents=stored)))
@@ -407,7 +407,7 @@ def test_extents_that_cannot_be(extents: list[tuple[int, int, int]], says: str) 
         ("connections", {"remote": {"address": "", "port": 1}}, "no address and port"),
     ],
 )
-def test_what_is_outside_and_cannot_be(place: str, change: Body, says: str) -> None:
+def test_impossible_outside_files(place: str, change: Body, says: str) -> None:
     with pytest.raises(RecordError, match=says):
         decode(changed(lambda inner: inner[place][0].update(change)))
 
@@ -422,7 +422,7 @@ def test_what_is_outside_and_cannot_be(place: str, change: Body, says: str) -> N
         ([["PID", "0", 0], ["PID", 0, 0]], "shares"),
     ],
 )
-def test_shared_blocks_that_cannot_be(share: list[list[object]], says: str) -> None:
+def test_impossible_shared_blocks(share: list[list[object]], says: str) -> None:
     pid = body()["processes"][0]["pid"]
     named = [[pid if each == "PID" else each for each in part] for part in share]
     with pytest.raises(RecordError, match=says):
@@ -430,7 +430,7 @@ def test_shared_blocks_that_cannot_be(share: list[list[object]], says: str) -> N
 
 
 @pytest.mark.parametrize("offsets", [[], [4096, 0]])
-def test_extents_are_there_and_ascend(offsets: list[int]) -> None:
+def test_extents_exist_and_ascend(offsets: list[int]) -> None:
     """A restore maps them one after the other, up to the end of the last one."""
     extents = tuple(StagedExtent(0x7F0000000000 + 4096 * n, 4096, offset) for n, offset in enumerate(offsets))
     data = replace(samples.DEVICE_DATA, extents=extents)
@@ -444,14 +444,14 @@ def _with_device_data(pieces: int) -> Manifest:
     return samples.manifest(device_data=data)
 
 
-def test_the_digests_of_one_tebibyte_take_less_than_half_of_a_manifest() -> None:
+def test_digests_of_one_tebibyte_take_less_than_half_the_manifest() -> None:
     one_tebibyte = _with_device_data((1 << 40) // PIECE_BYTES)
     data = encode(one_tebibyte)
     assert len(data) < manifests.MAX_MANIFEST_BYTES // 2
     assert decode(data) == one_tebibyte
 
 
-def test_a_manifest_that_no_reader_would_take_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_manifest_no_reader_accepts_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manifests, "MAX_MANIFEST_BYTES", 10_000)
     with pytest.raises(RecordError, match="larger than 10000 bytes"):
         encode(_with_device_data(1000))

@@ -35,7 +35,7 @@ def anonymous(start: int, end: int, permissions: str = "rw-p", inode: int = 0, p
 # --- parsing ---------------------------------------------------------------------------------------------------
 
 
-def test_maps_of_this_process_have_the_file_that_it_mapped(tmp_path: Path) -> None:
+def test_maps_of_this_process_show_a_file_it_mapped(tmp_path: Path) -> None:
     file = tmp_path / "two words (deleted)  x"
     file.write_bytes(bytes(3 * mmap.PAGESIZE))
     with file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, prot=mmap.PROT_READ) as mapped:
@@ -68,11 +68,11 @@ def test_maps_are_in_order_and_do_not_overlap() -> None:
         anonymous(0, 1, path="/dev/nvidia0"),
     ],
 )
-def test_what_is_not_private_anonymous_memory(mapping: Mapping) -> None:
+def test_memory_that_is_not_private_and_anonymous(mapping: Mapping) -> None:
     assert not mapping.is_private_anonymous
 
 
-def test_a_process_that_ended_has_mapped_nothing() -> None:
+def test_an_ended_process_has_no_mappings() -> None:
     pid = unused_pid()
     assert not memory.has_mapped(pid, "")
     assert memory.resident_bytes(pid) == 0
@@ -99,7 +99,7 @@ def test_largest_anonymous_mapping_and_resident_memory() -> None:
         assert 32 * MIB <= memory.resident_bytes(child.pid) < 96 * MIB
 
 
-def test_available_memory_is_less_than_all() -> None:
+def test_available_memory_is_less_than_the_total() -> None:
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert 0 < memory.available_bytes() <= total
     assert 0 < memory.machine_available_bytes() <= total
@@ -175,7 +175,7 @@ def _pages(maps: tuple[Mapping, ...]) -> set[int]:
 # --- staging ---------------------------------------------------------------------------------------------------
 
 
-def test_a_real_new_mapping_is_located_even_where_the_kernel_merged_it() -> None:
+def test_a_new_mapping_is_found_even_if_the_kernel_merged_it() -> None:
     before = memory.read_maps(os.getpid())
     with mmap.mmap(-1, 24 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as area:
         view = (ctypes.c_char * len(area)).from_buffer(area)
@@ -188,7 +188,7 @@ def test_a_real_new_mapping_is_located_even_where_the_kernel_merged_it() -> None
     assert staging.total_bytes(extents) >= 24 * MIB
 
 
-def test_small_new_mappings_are_the_applications_own() -> None:
+def test_small_new_mappings_belong_to_the_application() -> None:
     after = (anonymous(0, MIB - 4096), anonymous(2 * MIB, 3 * MIB), anonymous(8 * MIB, 12 * MIB))
     extents = staging.locate((), after)
     assert extents == (Extent(2 * MIB, MIB), Extent(8 * MIB, 4 * MIB))
@@ -213,7 +213,7 @@ for line in sys.stdin:
 
 
 class Filler:
-    """A process that touches a file's mapping from its beginning on, as far as it is told."""
+    """A process that touches a file's mapping from its start, up to a requested point."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
@@ -265,7 +265,7 @@ def test_the_finished_part_follows_the_process(pages: str, populated: bool, how:
         assert 9 * MIB - 2 * MIB <= part < 9 * MIB
 
 
-def test_a_range_that_begins_between_two_huge_pages() -> None:
+def test_a_range_that_starts_between_two_huge_pages() -> None:
     with mmap.mmap(-1, 16 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as area:
         view = (ctypes.c_char * len(area)).from_buffer(area)
         address = -(-ctypes.addressof(view) // (2 * MIB)) * (2 * MIB) + 12288
@@ -279,7 +279,7 @@ def test_a_range_that_begins_between_two_huge_pages() -> None:
         assert memory.present_prefix(os.getpid(), address, 0) == 0
 
 
-def test_the_progress_of_a_process_that_ended() -> None:
+def test_the_progress_of_an_ended_process() -> None:
     with pytest.raises(OSError, match=r"No such|no memory"):
         memory.present_prefix(unused_pid(), 1 << 30, 1 << 30)
     with python("print('ready', flush=True); input()") as child:
@@ -300,7 +300,7 @@ def test_pieces_are_spread_over_threads(threads: int | None) -> None:
     assert len(done) == 1000
 
 
-def test_pieces_are_worked_on_at_once_and_no_more_than_16() -> None:
+def test_at_most_16_pieces_are_processed_at_once() -> None:
     meeting = threading.Barrier(16)  # nobody gets past it alone
     names: set[str] = set()
 
@@ -312,7 +312,7 @@ def test_pieces_are_worked_on_at_once_and_no_more_than_16() -> None:
     assert len(names) == 16
 
 
-def test_an_error_ends_the_work() -> None:
+def test_an_error_stops_the_work() -> None:
     done: list[int] = []
     failing = threading.Event()
 
@@ -359,13 +359,13 @@ def test_one_page_in_every_2_mib(size: int, threads: int | None) -> None:
         memory.fault_in(child.pid, start, size, threads)
         found = _present_pages(child.pid, start, 36 * MIB)
         if "[always]" in enabled:
-            pytest.skip("small pages cannot be had")
+            pytest.skip("small pages are not available")
         boundaries = [at - start for at in range(-(-start // (2 * MIB)) * 2 * MIB, start + size, 2 * MIB)]
         first = [0] if size and start % (2 * MIB) else []
         assert found == first + boundaries
 
 
-def test_huge_pages_come_where_they_are_advised() -> None:
+def test_madvise_gives_huge_pages() -> None:
     if "[never]" in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text():
         pytest.skip("this machine has no huge pages")
     with python(ANONYMOUS, "huge") as child:
@@ -386,7 +386,7 @@ def test_a_hole_in_the_range_is_an_error() -> None:
         assert _present_pages(child.pid, area, 18 * MIB) != []
 
 
-def test_faulting_in_what_is_not_there() -> None:
+def test_faulting_in_an_unmapped_range() -> None:
     with pytest.raises(ProcessLookupError):
         memory.fault_in(unused_pid(), 1 << 30, 64 * MIB)
     with python(ANONYMOUS, "small") as child:

@@ -1,4 +1,4 @@
-"""What there is one of: a module that calls libc, one that locks, one that writes a small file durably."""
+"""Unique modules: one that calls libc, one that locks, one that writes small files durably."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ONLY_IN = {
 
 
 @pytest.mark.parametrize("pattern", ONLY_IN)
-def test_nothing_else_does_it(pattern: str) -> None:
+def test_only_the_listed_module_does_it(pattern: str) -> None:
     found = {
         str(file.relative_to(SOURCES))
         for file in SOURCES.rglob("*.py")

@@ -15,7 +15,7 @@ def _score(pid: int) -> int:
     return int(Path(f"/proc/{pid}/oom_score_adj").read_text())
 
 
-def test_it_says_whether_the_process_is_spared() -> None:
+def test_it_reports_whether_the_process_is_spared() -> None:
     with python(WITH_A_THREAD) as child:
         before, ours = _score(child.pid), _score(os.getpid())
         spared = oom.spare(child.pid)
@@ -23,11 +23,11 @@ def test_it_says_whether_the_process_is_spared() -> None:
         assert _score(os.getpid()) == ours
 
 
-def test_one_that_has_ended_is_not_spared() -> None:
+def test_an_ended_process_is_not_spared() -> None:
     assert not oom.spare(1 << 22)
 
 
-def test_what_the_kernel_refuses_is_told_and_not_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As without CAP_SYS_RESOURCE: proc(5) refuses what is no number just as it refuses a lower one."""
+def test_a_refusal_by_the_kernel_is_returned_and_not_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As without CAP_SYS_RESOURCE: proc(5) refuses a non-number just as it refuses a lower number."""
     monkeypatch.setattr(oom, "_NEVER", "never")
     assert not oom.spare(os.getpid())

@@ -1,4 +1,4 @@
-"""Where the output of `gpucr` goes: readers that end early, full disks, closed descriptors, names that are no text."""
+"""The output of `gpucr`: readers that end early, full disks, closed descriptors, undecodable names."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def _run(arguments: list[str], stdout: int) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_reader_that_has_ended_is_no_failure() -> None:
-    """`gpucr dump ... | head -1`: the request has been done, and 1 would say that it has not."""
+def test_a_closed_pipe_is_not_a_failure() -> None:
+    """`gpucr dump ... | head -1`: the operation succeeded, and exit code 1 would deny that."""
     read_end, write_end = os.pipe()
     os.close(read_end)
     try:
@@ -49,7 +49,7 @@ def test_a_reader_that_has_ended_is_no_failure() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_full_disk_is_told_apart_from_a_failure() -> None:
+def test_a_full_disk_differs_from_a_failure() -> None:
     with open("/dev/full", "wb") as full:
         done = _run(PRINTS, stdout=full.fileno())
     assert done.returncode == OutputLost.exit_code == 7
@@ -84,7 +84,7 @@ def test_closed_descriptors(closed: str, arguments: list[str], expected: int) ->
 
 
 @pytest.mark.parametrize("encoding", ["utf-8:strict", "latin-1:strict"])
-def test_names_that_are_no_text_are_shown_escaped(encoding: str, tmp_path: Path) -> None:
+def test_undecodable_names_are_escaped(encoding: str, tmp_path: Path) -> None:
     """utf-8:strict is what Python has for stdout in a locale such as en_US.UTF-8."""
     folder = tmp_path / os.fsdecode(b"\xff")
     folder.mkdir()
@@ -94,7 +94,7 @@ def test_names_that_are_no_text_are_shown_escaped(encoding: str, tmp_path: Path)
     assert f"in          {tmp_path}/\\udcff\n" in done.stdout
 
 
-def test_json_with_such_a_name_is_json(tmp_path: Path) -> None:
+def test_json_with_an_undecodable_name_is_valid(tmp_path: Path) -> None:
     folder = tmp_path / os.fsdecode(b"\xff")
     folder.mkdir()
     arguments = ["run", "--explain", "--json", "--cwd", str(folder), sys.executable]
@@ -104,10 +104,8 @@ def test_json_with_such_a_name_is_json(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize(("arguments", "expected"), [(["jobs"], 0), (FAILS, 2)], ids=["done", "failed"])
-def test_a_signal_when_all_is_over_does_not_change_the_exit_code(
-    arguments: list[str], expected: int, number: int
-) -> None:
-    """The second Ctrl-C of somebody in a hurry, who would take a job that was dumped for one that was not."""
+def test_a_signal_after_the_end_does_not_change_the_exit_code(arguments: list[str], expected: int, number: int) -> None:
+    """The second Ctrl-C of an impatient user, who would otherwise believe that the dump failed."""
     program = (
         f"import atexit, os, sys; atexit.register(os.kill, os.getpid(), {number})\n"
         "from gpucr.cli.main import main; main()"

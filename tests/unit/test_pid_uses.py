@@ -1,4 +1,4 @@
-"""gpucr.linux.pid_uses: what the kernel gives to nobody as long as it is in use, and how long that is."""
+"""gpucr.linux.pid_uses: pids that the kernel does not reuse yet, and for how long."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tests.storm import IS_STORM
 from tests.unit.children import PTRACE_O_TRACEEXIT, WITH_A_THREAD, python, sleeper, status_of, tracer_of, unused_pid
 
 
-def test_nothing_uses_a_free_pid() -> None:
+def test_a_free_pid_has_no_uses() -> None:
     assert uses_of_pids([unused_pid()]) == []
     assert uses_of_pids([]) == []
 
 
-def test_a_process_uses_its_pid_as_itself() -> None:
+def test_a_process_uses_its_own_pid() -> None:
     with sleeper() as child:  # it leads a session and a group as well
         assert uses_of_pids({child.pid, unused_pid()}) == [PidUse(child.pid, "process", child.pid)]
 
@@ -50,7 +50,7 @@ def test_a_pid_is_in_use_while_its_session_or_group_lasts(kind: str) -> None:
             os.kill(holder, signal.SIGKILL)
 
 
-def test_a_pid_is_in_use_while_the_kernel_takes_its_process_down(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pid_is_in_use_while_its_process_is_torn_down(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has left /proc by then, and its number is not free yet."""
     with sleeper() as child:
         monkeypatch.setattr(pid_uses, "read_stat", lambda pid: None)
@@ -62,7 +62,7 @@ def test_a_pid_is_in_use_while_the_kernel_takes_its_process_down(monkeypatch: py
         assert wait_for_reaping([child.pid], 600) == []
 
 
-def test_numbers_that_no_process_can_have_are_not_in_use() -> None:
+def test_impossible_pids_are_not_in_use() -> None:
     assert uses_of_pids([-1, 0, 1 << 22 | 1, 1 << 31 | os.getpid(), 1 << 32 | os.getpid(), 1 << 80]) == []
 
 
@@ -86,7 +86,7 @@ TAKE_PIDS = (
 
 
 @pytest.mark.skipif(not processes.can_checkpoint_processes(), reason="needs the right to choose pids")
-def test_pids_can_be_taken_once_they_were_waited_for(one_busy_cpu: int) -> None:
+def test_pids_are_free_after_waiting(one_busy_cpu: int) -> None:
     """Of threads that end on a CPU where others have precedence: they are out of /proc long before they are done."""
     for _ in range(10 if IS_STORM else 2):
         with python(MANY_THREADS) as child:

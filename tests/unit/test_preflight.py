@@ -56,7 +56,7 @@ def _finding(severity: Any, what: str) -> Finding:
     return Finding(severity, what, f"evidence of {what}", f"consequence of {what}", f"remedy for {what}")
 
 
-def test_nothing_in_the_way() -> None:
+def test_no_findings() -> None:
     preflight.require_no_blocking([])
     preflight.require_no_blocking([_finding("warning", "w")])
 
@@ -79,7 +79,7 @@ def test_a_long_list_is_cut_short() -> None:
     assert "<4>" not in caught.value.message
 
 
-def test_force_insists() -> None:
+def test_force_overrides() -> None:
     preflight.require_no_blocking([_finding("blocking", "x")], force=True)
 
 
@@ -101,12 +101,12 @@ def test_privileges() -> None:
 
 
 @pytest.mark.parametrize("state", [CudaState.RUNNING, CudaState.LOCKED, CudaState.CHECKPOINTED])
-def test_states_that_lead_on(state: CudaState) -> None:
+def test_states_a_dump_accepts(state: CudaState) -> None:
     assert preflight.check_states(Job((process(),), (GangMember(ProcessId(7, 1), state),))) == []
 
 
 @pytest.mark.parametrize("state", [CudaState.FAILED, CudaState.CHECKPOINTING, CudaState.RESTORING, CudaState(42)])
-def test_states_that_lead_nowhere(state: CudaState) -> None:
+def test_states_a_dump_refuses(state: CudaState) -> None:
     finding = only(preflight.check_states(Job((process(),), (GangMember(ProcessId(7, 1), state),))))
     assert (finding.severity, finding.pid) == ("blocking", 7)
     assert finding.what == f"process 7 is in the CUDA state {state.word}"
@@ -123,7 +123,7 @@ def test_a_tracer() -> None:
     assert str(tracer.pid) in finding.remedy
 
 
-def test_a_session_of_the_job_or_of_its_shell() -> None:
+def test_a_session_of_the_job_or_its_shell() -> None:
     with subprocess.Popen(
         ["sh", "-c", "sleep 60 & echo ready; wait"], stdout=subprocess.PIPE, start_new_session=True
     ) as shell:
@@ -163,7 +163,7 @@ def test_a_session_that_began_outside_the_pid_namespace() -> None:
         pytest.param([(7, 1, 2), (8, 7, 8), (9, 8, 2)], 9, "could not restore", id="of a session outside of the tree"),
     ],
 )
-def test_sessions_that_criu_cannot_give_back(
+def test_sessions_that_criu_cannot_restore(
     tree: list[tuple[int, int, int]], adopted: int | None, consequence: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pid, parent and session, the root first."""
@@ -187,7 +187,7 @@ def test_sessions_that_criu_cannot_give_back(
     assert bool(found(root_inside=1)) == ("could not restore" in finding.consequence)  # an init adopts all by itself
 
 
-def test_the_usual_files_of_a_program() -> None:
+def test_common_files_of_a_program() -> None:
     with python(WAITING) as child:
         assert preflight.check_open_files(job_of(child.pid)) == []
 
@@ -220,7 +220,7 @@ signal.pause()
         ("r", True, True, None, None),
     ],
 )
-def test_a_file_whose_opened_name_is_gone_while_it_has_another(
+def test_an_open_file_whose_name_is_gone_but_has_another_link(
     mode: str, own_mounts: bool, sandboxed: bool, verb: str | None, consequence: str | None, tmp_path: Path
 ) -> None:
     with python(LINKED, tmp_path, mode, own_mounts) as child:
@@ -295,7 +295,7 @@ def test_a_real_userfaultfd() -> None:
         ("socket:[123]", False, None),
     ],
 )
-def test_descriptors_that_a_test_cannot_make(target: str, in_gang: bool, says: str | None) -> None:
+def test_descriptors_a_test_cannot_create(target: str, in_gang: bool, says: str | None) -> None:
     found = tree._judge(process(), [OpenFile(7, 5, target), OpenFile(7, 6, target)], in_gang=in_gang)
     assert (not found) == (says is None)
     for finding in found:
@@ -355,7 +355,7 @@ def test_the_machine_s_host_memory() -> None:
     assert "TiB are missing" in finding.consequence
 
 
-def test_the_needs_of_all_are_added_up() -> None:
+def test_the_needs_of_all_processes_are_summed() -> None:
     half = memory.machine_available_bytes() // 2 + 256 * MIB
     assert preflight.check_host_memory([MemoryNeed(1, half)]) == []
     assert "MemAvailable" in only(preflight.check_host_memory([MemoryNeed(1, half), MemoryNeed(1, half)])).evidence
@@ -377,7 +377,7 @@ def test_a_real_cgroup_that_is_charged_for_two_processes() -> None:
     assert finding.remedy.startswith(f"raise {limit_file.name}")
 
 
-def test_a_limit_that_only_slows_down_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_throttling_limit_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     high = cgroups.MemoryLimit(Path("/c/a/memory.high"), 4 * GIB, GIB, is_hard=False)
     hard = cgroups.MemoryLimit(Path("/c/memory.max"), 8 * GIB, 3 * GIB, is_hard=True)
     monkeypatch.setattr(memory, "machine_available_bytes", lambda: 100 * GIB)
@@ -393,7 +393,7 @@ def test_a_limit_that_only_slows_down_is_a_warning(monkeypatch: pytest.MonkeyPat
     )
 
 
-def test_who_pays_for_what() -> None:
+def test_the_cgroup_that_is_charged() -> None:
     """Device memory where it goes; and always gpucr's own work, which gpucr's cgroup is charged for."""
     held = {7: {A: 3 * GIB, B: 4 * GIB}, 8: {A: 5 * GIB}}
     *others, own = preflight.needs_of_suspend(held, in_files=False)
@@ -402,7 +402,7 @@ def test_who_pays_for_what() -> None:
     assert preflight.needs_of_suspend(held, in_files=True) == [MemoryNeed(os.getpid(), 12 * GIB), own]
 
 
-def test_a_dump_needs_its_buffers_and_one_into_memory_a_second_copy() -> None:
+def test_a_dump_needs_buffers_and_in_memory_a_second_copy() -> None:
     held = {7: {A: 3 * GIB}}
     with python("data = bytearray(b'x' * (50 << 20))\n" + WAITING) as child:
         device, own = preflight.needs_of_dump(held, Path("/proc"), [child.pid], 32 * MIB)
@@ -413,13 +413,13 @@ def test_a_dump_needs_its_buffers_and_one_into_memory_a_second_copy() -> None:
         assert preflight.needs_of_dump(held, None, [child.pid], 32 * MIB) == [device, own]
 
 
-def test_a_restore_needs_what_the_processes_had_as_well() -> None:
+def test_a_restore_also_needs_the_processes_memory() -> None:
     whole, own = preflight.needs_of_restore(GIB, processes=3, private_bytes=5 * MIB, buffers_bytes=32 * MIB)
     assert whole.size_bytes == GIB + 5 * MIB
     assert own.size_bytes == 64 * MIB + 3 * 12 * MIB + GIB // 128 + 32 * MIB
 
 
-def test_buffers_count_no_more_than_there_is_data_for() -> None:
+def test_buffers_count_at_most_the_size_of_the_data() -> None:
     _, small = preflight.needs_of_restore(MIB, processes=1, buffers_bytes=GIB)
     _, large = preflight.needs_of_restore(MIB, processes=1, buffers_bytes=0)
     assert small.size_bytes - large.size_bytes == 4 * MIB
@@ -459,13 +459,13 @@ def test_a_missing_gpu_that_the_map_replaces() -> None:
     assert (finding.severity, B in finding.what) == ("blocking", True)
 
 
-def test_another_kind_of_gpu() -> None:
+def test_another_gpu_model() -> None:
     finding = only(preflight.check_gpus([gpu(A)], {}, [gpu(A, "NVIDIA L4")], None))
     assert (finding.severity, finding.what) == ("blocking", f"GPU {A} is a NVIDIA L4")
     assert finding.evidence == "the job ran on a NVIDIA H200"
 
 
-def test_too_little_room_where_the_map_leads() -> None:
+def test_too_little_room_on_the_mapped_gpu() -> None:
     gpu_map = GpuMap(((A, B), (B, A)))
     here = [gpu(A, free_gib=50), gpu(B, free_gib=1)]
     assert preflight.check_gpus([gpu(A), gpu(B)], {B: 50 * GIB, A: GIB}, here, gpu_map) == []
@@ -474,11 +474,11 @@ def test_too_little_room_where_the_map_leads() -> None:
     assert finding.consequence.startswith("1.0 GiB are missing")
 
 
-def test_room_is_not_judged_on_gpus_that_are_not_here() -> None:
+def test_room_is_not_checked_on_missing_gpus() -> None:
     assert preflight.check_room({A: GIB}, [gpu(B)], None) == []
 
 
-def test_a_map_may_be_typed_in_capitals() -> None:
+def test_a_map_is_case_insensitive() -> None:
     typed = GpuMap.parse(f"{A.upper()} = {B.upper()}")
     assert preflight.check_gpus([gpu(A)], {A: GIB}, [gpu(B)], typed) == []
 
@@ -491,7 +491,7 @@ def test_free_pids() -> None:
     assert preflight.check_free_pids([]) == []
 
 
-def test_a_pid_that_is_taken() -> None:
+def test_a_taken_pid() -> None:
     with sleeper() as child:
         finding = only(preflight.check_free_pids(uses_of_pids([child.pid, unused_pid()])))
     assert (finding.severity, finding.pid) == ("blocking", child.pid)
@@ -499,7 +499,7 @@ def test_a_pid_that_is_taken() -> None:
     assert "is still running and needs no restore" in finding.remedy
 
 
-def test_a_pid_that_a_zombie_has() -> None:
+def test_a_pid_taken_by_a_zombie() -> None:
     with sleeper() as child:
         child.make_zombie()
         finding = only(preflight.check_free_pids(uses_of_pids([child.pid])))
@@ -508,6 +508,6 @@ def test_a_pid_that_a_zombie_has() -> None:
     assert "docker run --init" in finding.remedy
 
 
-def test_a_pid_that_a_thread_has() -> None:
+def test_a_pid_taken_by_a_thread() -> None:
     with python(WITH_A_THREAD) as child:
         assert only(preflight.check_free_pids(uses_of_pids(child.numbers))).pid == child.numbers[0]

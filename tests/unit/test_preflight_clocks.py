@@ -1,4 +1,4 @@
-"""gpucr.diagnosis.preflight.clocks: where a job's clocks cannot continue, and what is said of it."""
+"""gpucr.diagnosis.preflight.clocks: when a job's clocks cannot continue, and the findings about it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def machine_that_can(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "can_set_clocks", lambda: True)
 
 
-def test_where_the_clocks_go_on() -> None:
+def test_clocks_that_continue() -> None:
     assert check_clocks(are_in_images=True) == []
 
 
@@ -26,7 +26,7 @@ def test_a_kernel_without_time_namespaces(monkeypatch: pytest.MonkeyPatch) -> No
     assert "this kernel" in finding.evidence
 
 
-def test_a_dump_on_such_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dump_on_a_kernel_without_time_namespaces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "can_set_clocks", lambda: False)
     (finding,) = check_clocks(are_in_images=False)
     assert finding.severity == "warning"

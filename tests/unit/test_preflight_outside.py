@@ -1,4 +1,4 @@
-"""Preflight of surroundings: what a job needs around it, against files and sockets that are really there."""
+"""Preflight of surroundings: a job's external needs, checked against real files and sockets."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def job_file(path: Path, size_bytes: int, *, is_written: bool = True, is_mapped:
 # --- files -----------------------------------------------------------------------------------------------------
 
 
-def test_files_as_they_were(log: Path) -> None:
+def test_unchanged_files(log: Path) -> None:
     files = [job_file(log, 100), job_file(log, 100, is_written=False, is_mapped=True)]
     assert check_files(files, [str(log.parent)], "keep") == []
     assert check_files(files, [str(log.parent)], "rewind") == []
@@ -75,18 +75,18 @@ def test_files_of_another_size(
     assert kept.evidence == f"100 bytes, {size_then} then"
 
 
-def test_what_is_missing(log: Path) -> None:
+def test_missing_files(log: Path) -> None:
     files = [job_file(log.with_name(name), 0) for name in "abc"]
     finding = only(check_files([*files, job_file(log, 100)], [str(log.parent / "d"), str(log)], "keep"))
     assert (finding.severity, finding.what) == ("blocking", "5 files or folders of the job are missing")
     assert finding.evidence == f"{log.parent / 'd'}, {log}, {files[0].path} and 2 more"
 
 
-def test_a_folder_in_the_place_of_a_file(tmp_path: Path) -> None:
+def test_a_folder_instead_of_a_file(tmp_path: Path) -> None:
     assert only(check_files([job_file(tmp_path, 0)], [], "keep")).what == "1 file or folder of the job are missing"
 
 
-def test_a_file_that_somebody_has_open_is_not_cut_back(log: Path) -> None:
+def test_an_open_file_is_not_cut_back(log: Path) -> None:
     with log.open("a") as other, subprocess.Popen(["sleep", "60"], stdout=other) as writer:
         other.close()
         warning, blocking = check_files([job_file(log, 70)], [], "rewind")
@@ -117,7 +117,7 @@ def test_files_in_use(log: Path) -> None:
     assert list(files_in_use([2**22 + 1])) == []
 
 
-def test_who_has_shared_memory_mapped() -> None:
+def test_shared_memory_mapped_by_other_processes() -> None:
     path = Path(f"/dev/shm/gpucr-test-{os.getpid()}")
     path.write_bytes(bytes(4096))
     try:
@@ -141,7 +141,7 @@ def test_who_has_shared_memory_mapped() -> None:
 # --- TCP -------------------------------------------------------------------------------------------------------
 
 
-def test_a_port_that_is_taken() -> None:
+def test_a_taken_port() -> None:
     with socket.create_server((LOOPBACK, 0)) as listener:
         port = listener.getsockname()[1]
         finding = only(check_ports([Endpoint(LOOPBACK, port), Endpoint("10.0.0.1", port)]))
@@ -181,7 +181,7 @@ HERE = Connection(Endpoint(LOOPBACK, 40000), Endpoint("192.0.2.7", 443))
 ELSEWHERE = Connection(Endpoint("192.0.2.1", 40000), Endpoint("192.0.2.7", 443))
 
 
-def test_what_becomes_of_connections() -> None:
+def test_treatment_of_connections() -> None:
     assert check_kept_connections([], "keep", left_running=True) == []
     assert only(check_kept_connections([ELSEWHERE], "close", left_running=True)).severity == "warning"
     assert only(check_kept_connections([HERE], "keep", left_running=False)).severity == "warning"

@@ -1,4 +1,4 @@
-"""gpucr.linux.process_records and gpu_places: what is kept of a process for later commands."""
+"""gpucr.linux.process_records and gpu_places: records of processes for later commands."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HERE = (A, B, C)
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of the notes on GPUs, which is not there yet."""
+    """The folder of the notes on GPUs, which does not exist yet."""
     monkeypatch.setattr(RECORDS, "folder", lambda: tmp_path / "gpus")
     return tmp_path / "gpus"
 
@@ -44,28 +44,28 @@ def note(process: ProcessId, *gpus: Gpu, visible: Sequence[Gpu] = ()) -> None:
     RECORDS.write(process, {"gpus": [asdict(gpu) for gpu in gpus], "visible": uuids})
 
 
-def test_the_environment_tells_what_is_visible_where_nothing_is_noted(me: ProcessId) -> None:
+def test_without_a_record_the_environment_gives_the_visible_gpus(me: ProcessId) -> None:
     assert gpus_of(me, HERE) == ONE_VISIBLE
 
 
-def test_a_note_is_newer_than_the_environment(me: ProcessId) -> None:
+def test_a_record_overrides_the_environment(me: ProcessId) -> None:
     note(me, C, A, visible=[A])
     assert gpus_of(me, HERE) == ProcessGpus((C, A), (A,))
     assert gpus_of(me, HERE, used=[A.uuid]) == ProcessGpus((C, A), (A,))
 
 
-def test_a_suspended_process_may_be_of_another_machine(me: ProcessId) -> None:
+def test_a_suspended_process_may_come_from_another_machine(me: ProcessId) -> None:
     note(me, ELSEWHERE)
     assert gpus_of(me, HERE) == ProcessGpus((ELSEWHERE,), (ELSEWHERE,))
 
 
-def test_a_process_that_uses_another_gpu_has_been_moved_by_another_tool(me: ProcessId) -> None:
+def test_a_process_on_another_gpu_was_moved_by_another_tool(me: ProcessId) -> None:
     assert gpus_of(me, HERE, used=[A.uuid]) == ALL_VISIBLE
     note(me, *HERE, visible=[C])
     assert gpus_of(me, HERE, used=[A.uuid]) == ALL_VISIBLE
 
 
-def test_a_container_that_was_given_two_gpus(me: ProcessId, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_container_with_two_gpus(me: ProcessId, monkeypatch: pytest.MonkeyPatch) -> None:
     roots = []
 
     def given(gpus: Sequence[Gpu], root: Path) -> tuple[Gpu, ...]:
@@ -85,13 +85,13 @@ def test_a_container_that_was_given_two_gpus(me: ProcessId, monkeypatch: pytest.
     ({}, [B, C], {"GPU-1": 0, "GPU-2": 0}),
     ({}, HERE, {}),
 ])  # fmt: skip
-def test_what_a_process_uses_where_nvml_has_no_figures(
+def test_gpus_of_a_process_without_nvml_figures(
     figures: dict[str, int], visible: Sequence[Gpu], expected: dict[str, int]
 ) -> None:
     assert ProcessGpus(HERE, tuple(visible)).held_bytes(figures, 7) == expected
 
 
-def test_an_environment_that_cannot_be_read_or_names_no_gpu(me: ProcessId, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_environment_that_is_unreadable_or_names_no_gpu(me: ProcessId, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "environment", lambda pid: None)
     assert gpus_of(me, HERE) == ALL_VISIBLE
     monkeypatch.setattr(processes, "environment", lambda pid: {"CUDA_VISIBLE_DEVICES": "MIG-1"})
@@ -118,7 +118,7 @@ DAMAGED: tuple[Any, ...] = (
 
 
 @pytest.mark.parametrize("record", DAMAGED)
-def test_a_damaged_note_is_none(record: Any, me: ProcessId, folder: Path) -> None:
+def test_a_damaged_record_is_ignored(record: Any, me: ProcessId, folder: Path) -> None:
     folder.mkdir()
     RECORDS.path(me).write_text(json.dumps(record))
     assert gpus_of(me, HERE) == ONE_VISIBLE
@@ -126,7 +126,7 @@ def test_a_damaged_note_is_none(record: Any, me: ProcessId, folder: Path) -> Non
     assert gpus_of(me, HERE).known == (C,), "what the damaged ones are made from is read"
 
 
-def test_a_record_that_is_there_stays() -> None:
+def test_an_existing_record_is_kept() -> None:
     process = identity(os.getpid())
     note(process, A)
     note(process, B)
@@ -136,7 +136,7 @@ def test_a_record_that_is_there_stays() -> None:
     assert gpus_of(process, HERE).known == (B,)
 
 
-def test_a_record_is_that_of_a_process_whose_start_was_seen_a_tick_apart() -> None:
+def test_a_record_matches_a_process_whose_start_differs_by_a_tick() -> None:
     """By a gpucr in another time namespace (`ProcessId.is_same`)."""
     alive = identity(os.getpid())
     for ticks in (-1, 0, 1):
@@ -162,7 +162,7 @@ def test_the_records_of_ended_processes_are_removed(folder: Path) -> None:
     assert sorted(folder.iterdir()) == sorted([RECORDS.path(alive), of_another_boot])
 
 
-def test_a_note_without_a_folder_is_no_error(monkeypatch: pytest.MonkeyPatch, me: ProcessId) -> None:
+def test_a_record_without_a_folder_is_no_error(monkeypatch: pytest.MonkeyPatch, me: ProcessId) -> None:
     def no_home() -> Path:
         raise FileNotFoundError("uid 1234 has no home folder")
 

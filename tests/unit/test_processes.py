@@ -144,7 +144,7 @@ def test_describe() -> None:
         assert found.command_line[-3:] == ("-c", code, "two words")
 
 
-def test_command_line_that_is_not_utf8_keeps_its_bytes() -> None:
+def test_a_command_line_that_is_not_utf8_keeps_its_bytes() -> None:
     program = [b"/bin/sh", b"-c", b"echo ready; read line", b"\xff\xfe"]
     with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
@@ -166,7 +166,7 @@ def test_a_thread_id_stands_for_its_process() -> None:
 
 
 @pytest.mark.parametrize("pid", [0, -1, -(2**40)])
-def test_target_that_is_no_pid(pid: int) -> None:
+def test_target_is_not_a_pid(pid: int) -> None:
     with pytest.raises(InvalidRequest, match="is not a process id") as caught:
         processes.resolve_target(pid)
     assert not isinstance(caught.value, ProcessNotFound)
@@ -265,12 +265,12 @@ def test_tree_of_a_missing_process() -> None:
 # --- access ----------------------------------------------------------------------------------------------------
 
 
-def test_own_children_are_open() -> None:
+def test_own_children_are_accessible() -> None:
     with sleeper() as child:
         processes.require_access(processes.describe(child.pid))
 
 
-def test_another_users_process_is_closed() -> None:
+def test_another_users_process_is_inaccessible() -> None:
     if os.geteuid() != 0:
         skip_or_fail("root", "only root can become another user")
     code = (
@@ -285,14 +285,14 @@ def test_another_users_process_is_closed() -> None:
         assert said == f"NotPermitted process {child.pid} (sleep) of uid 0: permission denied for uid {NOBODY_UID}"
 
 
-def test_access_to_a_process_that_ended() -> None:
+def test_access_to_an_ended_process() -> None:
     with sleeper() as child:
         process = processes.describe(child.pid)
     with pytest.raises(ProcessNotFound):
         processes.require_access(process)
 
 
-def test_capabilities_go_with_the_privileges() -> None:
+def test_capabilities_are_dropped_with_privileges() -> None:
     if os.geteuid() != 0:
         skip_or_fail("root", "only root can drop privileges")
     ask = "from gpucr.linux import processes; print(processes.can_checkpoint_processes())"
@@ -330,7 +330,7 @@ def test_open_files(tmp_path: Path) -> None:
         assert {0, 1, 2} <= set(found)
 
 
-def test_nothing_is_open_in_a_process_that_ended() -> None:
+def test_an_ended_process_has_no_open_files() -> None:
     pid = unused_pid()
     assert processes.open_files(pid) == ()
     assert processes.threads(pid) == ()
@@ -355,14 +355,14 @@ def test_kill_and_wait_ends_a_stopped_process() -> None:
 
 
 @pytest.mark.timeout(30)
-def test_kill_and_wait_never_hits_a_reused_pid_nor_waits_for_it() -> None:
+def test_kill_and_wait_ignores_a_reused_pid() -> None:
     with sleeper() as stranger:
         old = ProcessId(stranger.pid, stranger.id.start_time_ticks - 2)
         assert processes.kill_and_wait([old], timeout_s=600) == ()
         assert processes.is_alive(stranger.id)
 
 
-def test_kill_and_wait_passes_over_what_has_ended() -> None:
+def test_kill_and_wait_skips_ended_processes() -> None:
     with sleeper() as zombie, sleeper() as live:
         ids = [ProcessId(unused_pid(), 1), zombie.id, live.id]
         zombie.make_zombie()
@@ -370,7 +370,7 @@ def test_kill_and_wait_passes_over_what_has_ended() -> None:
         assert not processes.is_alive(ids[2])
 
 
-def test_kill_and_wait_names_what_does_not_end() -> None:
+def test_kill_and_wait_names_processes_that_do_not_end() -> None:
     with sleeper() as child, sleeper() as other:
         process = child.id
         with tracer_of(child.pid, PTRACE_O_TRACEEXIT):  # holds the process at its exit, as a hanging driver does
@@ -380,33 +380,33 @@ def test_kill_and_wait_names_what_does_not_end() -> None:
         assert processes.kill_and_wait([process], timeout_s=60) == ()
 
 
-def test_who_was_killed_is_about_to_end() -> None:
+def test_a_killed_process_is_about_to_end() -> None:
     with sleeper() as child, sleeper() as other:
         process = child.id
         with tracer_of(child.pid, PTRACE_O_TRACEEXIT):
             assert not processes.is_about_to_end(process)
-            assert processes.goes_on(process)
+            assert processes.keeps_running(process)
             os.kill(child.pid, signal.SIGKILL)
             wait_until(lambda: processes.is_about_to_end(process), "it to be seen")
-            assert not processes.goes_on(process)
+            assert not processes.keeps_running(process)
             assert processes.is_alive(process)
-            processes.wait_for_the_killed([process], timeout_s=0)
-        processes.wait_for_the_killed([process, other.id], timeout_s=60)
+            processes.wait_for_killed([process], timeout_s=0)
+        processes.wait_for_killed([process, other.id], timeout_s=60)
         assert not processes.is_alive(process)
         assert not processes.is_about_to_end(process)
         assert not processes.is_about_to_end(other.id)
-        assert processes.goes_on(other.id)
-        assert not processes.goes_on(ProcessId(other.pid, other.id.start_time_ticks + 2))
+        assert processes.keeps_running(other.id)
+        assert not processes.keeps_running(ProcessId(other.pid, other.id.start_time_ticks + 2))
 
 
-def test_who_was_killed_does_not_go_on_at_any_moment_of_its_end() -> None:
+def test_a_killed_process_never_counts_as_running_again() -> None:
     for _ in range(100):
         with sleeper() as child:
             process = child.id
             os.kill(child.pid, signal.SIGKILL)
             while processes.is_alive(process):
-                assert not processes.goes_on(process)
-            assert not processes.goes_on(process)
+                assert not processes.keeps_running(process)
+            assert not processes.keeps_running(process)
 
 
 def test_kill_and_wait_closes_its_descriptors() -> None:
@@ -444,7 +444,7 @@ def test_kill_tree(*, including_root: bool) -> None:
         assert alive == ([] if including_root else [root.pid])
 
 
-def test_kill_tree_of_a_process_that_ended() -> None:
+def test_kill_tree_of_an_ended_process() -> None:
     assert processes.kill_tree(unused_pid(), including_root=True) == ()
 
 

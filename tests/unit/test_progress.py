@@ -81,7 +81,7 @@ def run(*steps, verbose=False):
         (10.0, GIB, 200 * GIB, "1.0 of 200.0 GiB, 102.4 MiB/s, 33 min 10 s left"),
     ],
 )
-def test_how_far_a_phase_is(seconds: float, size_bytes: int, total_bytes: int, text: str) -> None:
+def test_fraction_of_a_phase(seconds: float, size_bytes: int, total_bytes: int, text: str) -> None:
     assert how_far(Progress("advance", "save", "", seconds, size_bytes, total_bytes)) == text
 
 
@@ -96,7 +96,7 @@ def test_how_far_a_phase_is(seconds: float, size_bytes: int, total_bytes: int, t
         (7e4, "19 h 26 min"),
     ],
 )
-def test_seconds_as_people_say_them(seconds: float, text: str) -> None:
+def test_human_readable_durations(seconds: float, text: str) -> None:
     assert format_seconds(seconds) == text
 
 
@@ -110,7 +110,7 @@ def plain(*, verbose: bool = False) -> OnProgress:
     return show
 
 
-def test_one_line_when_a_phase_begins_and_what_an_undo_does(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_line_for_each_phase_and_each_undo(capsys: pytest.CaptureFixture[str]) -> None:
     show = plain()
     for event in (
         Progress("begin", "lock", "lock process 7"),
@@ -125,7 +125,7 @@ def test_one_line_when_a_phase_begins_and_what_an_undo_does(capsys: pytest.Captu
     assert said.out == ""
 
 
-def test_a_line_every_five_seconds_of_a_phase(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_line_every_five_seconds(capsys: pytest.CaptureFixture[str]) -> None:
     show = plain()
     for phase in ("save", "load"):
         show(Progress("begin", phase, f"{phase} it"))
@@ -141,7 +141,7 @@ def test_a_line_every_five_seconds_of_a_phase(capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize("verbose", [False, True])
-def test_notes_are_for_those_who_ask(*, verbose: bool, capsys: pytest.CaptureFixture[str]) -> None:
+def test_notes_are_shown_only_when_verbose(*, verbose: bool, capsys: pytest.CaptureFixture[str]) -> None:
     plain(verbose=verbose)(Progress("note", "checkpoint", "process 4711: staging is not captured"))
     expected = "checkpoint: process 4711: staging is not captured\n" if verbose else ""
     assert capsys.readouterr().err == expected
@@ -152,12 +152,12 @@ def test_quiet_is_quieter_than_verbose() -> None:
 
 
 @pytest.mark.parametrize("event", ["begin", "note"])
-def test_a_name_does_not_steer_the_terminal(event: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_name_cannot_control_the_terminal(event: str, capsys: pytest.CaptureFixture[str]) -> None:
     plain(verbose=True)(Progress(event, "lock", "lock \x1b]0;owned\x07"))  # type: ignore[arg-type]
     assert "\x1b" not in capsys.readouterr().err
 
 
-def test_rich_is_not_loaded_where_there_is_no_terminal() -> None:
+def test_rich_is_not_loaded_without_a_terminal() -> None:
     program = PROGRAM + 'run(Step("save", 1024)); print("rich" in sys.modules)'
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=TIMEOUT_S, check=True
@@ -252,14 +252,14 @@ def test_a_bar_with_bytes_rate_and_time_left() -> None:
     assert shown.shown.count("\x1b[?25h") == shown.shown.count("\x1b[?25l") > 0, "the cursor stays hidden"
 
 
-def test_a_narrow_terminal_has_the_figures_on_one_line() -> None:
+def test_a_narrow_terminal_keeps_the_figures_on_one_line() -> None:
     with terminal(PROGRAM + 'run(Step("save", 24 << 30))', columns=60) as shown:
         shown.finish()
     assert re.search(r"[-\\|/] save it.*24\.0 of 24\.0 GiB", shown.shown)
     assert "━" not in shown.shown
 
 
-def test_undo_notes_and_the_phase_that_failed_stay_on_the_screen() -> None:
+def test_undo_notes_and_the_failed_phase_stay_on_screen() -> None:
     program = PROGRAM + 'run(Step("lock"), Step("save", 1 << 20, run=fail), verbose=True)'
     with terminal(program) as shown:
         assert shown.finish() == "undone save\nundone lock\n"
@@ -273,7 +273,7 @@ def test_undo_notes_and_the_phase_that_failed_stay_on_the_screen() -> None:
         assert re.fullmatch(pattern, line), lines
 
 
-def test_notes_are_not_shown_unasked() -> None:
+def test_notes_are_hidden_by_default() -> None:
     with terminal(PROGRAM + 'run(Step("save", 1 << 20))') as shown:
         shown.finish()
     assert "plain way" not in shown.shown
@@ -318,9 +318,11 @@ def test_a_terminal_that_goes_away_does_not_end_the_operation(term: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("steps", "out", "code"), [(UNDO, "undone c\nundone b\nundone a\n", 1), (GO_ON, "done\n", 0)], ids=["undo", "go on"]
+    ("steps", "out", "code"),
+    [(UNDO, "undone c\nundone b\nundone a\n", 1), (GO_ON, "done\n", 0)],
+    ids=["undo", "continue"],
 )
-def test_a_pipe_that_nobody_reads_any_more_changes_nothing(steps: str, out: str, code: int) -> None:
+def test_a_closed_pipe_changes_nothing(steps: str, out: str, code: int) -> None:
     program = subprocess.Popen(
         [sys.executable, "-c", PROGRAM + steps],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -365,7 +367,7 @@ def test_suspend_and_resume_on_a_terminal(counter: CounterFactory) -> None:
 
 
 @pytest.mark.parametrize("option", ["--json", "--quiet"])
-def test_no_progress_where_none_is_wanted(option: str, counter: CounterFactory) -> None:
+def test_no_progress_when_disabled(option: str, counter: CounterFactory) -> None:
     program = counter("--mib", "1")
     assert on_terminal("suspend", program.pid, option).shown == ""
     done = command.run("resume", program.pid, option)

@@ -1,4 +1,4 @@
-"""Holding threads, and watching single ones: which run, what is told, and that nothing is lost at the end."""
+"""Holding threads, and watching single ones: which run, what is reported, and that nothing is lost."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def hold(start: Start) -> Iterator[Hold]:
         held.release()
 
 
-def test_all_threads_but_one_stand_still_until_the_release(target: Counting, hold: Hold) -> None:
+def test_all_threads_but_one_are_stopped_until_released(target: Counting, hold: Hold) -> None:
     free = target.workers[1]
     held = hold({target.pid: free})
     target.assert_only_this_runs(free)
@@ -56,7 +56,7 @@ def test_several_processes_are_held_together(start: Start, target: Counting, hol
     other.assert_untouched()
 
 
-def test_releasing_what_is_not_held_does_nothing(target: Counting) -> None:
+def test_releasing_a_process_that_is_not_held_does_nothing(target: Counting) -> None:
     held = HeldThreads({target.pid: target.workers[0]})
     held.release()
     held.hold()
@@ -75,7 +75,7 @@ def test_no_signal_is_lost(start: Start, hold: Hold) -> None:
     wait_until(lambda: target.signals == target.sent, "every signal to be taken", timeout_s=10)
 
 
-def test_a_signal_for_a_held_thread_is_taken_after_the_release(target: Counting, hold: Hold) -> None:
+def test_a_signal_for_a_held_thread_is_delivered_after_release(target: Counting, hold: Hold) -> None:
     free, other = target.workers[:2]
     held = hold({target.pid: free})
     _signal_thread(target.pid, other, signal.SIGRTMIN)
@@ -90,7 +90,7 @@ def _signal_thread(pid: int, tid: int, number: int) -> None:
     subprocess.run([sys.executable, "-I", "-c", source], check=True, timeout=30)
 
 
-def test_threads_that_start_and_end_meanwhile_are_caught_or_passed_over(start: Start, hold: Hold) -> None:
+def test_threads_that_start_or_end_meanwhile_are_held_or_skipped(start: Start, hold: Hold) -> None:
     target = start("spawning")
     wait_until(lambda: target.spawned > 0, "the first thread to be spawned")
     for _ in range(20):
@@ -102,7 +102,7 @@ def test_threads_that_start_and_end_meanwhile_are_caught_or_passed_over(start: S
         _wait_for_more(target, spawned)
 
 
-def test_a_main_thread_that_has_ended_is_passed_over(start: Start, hold: Hold) -> None:
+def test_an_ended_main_thread_is_skipped(start: Start, hold: Hold) -> None:
     target = start("main thread ends")
     wait_until(lambda: target.states()[target.pid] == "Z", "the main thread to end")
     held = hold({target.pid: target.workers[0]})
@@ -111,21 +111,21 @@ def test_a_main_thread_that_has_ended_is_passed_over(start: Start, hold: Hold) -
     target.assert_untouched()
 
 
-def test_a_process_that_is_killed_while_held_can_be_collected(target: Counting, hold: Hold) -> None:
+def test_a_process_killed_while_held_can_be_reaped(target: Counting, hold: Hold) -> None:
     held = hold({target.pid: target.workers[0]})
     os.kill(target.pid, signal.SIGKILL)
     held.release()
     assert target.child.reap() == -signal.SIGKILL
 
 
-def test_a_process_that_is_gone_is_passed_over(start: Start, hold: Hold) -> None:
+def test_an_ended_process_is_skipped(start: Start, hold: Hold) -> None:
     target = start()
     target.child.close()
     held = hold({target.pid: target.workers[0]})
     held.release()
 
 
-def test_threads_go_on_when_their_holder_is_killed(target: Counting) -> None:
+def test_threads_continue_when_their_holder_is_killed(target: Counting) -> None:
     source = (
         "import sys, signal; from gpucr.linux.ptrace import HeldThreads, Stop, StopKind, TracedThread\n"
         "HeldThreads({int(sys.argv[1]): int(sys.argv[2])}).hold(); print('held', flush=True); signal.pause()"
@@ -141,7 +141,7 @@ def test_threads_go_on_when_their_holder_is_killed(target: Counting) -> None:
     assert not set(target.states().values()) & {"T", "t"}
 
 
-def test_what_somebody_else_traces_is_refused_and_nothing_stays_held(target: Counting) -> None:
+def test_a_traced_process_is_refused_and_nothing_stays_held(target: Counting) -> None:
     with tracer_of(target.workers[-1]) as tracer:
         held = HeldThreads({target.pid: target.workers[0]})
         with pytest.raises(PermissionError, match=f"ptrace of thread {target.workers[-1]}"):
@@ -194,7 +194,7 @@ def thread(target: Counting) -> Iterator[TracedThread]:
     found.detach(found.last_stop.signal)
 
 
-def test_seized_stands_still_and_detached_goes_on(target: Counting) -> None:
+def test_seized_stops_and_detached_continues(target: Counting) -> None:
     thread = TracedThread.seize(target.workers[0])
     assert thread.last_stop == Stop(StopKind.INTERRUPTED)
     count = target.counts()[thread.tid]
@@ -204,7 +204,7 @@ def test_seized_stands_still_and_detached_goes_on(target: Counting) -> None:
     target.assert_untouched()
 
 
-def test_resumed_runs_until_it_is_stopped(target: Counting, thread: TracedThread) -> None:
+def test_resumed_runs_until_stopped(target: Counting, thread: TracedThread) -> None:
     thread.resume()
     target.advance((thread.tid,))
     assert thread.wait(0.0) is None
@@ -222,7 +222,7 @@ def _to_entry(thread: TracedThread) -> None:
             return
 
 
-def test_entry_and_exit_of_calls_take_turns(thread: TracedThread) -> None:
+def test_syscall_entry_and_exit_alternate(thread: TracedThread) -> None:
     _to_entry(thread)
     for _ in range(10):
         assert thread.last_stop == Stop(StopKind.SYSCALL_ENTRY)
@@ -250,10 +250,10 @@ def test_arguments_can_be_changed_at_the_entry(target: Counting, thread: TracedT
     assert (back.orig_rax, back.rdx) == (_POLL, 1 << 31)
     assert back.is_in_interrupted_call
     back.rdx = 1
-    thread.set_registers(back.with_whole_timeout())
+    thread.set_registers(back.with_full_timeout())
 
 
-def test_a_signal_stops_the_thread_and_can_be_passed_on_or_not(target: Counting, thread: TracedThread) -> None:
+def test_a_signal_stop_can_be_delivered_or_suppressed(target: Counting, thread: TracedThread) -> None:
     for passed_on, taken in ((0, 0), (signal.SIGRTMIN, 1)):
         thread.resume()
         _signal_thread(target.pid, thread.tid, signal.SIGRTMIN)
@@ -280,7 +280,7 @@ def test_a_blocked_signal_waits_until_the_mask_is_changed(target: Counting, thre
     assert thread.wait() == Stop(StopKind.SIGNAL, signal.SIGRTMIN)
 
 
-def test_a_dropped_signal_is_not_taken_even_if_the_tracer_dies(target: Counting) -> None:
+def test_a_suppressed_signal_is_not_delivered_even_if_the_tracer_dies(target: Counting) -> None:
     for drop in (True, False):
         status = _in_a_process(lambda drop=drop: _die_at_a_signal(target, drop=drop))  # type: ignore[misc]
         assert os.WTERMSIG(status) == signal.SIGKILL
@@ -308,7 +308,7 @@ def _in_a_process(act: Callable[[], None]) -> int:
     return os.waitpid(pid, 0)[1]
 
 
-def test_a_stopped_process_is_told_apart(target: Counting, thread: TracedThread) -> None:
+def test_a_stopped_process_is_recognised(target: Counting, thread: TracedThread) -> None:
     thread.resume()
     os.kill(target.pid, signal.SIGSTOP)
     # each thread of a process can be the one to take the signal
@@ -320,7 +320,7 @@ def test_a_stopped_process_is_told_apart(target: Counting, thread: TracedThread)
     os.kill(target.pid, signal.SIGCONT)
 
 
-def test_the_end_of_a_thread_is_told(target: Counting, thread: TracedThread) -> None:
+def test_the_end_of_a_thread_is_reported(target: Counting, thread: TracedThread) -> None:
     thread.resume()
     os.kill(target.pid, signal.SIGKILL)
     assert thread.wait() == Stop(StopKind.EXITED)
@@ -331,7 +331,7 @@ def test_the_end_of_a_thread_is_told(target: Counting, thread: TracedThread) -> 
     assert target.child.reap() == -signal.SIGKILL
 
 
-def test_a_main_thread_that_ends_while_others_go_on_is_told(start: Start) -> None:
+def test_the_end_of_a_main_thread_before_others_is_reported(start: Start) -> None:
     target = start("main thread ends")
     wait_until(lambda: target.states()[target.pid] == "Z", "the main thread to end")
     with pytest.raises(PermissionError):
@@ -339,14 +339,14 @@ def test_a_main_thread_that_ends_while_others_go_on_is_told(start: Start) -> Non
     target.assert_untouched()
 
 
-def test_what_is_not_there_or_traced_already_is_refused(target: Counting, thread: TracedThread) -> None:
+def test_a_missing_or_traced_process_is_refused(target: Counting, thread: TracedThread) -> None:
     with pytest.raises(ProcessLookupError):
         TracedThread.seize(unused_pid())
     with tracer_of(target.workers[1]), pytest.raises(PermissionError, match=f"ptrace of thread {target.workers[1]}"):
         TracedThread.seize(target.workers[1])
 
 
-def test_memory_is_read_and_written_or_it_is_an_error(thread: TracedThread) -> None:
+def test_memory_reads_and_writes_succeed_or_raise(thread: TracedThread) -> None:
     address = thread.registers().rsp - 4096
     thread.write_memory(address, b"content")
     assert thread.read_memory(address, 7) == b"content"

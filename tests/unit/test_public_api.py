@@ -75,7 +75,7 @@ def test_type_checkers_see_the_same_names() -> None:
     assert seen == gpucr._HOME_OF
 
 
-def test_late_names_of_preflight_are_its_own() -> None:
+def test_lazy_names_of_preflight_are_its_own() -> None:
     from gpucr import gang
     from gpucr.diagnosis import preflight
 
@@ -102,7 +102,7 @@ def test_the_version() -> None:
     assert [part.isdigit() for part in __version__.split(".")[:2]] == [True, True]
 
 
-def test_import_takes_nothing_with_it() -> None:
+def test_import_loads_nothing_else() -> None:
     code = "import sys; before = set(sys.modules); import gpucr; print(*sorted(set(sys.modules) - before))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert set(done.stdout.split()) == {"__future__", "gpucr", "gpucr.version"}
@@ -165,14 +165,14 @@ _FOR_CUDA = (
         ),
     ],
 )
-def test_an_import_takes_only_what_it_needs(statement: str, heavy: tuple[str, ...]) -> None:
+def test_an_import_loads_only_what_it_needs(statement: str, heavy: tuple[str, ...]) -> None:
     code = f"import sys; {statement}; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not set(heavy) & set(done.stdout.split())
 
 
 @pytest.mark.criu
-def test_a_job_without_cuda_is_dumped_and_restored_without_what_is_for_cuda(tmp_path: Path) -> None:
+def test_a_dump_without_cuda_loads_no_cuda_modules(tmp_path: Path) -> None:
     """Not only when a command begins: nothing on its way loads it either."""
     with (tmp_path / "output").open("wb") as output:
         # CRIU dumps no process whose session began outside its pid namespace, as this test's may have.

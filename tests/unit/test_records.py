@@ -31,7 +31,7 @@ for number in range(40):
 """
 
 
-def test_a_type_that_several_threads_use_first_at_once() -> None:
+def test_a_type_first_used_by_several_threads_at_once() -> None:
     """With nothing but msgspec.convert this crashes at nearly every run."""
     done = subprocess.run([sys.executable, "-c", FIRST_USES], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, "")

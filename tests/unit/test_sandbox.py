@@ -1,4 +1,4 @@
-"""The keeper of a job, and the sandbox around it: what the job sees, how its end is known, and what failures leave."""
+"""The keeper of a job, and its sandbox: the job's view, its recorded exit status, and failures."""
 
 from __future__ import annotations
 
@@ -89,9 +89,7 @@ def isolate(request: pytest.FixtureRequest) -> bool:
     ("script", "expected"),
     [("exit 0", {"exit_code": 0}), ("exit 3", {"exit_code": 3}), ("kill -TERM $$", {"signal": 15})],
 )
-def test_how_a_job_ended_is_written_down(
-    place: Workplace, script: str, expected: dict[str, int], isolate: bool
-) -> None:
+def test_exit_status_is_recorded(place: Workplace, script: str, expected: dict[str, int], isolate: bool) -> None:
     started = place.shell(script, isolate=isolate)
     said = place.ended()
     assert said.pop("ended").endswith("+00:00")
@@ -101,7 +99,7 @@ def test_how_a_job_ended_is_written_down(
     assert sorted(path.name for path in place.folder.iterdir()) == ["log", "status"]
 
 
-def test_what_a_job_is_started_with(place: Workplace, isolate: bool) -> None:
+def test_environment_of_a_started_job(place: Workplace, isolate: bool) -> None:
     place.log.write_text("before\n")
     place.python(
         "import os, signal\n"
@@ -120,7 +118,7 @@ def test_what_a_job_is_started_with(place: Workplace, isolate: bool) -> None:
     assert signals == "True set()"
 
 
-def test_it_goes_on_when_its_gpucr_has_ended(place: Workplace, isolate: bool) -> None:
+def test_the_job_outlives_its_gpucr(place: Workplace, isolate: bool) -> None:
     code = (
         "import sys; from gpucr.jobs import sandbox\n"
         "started = sandbox.start(['/bin/sh', '-c', 'read line < go; exit 5'], cwd=sys.argv[1], environment={},\n"
@@ -138,7 +136,7 @@ def test_it_goes_on_when_its_gpucr_has_ended(place: Workplace, isolate: bool) ->
     assert place.ended()["exit_code"] == 5
 
 
-def test_it_ends_with_its_gpucr_where_it_is_to(place: Workplace, isolate: bool) -> None:
+def test_the_job_ends_with_its_gpucr_if_asked(place: Workplace, isolate: bool) -> None:
     """Also what has left the tree of its first process. How it ended is written as always."""
     code = (
         "import signal, sys; from gpucr.jobs import sandbox\n"
@@ -167,7 +165,7 @@ def test_it_ends_with_its_gpucr_where_it_is_to(place: Workplace, isolate: bool) 
         (["/bin/true"], {"status_path": "/nowhere/status"}, "cannot be used"),
     ],
 )
-def test_what_cannot_be_started_is_said(
+def test_a_start_failure_is_reported(
     place: Workplace, command: list[str], options: dict[str, str], message: str, isolate: bool
 ) -> None:
     with pytest.raises(InvalidRequest, match=message):
@@ -176,7 +174,7 @@ def test_what_cannot_be_started_is_said(
     assert not processes_in(place.folder)
 
 
-def test_orphans_go_on_without_a_sandbox(place: Workplace) -> None:
+def test_orphans_continue_without_a_sandbox(place: Workplace) -> None:
     place.shell("sleep 1000 & exit 0", isolate=False)
     place.ended()
     (orphan,) = processes_in(place.folder)
@@ -206,7 +204,7 @@ def test_without_the_capability(place: Workplace) -> None:
 
 
 @pytest.mark.usefixtures("root_only")
-def test_what_a_job_sees_in_a_sandbox(place: Workplace) -> None:
+def test_the_view_from_inside_a_sandbox(place: Workplace) -> None:
     here = Path("/dev/shm", f"gpucr-sandbox-test-{os.getpid()}")
     here.touch()
     try:
@@ -241,7 +239,7 @@ def test_a_sandbox_ends_with_its_first_process(place: Workplace) -> None:
 
 
 @pytest.mark.usefixtures("root_only")
-def test_who_is_at_work_in_it_may_finish(place: Workplace) -> None:
+def test_work_inside_a_sandbox_may_finish(place: Workplace) -> None:
     """As CRIU, which has just ended the job's first process."""
     os.mkfifo(place.folder / "go")
     started = place.shell("read line < go")
@@ -300,8 +298,8 @@ signal.pause()
 
 
 @pytest.mark.usefixtures("root_only")
-def test_only_what_gpucr_has_started_is_a_keeper() -> None:
-    """Anything else could lead a gpucr of root's into a mount namespace with a CRIU of its own."""
+def test_only_a_process_gpucr_started_is_a_keeper() -> None:
+    """Any other process could lead root's gpucr into a mount namespace with a forged CRIU."""
     shown = json.dumps(label.Tag(0, 0, "abc", isolated=True, network="own", log_path="/log")._asdict())
     shown = shown.replace('"keeper": 0', '"keeper": PID')
     with python(FORGED, shown, NOBODY_UID) as forger:
@@ -319,7 +317,7 @@ def test_only_what_gpucr_has_started_is_a_keeper() -> None:
 
 
 @pytest.mark.usefixtures("root_only")
-def test_a_job_whose_keeper_cannot_be_noted_does_not_run(place: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_whose_keeper_cannot_be_recorded_does_not_run(place: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
     shared = place.folder / "run"
     shared.mkdir()
     shared.chmod(0o777)
@@ -331,7 +329,7 @@ def test_a_job_whose_keeper_cannot_be_noted_does_not_run(place: Workplace, monke
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"[]", b"{}", b'{"keeper": 1}', b"\xff"])
-def test_a_tag_that_is_none(data: bytes) -> None:
+def test_an_invalid_tag(data: bytes) -> None:
     assert label.decode(data) is None
 
 
@@ -365,7 +363,7 @@ def test_a_process_is_adopted(place: Workplace) -> None:
 
 
 @pytest.mark.usefixtures("root_only")
-def test_an_adopted_process_outlives_its_gpucr_and_its_end_is_known(place: Workplace) -> None:
+def test_an_adopted_process_outlives_gpucr_and_its_exit_status_is_recorded(place: Workplace) -> None:
     os.mkfifo(place.folder / "go")
     with empty(place) as made:
         root = spawn_in(made, place.folder, "read line < go; exit 6")
@@ -375,7 +373,7 @@ def test_an_adopted_process_outlives_its_gpucr_and_its_end_is_known(place: Workp
 
 
 @pytest.mark.usefixtures("root_only")
-def test_a_process_that_ended_before_it_was_adopted(place: Workplace) -> None:
+def test_a_process_ends_before_it_is_adopted(place: Workplace) -> None:
     os.mkfifo(place.folder / "go")
     with empty(place) as made:
         root = spawn_in(made, place.folder, "read line < go; exit 6")
@@ -388,7 +386,7 @@ def test_a_process_that_ended_before_it_was_adopted(place: Workplace) -> None:
 
 
 @pytest.mark.usefixtures("root_only")
-def test_without_adoption_everything_ends(place: Workplace) -> None:
+def test_without_adoption_all_processes_end(place: Workplace) -> None:
     with empty(place) as made:
         root = _identity(spawn_in(made, place.folder, "sleep 1000; exit"))
     assert not processes.is_alive(made.sandbox.keeper)
@@ -422,7 +420,7 @@ def test_it_ends_when_its_gpucr_is_killed() -> None:
         ([*range(600, 32_700, 600), 32_700], None),
     ],
 )
-def test_room_for_other_pids(
+def test_the_last_pid_is_clear_of_taken_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, taken: list[int], expected: int | None
 ) -> None:
     limit = tmp_path / "pid_max"
@@ -437,7 +435,7 @@ def test_room_for_other_pids(
     assert not set(range(last + 1, last + 1000)) & set(taken)
 
 
-def test_pids_of_a_namespace_that_has_ended() -> None:
+def test_pids_of_an_ended_namespace() -> None:
     gone = PidNamespace(2**22 + 1)
     assert gone.inner_pid(os.getpid()) is None
     assert gone.outer_pid(1) is None

@@ -1,4 +1,4 @@
-"""gpucr.linux.scheduling: lists of CPUs, and what the kernel says of a thread."""
+"""gpucr.linux.scheduling: CPU lists, and a thread's settings in the kernel."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ def test_lists_of_cpus(text: str, cpus: set[int]) -> None:
     assert cpus_in(cpu_list(cpus)) == cpus
 
 
-def test_the_shortest_form() -> None:
+def test_cpu_lists_are_written_in_the_shortest_form() -> None:
     assert cpu_list([9, 3, 2, 1, 5, 2, 10]) == "1-3,5,9-10"
     assert cpu_list([]) == ""
 
 
 @pytest.mark.parametrize("text", ["", " ", "a", "0,", ",0", "1-", "-1", "1--2", "0 1", "0x1", "2-1", "8192", "0-8192"])
-def test_what_is_no_list(text: str) -> None:
+def test_not_a_cpu_list(text: str) -> None:
     with pytest.raises(ValueError, match="CPUs"):
         cpus_in(text)
 
 
-def test_the_io_priority_of_one_thread_is_its_own() -> None:
+def test_io_priority_is_per_thread() -> None:
     found: list[int] = []
 
     def look() -> None:
@@ -49,7 +49,7 @@ def test_the_io_priority_of_one_thread_is_its_own() -> None:
     assert scheduling.io_priority(os.getpid()) == before
 
 
-def test_what_the_kernel_refuses_is_named() -> None:
+def test_a_refusal_by_the_kernel_is_reported() -> None:
     with pytest.raises(ProcessLookupError, match="ioprio_get"):
         scheduling.io_priority(unused_pid())
     with pytest.raises(OSError, match="ioprio_set"):

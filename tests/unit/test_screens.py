@@ -136,7 +136,7 @@ def _print_top() -> None:
     top.press("s")
     finding = Finding(
         "warning", "process 3194302 has 3 connections to programs outside the job", "/proc/net/tcp",
-        "they are closed when the job comes back, and the program must open them anew",
+        "they are closed when the job comes back, and the program must open them again",
         "restore with --tcp keep on this machine, or let the program connect again", 3194302,
     )  # fmt: skip
     top.take_findings(3194301, (finding,))
@@ -235,7 +235,7 @@ def _painted(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", SCREENS)
-def test_what_is_printed(name: str) -> None:
+def test_printed_tables(name: str) -> None:
     assert _painted(name) == (_PICTURES / f"{name}.txt").read_text()
 
 
@@ -249,7 +249,7 @@ def test_no_line_is_longer_than_the_terminal(name: str, width: int) -> None:
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
-def test_states_names_and_reasons_are_all_there(width: int) -> None:
+def test_states_names_and_reasons_are_complete(width: int) -> None:
     with _terminal(width) as printed:
         _print_jobs()
         _print_processes(checked=True)()

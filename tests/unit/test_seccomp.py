@@ -66,7 +66,7 @@ def test_programs_that_are_started_later_inherit_it() -> None:
 
 
 @pytest.mark.root
-def test_without_privileges_it_is_refused_and_nothing_is_given_up_for_it() -> None:
+def test_without_privileges_the_filter_is_refused_and_no_privilege_is_dropped() -> None:
     done = _run(
         "assert not seccomp.can_refuse_io_uring()\n"
         "try: seccomp.refuse_io_uring()\n"
@@ -77,7 +77,7 @@ def test_without_privileges_it_is_refused_and_nothing_is_given_up_for_it() -> No
     assert "PR_SET_SECCOMP" in str(_answers(done))
 
 
-def test_a_process_that_can_gain_no_privileges_anyway_may_have_it() -> None:
+def test_a_process_with_no_new_privs_may_install_it() -> None:
     """As in a container with ``allowPrivilegeEscalation: false``."""
     done = _run(
         "print(json.dumps(answers())); assert seccomp.can_refuse_io_uring()\n"

@@ -1,4 +1,4 @@
-"""gpucr.snapshot.shared_files: shared memory to a snapshot and back, and what it replaces comes back too."""
+"""gpucr.snapshot.shared_files: shared memory is saved and restored, and replaced files are put back on failure."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_all_files_are_saved_without_their_zeros(root: Path, snapshot: Path) -> 
     assert stat.S_IMODE(stored.parent.stat().st_mode) == 0o700
 
 
-def test_what_somebody_else_has_put_there_meanwhile_is_left_alone(root: Path, snapshot: Path) -> None:
+def test_files_created_by_others_meanwhile_are_left_alone(root: Path, snapshot: Path) -> None:
     files = SharedFiles(root, snapshot, save(root, snapshot))
     files.put_back()
     (root / "new").write_bytes(b"another one's")
@@ -83,7 +83,7 @@ def test_what_somebody_else_has_put_there_meanwhile_is_left_alone(root: Path, sn
     assert (root / "file").read_bytes() == CONTENT
 
 
-def test_only_those_that_are_asked_for(root: Path, snapshot: Path) -> None:
+def test_only_requested_files(root: Path, snapshot: Path) -> None:
     (record,) = save(root, snapshot, inodes={(root / "empty").stat().st_ino})
     assert record.names == ("empty",)
     assert [path.name for path in (snapshot / "shared").iterdir()] == ["0"]
@@ -94,7 +94,7 @@ def test_nothing_to_save_makes_no_folder(root: Path, snapshot: Path) -> None:
     assert not list(snapshot.iterdir())
 
 
-def test_into_an_empty_folder_and_out_of_it_again(root: Path, snapshot: Path, tmp_path: Path) -> None:
+def test_restored_into_an_empty_folder_and_removed_again(root: Path, snapshot: Path, tmp_path: Path) -> None:
     records = save(root, snapshot)
     (tmp_path / "new").mkdir()
     files = SharedFiles(tmp_path / "new", snapshot, records)
@@ -107,7 +107,7 @@ def test_into_an_empty_folder_and_out_of_it_again(root: Path, snapshot: Path, tm
     assert tree(tmp_path / "new") == {}
 
 
-def test_what_is_there_is_replaced_and_comes_back(root: Path, snapshot: Path) -> None:
+def test_existing_files_are_replaced_and_put_back(root: Path, snapshot: Path) -> None:
     records = save(root, snapshot)
     (root / "file").unlink()
     (root / "file").write_bytes(b"someone else's")
@@ -156,7 +156,7 @@ def test_a_folder_that_became_a_link_is_not_entered(root: Path, snapshot: Path, 
     assert not list((tmp_path / "elsewhere").iterdir())
 
 
-def test_something_else_has_the_name(root: Path, snapshot: Path) -> None:
+def test_another_kind_of_file_has_the_name(root: Path, snapshot: Path) -> None:
     records = save(root, snapshot)
     (root / "empty").unlink()
     (root / "empty").mkdir()
@@ -199,7 +199,7 @@ def test_only_crius_own_names_are_removed(root: Path) -> None:
     assert [name for name in names if (root / name).exists()] == ["my.link_remap.7", "link_remap.x"]
 
 
-def test_another_file_system_below_is_left_alone(root: Path, snapshot: Path) -> None:
+def test_a_nested_file_system_is_left_alone(root: Path, snapshot: Path) -> None:
     if os.geteuid() != 0:
         skip_or_fail("root", "only root mounts")
     import ctypes
@@ -216,14 +216,14 @@ def test_another_file_system_below_is_left_alone(root: Path, snapshot: Path) -> 
     assert names == {"file", "other", "sub/sub/third", "empty"}
 
 
-def test_a_record_of_another_size_is_made_with_that_size(root: Path, snapshot: Path) -> None:
+def test_a_file_is_created_with_its_recorded_size(root: Path, snapshot: Path) -> None:
     (record,) = save(root, snapshot, inodes={(root / "file").stat().st_ino})
     shared_files.SharedFiles(root, snapshot, [replace(record, names=("new",), size_bytes=MIB + 3)]).put_back()
     assert (root / "new").read_bytes() == CONTENT[: MIB + 3]
 
 
 @pytest.mark.parametrize("number", [errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.ELOOP])
-def test_folders_of_others_that_cannot_be_looked_into_are_passed_over(
+def test_unreadable_folders_of_others_are_skipped(
     root: Path, snapshot: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     """Removed or moved while they are listed, or a FUSE file system, into which not even root may look."""
@@ -240,7 +240,7 @@ def test_folders_of_others_that_cannot_be_looked_into_are_passed_over(
     assert names == {"file", "other", "sub/sub/third", "empty"}
 
 
-def test_folders_nested_deeper_than_a_path_can_be(root: Path, snapshot: Path) -> None:
+def test_folders_nested_deeper_than_a_path_allows(root: Path, snapshot: Path) -> None:
     fd = os.open(root, os.O_RDONLY)
     for _ in range(30):
         os.mkdir("d" * 200, dir_fd=fd)
@@ -264,7 +264,7 @@ def test_a_folder_that_becomes_a_link_is_not_followed(root: Path, snapshot: Path
         shared_files._save_one(root, snapshot, "0", ["moved/third"])
 
 
-def test_out_of_descriptors_is_not_passed_over(root: Path, snapshot: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_running_out_of_descriptors_is_an_error(root: Path, snapshot: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> int:
         raise OSError(24, "Too many open files")
 

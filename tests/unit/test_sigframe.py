@@ -36,7 +36,7 @@ def _marks(state: bytes) -> list[int]:
     ],
     ids=["no AMX", "AMX that is not in use", "AMX in use"],
 )
-def test_the_marks_lie_where_the_kernel_can_look_for_them(
+def test_the_marks_are_where_the_kernel_looks_for_them(
     size_bytes: int, features: int, in_use: int, told_bytes: int, marks: list[int]
 ) -> None:
     area = _xsave(size_bytes, features, in_use)

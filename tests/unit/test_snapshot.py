@@ -1,4 +1,4 @@
-"""gpucr.snapshot.folder and files: private, committed atomically, opened with suspicion, removed without a trace."""
+"""gpucr.snapshot.folder and files: private, committed atomically, checked when opened, removed completely."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def snapshot(tmp_path: Path) -> Snapshot:
 
 @pytest.fixture
 def with_device(tmp_path: Path) -> Snapshot:
-    """A snapshot whose device memory is beside CRIU's images: three pages, of which the second is zero."""
+    """A snapshot whose device memory is beside CRIU's images: three pages, the second of them zero."""
     memory = b"a" * 4096 + bytes(4096) + b"b" * 4096
     return samples.committed_with_device_data(tmp_path / "snap", memory, piece_bytes=4096)
 
@@ -72,7 +72,7 @@ def mode_of(path: Path) -> int:
 # --- made and committed ----------------------------------------------------------------------------------------
 
 
-def test_a_committed_snapshot_opens_equal_and_verifies(snapshot: Snapshot) -> None:
+def test_a_committed_snapshot_opens_unchanged_and_verifies(snapshot: Snapshot) -> None:
     opened = Snapshot.open(snapshot.path)
     assert opened == snapshot
     opened.verify()
@@ -84,7 +84,7 @@ def test_a_committed_snapshot_opens_equal_and_verifies(snapshot: Snapshot) -> No
     assert replace(opened.manifest, files=()) == samples.manifest()
 
 
-def test_everything_is_private_whatever_the_umask(tmp_path: Path) -> None:
+def test_files_are_private_under_any_umask(tmp_path: Path) -> None:
     umask = os.umask(0)
     try:
         made = samples.committed(tmp_path / "snap")
@@ -100,7 +100,7 @@ def test_an_existing_empty_folder_is_used_and_made_private(tmp_path: Path) -> No
     assert mode_of(samples.committed(folder).path) == 0o700
 
 
-def test_nothing_is_left_of_the_writing(snapshot: Snapshot) -> None:
+def test_no_temporary_files_remain(snapshot: Snapshot) -> None:
     assert sorted(path.name for path in snapshot.path.iterdir()) == ["images", MANIFEST_NAME]
 
 
@@ -133,7 +133,7 @@ def test_a_process_killed_during_the_commit_leaves_no_snapshot(call: str, tmp_pa
 # --- device memory ---------------------------------------------------------------------------------------------
 
 
-def test_device_memory_is_a_part_of_the_snapshot(with_device: Snapshot) -> None:
+def test_device_memory_is_part_of_the_snapshot(with_device: Snapshot) -> None:
     opened = Snapshot.open(with_device.path)
     assert opened == with_device
     opened.verify()
@@ -155,7 +155,7 @@ def test_missing_device_memory(with_device: Snapshot) -> None:
 
 
 @pytest.mark.parametrize("name", ["device", "device/100.0"])
-def test_device_memory_that_others_could_have_changed_is_refused(name: str, with_device: Snapshot) -> None:
+def test_device_memory_writable_by_others_is_refused(name: str, with_device: Snapshot) -> None:
     (with_device.path / name).chmod(0o702)
     with pytest.raises(SnapshotError, match=f"{name} can be written by others"):
         Snapshot.open(with_device.path)
@@ -165,7 +165,7 @@ def test_device_memory_that_others_could_have_changed_is_refused(name: str, with
         Snapshot.open(with_device.path)
 
 
-def test_no_snapshot_without_the_device_memory_that_its_manifest_names(tmp_path: Path) -> None:
+def test_device_memory_named_in_the_manifest_must_exist(tmp_path: Path) -> None:
     unfinished = UnfinishedSnapshot(tmp_path / "snap")
     unfinished.create()
     draft = samples.manifest(device_data=samples.write_device_data(unfinished.device, b"a" * 8192, 4096))
@@ -209,7 +209,7 @@ def _full(path: Path) -> None:
         (lambda path: path.symlink_to(path), SnapshotExists, "exists and is not a folder"),
     ],
 )
-def test_a_target_that_is_taken(
+def test_a_taken_target(
     make: Callable[[Path], None], error: type[Exception], says: str, tmp_path: Path,
     tree_of: Callable[[], object],
 ) -> None:  # fmt: skip
@@ -224,13 +224,13 @@ def test_a_target_that_is_taken(
     assert tree_of() == before
 
 
-def test_a_target_in_a_folder_that_is_not_there(tmp_path: Path) -> None:
+def test_a_target_in_a_missing_folder(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="does not exist") as caught:
         check_target(tmp_path / "a" / "b")
     assert f"mkdir -p {tmp_path / 'a'}" in (caught.value.hint or "")
 
 
-def test_a_target_with_a_name_that_is_too_long(tmp_path: Path) -> None:
+def test_a_target_with_an_overlong_name(tmp_path: Path) -> None:
     with pytest.raises(SnapshotError, match="File name too long"):
         check_target(tmp_path / ("x" * 300))
 
@@ -247,7 +247,7 @@ def test_a_target_of_another_user(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("existed", [False, True])
 @pytest.mark.parametrize("until", ["create", "images", "device", "commit"])
-def test_discard_removes_exactly_what_was_made(
+def test_discard_removes_exactly_what_was_created(
     until: str, tmp_path: Path, tree_of: Callable[[], object], *, existed: bool
 ) -> None:
     if existed:
@@ -272,7 +272,7 @@ def test_discard_before_create_does_nothing(tmp_path: Path, tree_of: Callable[[]
     assert tree_of() == before
 
 
-def test_the_undo_of_a_dump_that_came_second_does_not_touch_the_first(snapshot: Snapshot) -> None:
+def test_the_undo_of_a_second_dump_does_not_touch_the_first(snapshot: Snapshot) -> None:
     second = UnfinishedSnapshot(snapshot.path)
     with pytest.raises(SnapshotExists):
         second.create()
@@ -346,7 +346,7 @@ def test_a_full_disk_is_a_clear_error_and_leaves_nothing(tmp_path: Path) -> None
         (errno.EMFILE, "GPUCR-SNAPSHOT", "raise the limit of open files (ulimit -n)"),
     ],
 )
-def test_only_a_full_disk_is_called_one(number: int, code: str, hint: str) -> None:
+def test_only_a_full_disk_is_reported_as_full(number: int, code: str, hint: str) -> None:
     with pytest.raises(SnapshotError, match="could not be completed") as caught, completed("x", hint="make room"):
         raise OSError(number, os.strerror(number), "x/a")
     assert (caught.value.code, caught.value.hint, caught.value.path) == (code, hint, "x/a")
@@ -355,7 +355,7 @@ def test_only_a_full_disk_is_called_one(number: int, code: str, hint: str) -> No
 # --- opened with suspicion -------------------------------------------------------------------------------------
 
 
-def test_what_is_no_folder(tmp_path: Path) -> None:
+def test_not_a_folder(tmp_path: Path) -> None:
     _file(tmp_path / "file")
     for name in ("file", "missing"):
         with pytest.raises(InvalidRequest, match="is not a folder"):
@@ -427,7 +427,7 @@ _SUBSTITUTES: dict[str, Callable[[Path], None]] = {
 
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize("kind", _SUBSTITUTES)
-def test_something_else_in_place_of_the_manifest(kind: str, snapshot: Snapshot) -> None:
+def test_another_kind_of_file_instead_of_the_manifest(kind: str, snapshot: Snapshot) -> None:
     (snapshot.path / MANIFEST_NAME).unlink()
     _SUBSTITUTES[kind](snapshot.path / MANIFEST_NAME)
     with pytest.raises(SnapshotDamaged):
@@ -436,7 +436,7 @@ def test_something_else_in_place_of_the_manifest(kind: str, snapshot: Snapshot) 
 
 @pytest.mark.parametrize("name", [".", "images", MANIFEST_NAME, PAGES])
 @pytest.mark.parametrize("mode", [0o770, 0o702])
-def test_what_others_can_write_is_refused(name: str, mode: int, snapshot: Snapshot) -> None:
+def test_a_snapshot_writable_by_others_is_refused(name: str, mode: int, snapshot: Snapshot) -> None:
     (snapshot.path / name).chmod(mode)
     with pytest.raises(SnapshotError, match="can be written by others") as caught:
         Snapshot.open(snapshot.path)
@@ -445,19 +445,19 @@ def test_what_others_can_write_is_refused(name: str, mode: int, snapshot: Snapsh
 
 
 @pytest.mark.parametrize("name", [".", "images", MANIFEST_NAME, PAGES])
-def test_what_others_can_only_read_is_accepted(name: str, snapshot: Snapshot) -> None:
+def test_a_snapshot_readable_by_others_is_accepted(name: str, snapshot: Snapshot) -> None:
     (snapshot.path / name).chmod(0o755)
     assert Snapshot.open(snapshot.path) == snapshot
 
 
 @pytest.mark.parametrize("name", [".", "images", MANIFEST_NAME, PAGES])
-def test_what_another_user_owns_is_refused(name: str, snapshot: Snapshot) -> None:
+def test_another_users_snapshot_is_refused(name: str, snapshot: Snapshot) -> None:
     _give_to_nobody(snapshot.path / name)
     with pytest.raises(SnapshotError, match=f"can be written by others.*uid {NOBODY_UID}"):
         Snapshot.open(snapshot.path)
 
 
-def test_a_private_snapshot_is_closed_to_others_and_not_called_damaged() -> None:
+def test_another_users_private_snapshot_is_denied_and_not_called_damaged() -> None:
     if os.geteuid() != 0:
         skip_or_fail("root", "only root can become another user")
     code = (
@@ -505,7 +505,7 @@ def test_the_last_range_ends_with_the_file(snapshot: Snapshot) -> None:
     _refused(snapshot, "images/core-1.img differs .* between bytes 0 and 9$")
 
 
-def test_two_pieces_that_changed_places(snapshot: Snapshot) -> None:
+def test_two_swapped_pieces(snapshot: Snapshot) -> None:
     unfinished = UnfinishedSnapshot(snapshot.path.parent / "other")
     unfinished.create()
     (unfinished.images / "a.img").write_bytes(bytes(1000) + b"x" * 1000)
@@ -533,13 +533,13 @@ def test_missing_images(snapshot: Snapshot) -> None:
 
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize("kind", _SUBSTITUTES)
-def test_something_else_in_place_of_an_image(kind: str, snapshot: Snapshot) -> None:
+def test_another_kind_of_file_instead_of_an_image(kind: str, snapshot: Snapshot) -> None:
     (snapshot.path / PAGES).unlink()
     _SUBSTITUTES[kind](snapshot.path / PAGES)
     _refused(snapshot, f"{PAGES} is not a plain file")
 
 
-def test_images_that_are_a_symbolic_link(snapshot: Snapshot) -> None:
+def test_images_behind_a_symbolic_link(snapshot: Snapshot) -> None:
     elsewhere = snapshot.path.parent / "elsewhere"
     snapshot.images.rename(elsewhere)
     snapshot.images.symlink_to(elsewhere)
@@ -557,7 +557,7 @@ def test_too_few_or_too_many_digests(change: Callable[[list[str]], list[str]], s
     _refused(snapshot, f"too few or too many digests for {PAGES}")
 
 
-def test_a_recorded_size_beyond_all_disks(snapshot: Snapshot) -> None:
+def test_an_impossibly_large_recorded_size(snapshot: Snapshot) -> None:
     huge = replace(snapshot.manifest.files[0], size_bytes=2**64 - 1)
     forged = replace(snapshot.manifest, files=(huge,))
     (snapshot.path / MANIFEST_NAME).write_bytes(manifests.encode(forged))
@@ -586,7 +586,7 @@ def test_a_file_that_vanishes_while_it_is_read(snapshot: Snapshot, monkeypatch: 
     _refused(snapshot, "cannot be read: No such file")
 
 
-def test_pieces_are_hashed_as_a_whole_file_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hashing_in_pieces_equals_hashing_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = os.urandom(2500)
     (tmp_path / "file").write_bytes(data)
     many = files.record(tmp_path, ["file"])[0]
@@ -608,7 +608,7 @@ def test_files_are_made_durable_while_they_are_hashed(tmp_path: Path, monkeypatc
     assert sorted(synced) == [".", "images", *paths]
 
 
-def test_what_the_disk_has_not_taken_is_no_success(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_sync_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_bytes(b"data")
 
     def fail(path: Path) -> None:
@@ -629,7 +629,7 @@ def test_a_snapshot_can_be_moved(snapshot: Snapshot, tmp_path: Path) -> None:
 # --- a dump that is killed before it has put anything into its folder ---
 
 
-def test_an_empty_folder_for_images_is_no_obstacle_for_the_next_dump(tmp_path: Path) -> None:
+def test_an_empty_images_folder_does_not_block_the_next_dump(tmp_path: Path) -> None:
     (tmp_path / "s" / "images").mkdir(parents=True)
     check_target(tmp_path / "s")
     unfinished = UnfinishedSnapshot(tmp_path / "s")
@@ -640,7 +640,7 @@ def test_an_empty_folder_for_images_is_no_obstacle_for_the_next_dump(tmp_path: P
 
 
 @pytest.mark.parametrize("name", ["images/pages-1.img", "other", "device/1.0"])
-def test_anything_more_is_one(tmp_path: Path, name: str) -> None:
+def test_a_nonempty_folder_blocks_the_next_dump(tmp_path: Path, name: str) -> None:
     (tmp_path / "s" / "images").mkdir(parents=True)
     (tmp_path / "s" / name).parent.mkdir(exist_ok=True)
     (tmp_path / "s" / name).touch()
@@ -650,7 +650,7 @@ def test_anything_more_is_one(tmp_path: Path, name: str) -> None:
     assert (tmp_path / "s" / name).exists()
 
 
-def test_a_link_in_its_place_is_one(tmp_path: Path) -> None:
+def test_a_link_blocks_the_next_dump(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "s").mkdir()
     (tmp_path / "s" / "images").symlink_to(tmp_path / "elsewhere")
@@ -659,7 +659,7 @@ def test_a_link_in_its_place_is_one(tmp_path: Path) -> None:
     assert (tmp_path / "elsewhere").exists()
 
 
-def test_the_folder_of_a_dump_that_is_at_work_is_taken(tmp_path: Path) -> None:
+def test_the_folder_of_a_running_dump_is_taken(tmp_path: Path) -> None:
     first, second = UnfinishedSnapshot(tmp_path / "s"), UnfinishedSnapshot(tmp_path / "s")
     first.create()
     with pytest.raises(SnapshotExists, match="another dump is at work in"):
@@ -672,7 +672,7 @@ def test_the_folder_of_a_dump_that_is_at_work_is_taken(tmp_path: Path) -> None:
     second.discard()
 
 
-def test_its_guard_is_told_before_anything_is_in_the_folder(tmp_path: Path) -> None:
+def test_the_guard_knows_the_folder_before_anything_is_in_it(tmp_path: Path) -> None:
     seen: list[list[str]] = []
     unfinished = UnfinishedSnapshot(tmp_path / "s")
     unfinished.create(lambda: seen.append(os.listdir(unfinished.held.fd)))

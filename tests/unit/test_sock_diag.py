@@ -1,4 +1,4 @@
-"""gpucr.linux.sock_diag: the kernel's own answers about real sockets, and ends that it is told to make."""
+"""gpucr.linux.sock_diag: the kernel's answers about real sockets, and connections that it destroys."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_listener_and_both_ends_of_a_connection(listener: socket.socket) -> No
         assert not {mine, *at(local(listener))} & set(sock_diag.sockets_of([os.getppid()]))
 
 
-def test_ipv6_and_ipv4_in_its_clothes() -> None:
+def test_ipv6_and_mapped_ipv4() -> None:
     if not socket.has_ipv6:
         pytest.skip("this machine has no IPv6")
     try:
@@ -73,7 +73,7 @@ def test_ipv6_and_ipv4_in_its_clothes() -> None:
         assert outside_connections([mine, theirs]) == ()
 
 
-def test_a_closed_connection_has_its_port_until_it_is_ended(listener: socket.socket) -> None:
+def test_a_closed_connection_keeps_its_port_until_destroyed(listener: socket.socket) -> None:
     if os.geteuid() != 0:
         skip_or_fail("root", "only root may end a connection")
     end = local(listener)
@@ -98,7 +98,7 @@ def end_of(end: Endpoint) -> tuple[str, int]:
     return end.address, end.port
 
 
-def test_without_privileges_nothing_is_ended(listener: socket.socket) -> None:
+def test_without_privileges_no_connection_is_destroyed(listener: socket.socket) -> None:
     if os.geteuid() != 0:
         skip_or_fail("root", "only root has privileges to drop")
     code = (
@@ -124,7 +124,7 @@ def tcp(local_port: int, remote_port: int, state: int = TcpState.ESTABLISHED, re
     return TcpSocket(socket.AF_INET, state, Endpoint("10.0.0.1", local_port), Endpoint(remote, remote_port), local_port)
 
 
-def test_what_leads_outside() -> None:
+def test_external_connections() -> None:
     inside = [
         TcpSocket(2, TcpState.ESTABLISHED, Endpoint("10.0.0.1", 1), Endpoint("10.0.0.1", 2), 1),
         TcpSocket(2, TcpState.CLOSE_WAIT, Endpoint("10.0.0.1", 2), Endpoint("10.0.0.1", 1), 2),
@@ -151,7 +151,7 @@ def test_overlap(one: tuple[str, int], other: tuple[str, int], expected: bool) -
     assert overlap(Endpoint(*other), Endpoint(*one)) is expected
 
 
-def test_endpoints_are_shown_as_people_write_them() -> None:
+def test_endpoints_are_formatted_conventionally() -> None:
     assert str(endpoint(bytes(15) + b"\1", 80)) == "[::1]:80"
     assert str(endpoint(bytes(10) + b"\xff\xff\x7f\0\0\1", 80)) == "127.0.0.1:80"
 

@@ -103,7 +103,7 @@ def test_no_steps() -> None:
 
 
 @pytest.mark.parametrize("failing", [0, 1, 2])
-def test_a_failure_undoes_what_was_begun_in_reverse_with_the_failing_step_first(failing: int) -> None:
+def test_a_failure_undoes_started_steps_in_reverse_from_the_failing_one(failing: int) -> None:
     log: list[str] = []
     error = DriverError("no", pid=1, action="lock", result=999)
     steps = [Recorded(name, log, raising(error) if i == failing else None) for i, name in enumerate("abc")]
@@ -116,7 +116,7 @@ def test_a_failure_undoes_what_was_begun_in_reverse_with_the_failing_step_first(
     assert [event.phase for event in events if event.event == "undo"] == list(reversed(begun))
 
 
-def test_an_undo_that_fails_is_told_with_both_messages_and_the_others_are_still_undone() -> None:
+def test_a_failed_undo_is_reported_with_both_messages_and_the_rest_is_undone() -> None:
     log: list[str] = []
     cause = GpucrError("the checkpoint went wrong")
     steps = [
@@ -135,7 +135,7 @@ def test_an_undo_that_fails_is_told_with_both_messages_and_the_others_are_still_
     assert caught.value.exit_code == 10
 
 
-def test_what_an_undo_leaves_behind_is_told_and_is_no_damage() -> None:
+def test_leftovers_of_an_undo_are_reported_and_are_not_damage() -> None:
     log: list[str] = []
     first = Recorded("first", log, undo=raising(LeftBehind("/x could not be removed: Input/output error")))
     failing = Recorded("failing", log, run=raising(GpucrError("it failed", hint="try again")))
@@ -151,21 +151,21 @@ def test_what_an_undo_leaves_behind_is_told_and_is_no_damage() -> None:
     assert stopped.value.hint == "/x could not be removed: Input/output error"
 
 
-def test_errors_that_are_not_gpucrs_are_undone_too() -> None:
+def test_foreign_errors_are_undone_too() -> None:
     log: list[str] = []
     with pytest.raises(ZeroDivisionError):
         run_steps([Recorded("a", log, raising(ZeroDivisionError()))])
     assert log == ["run a", "undo a"]
 
 
-def test_exit_is_undone_too() -> None:
+def test_sys_exit_is_undone_too() -> None:
     log: list[str] = []
     with pytest.raises(SystemExit):
         run_steps([Recorded("a", log, raising(SystemExit(3)))])
     assert log == ["run a", "undo a"]
 
 
-def test_without_undo_passes_everything_on_but_the_undo() -> None:
+def test_without_undo_delegates_everything_but_undo() -> None:
     log: list[str] = []
     step: Step = WithoutUndo(Recorded("a", log))
     assert (step.name, step.describe()) == ("a", "the step a")
@@ -263,7 +263,7 @@ def wait_for_progress(interrupts: Interrupts, meter: Meter) -> None:
         interrupts.check()
 
 
-def test_a_meter_adds_up_what_threads_say(often: None) -> None:
+def test_a_meter_sums_over_threads(often: None) -> None:
     listener = Listener()
 
     def work(meter: Meter, _: Interrupts) -> None:
@@ -290,7 +290,7 @@ def test_a_meter_adds_up_what_threads_say(often: None) -> None:
     assert not [thread for thread in threading.enumerate() if "progress" in thread.name]
 
 
-def test_advances_come_while_the_step_works(often: None) -> None:
+def test_advances_arrive_while_the_step_works(often: None) -> None:
     listener = Listener()
 
     def work(meter: Meter, _: Interrupts) -> None:
@@ -326,7 +326,7 @@ def test_a_step_that_expects_nothing_does_not_advance(often: None) -> None:
     assert [event.event for event in listener.events] == ["begin", "end"]
 
 
-def test_notes_come_in_order_between_begin_and_end() -> None:
+def test_notes_arrive_in_order_between_begin_and_end() -> None:
     listener = Listener()
 
     def work(meter: Meter, _: Interrupts) -> None:
@@ -337,7 +337,7 @@ def test_notes_come_in_order_between_begin_and_end() -> None:
     assert listener.said == [("begin", "save it"), ("note", "first"), ("note", "second"), ("end", "save it")]
 
 
-def test_a_step_that_fails_says_before_the_undo_how_far_it_came() -> None:
+def test_a_failing_step_reports_its_progress_before_the_undo() -> None:
     listener = Listener()
 
     def work(meter: Meter, _: Interrupts) -> None:
@@ -352,7 +352,7 @@ def test_a_step_that_fails_says_before_the_undo_how_far_it_came() -> None:
     assert listener.advances()[0].size_bytes == 3
 
 
-def test_without_a_listener_a_meter_is_as_good() -> None:
+def test_a_meter_works_without_a_listener() -> None:
     log: list[str] = []
 
     def work(meter: Meter, _: Interrupts) -> None:
@@ -365,7 +365,7 @@ def test_without_a_listener_a_meter_is_as_good() -> None:
 
 
 @pytest.mark.parametrize("event", ["advance", "note"])
-def test_a_listener_that_fails_meanwhile_ends_the_step_where_it_may_be_left(event: str, often: None) -> None:
+def test_a_listener_failure_ends_an_interruptible_step(event: str, often: None) -> None:
     log: list[str] = []
     listener = Listener(fail_on=event)
 
@@ -390,7 +390,7 @@ def test_a_listener_that_fails_at_the_last_advance_ends_the_operation() -> None:
     assert log == ["worked", "undone"]
 
 
-def test_a_listener_that_fails_does_not_replace_the_steps_own_error(often: None) -> None:
+def test_a_listener_failure_does_not_replace_the_steps_own_error(often: None) -> None:
     listener = Listener(fail_on="advance")
 
     def work(meter: Meter, _: Interrupts) -> None:
@@ -402,7 +402,7 @@ def test_a_listener_that_fails_does_not_replace_the_steps_own_error(often: None)
         run_steps([Metered(work)], on_progress=listener)
 
 
-def test_after_the_commit_a_listener_that_fails_meanwhile_takes_nothing_back() -> None:
+def test_after_the_commit_a_listener_failure_undoes_nothing() -> None:
     log: list[str] = []
 
     def work(meter: Meter, interrupts: Interrupts) -> None:
@@ -429,7 +429,7 @@ def test_a_signal_ends_a_wait_with_a_meter_and_leaves_no_thread() -> None:
     assert not [thread for thread in threading.enumerate() if "progress" in thread.name]
 
 
-def test_without_undo_passes_the_meter_on() -> None:
+def test_without_undo_delegates_the_meter() -> None:
     listener = Listener()
     run_steps([WithoutUndo(Metered(lambda meter, _: meter.note("here")))], on_progress=listener)
     assert ("note", "here") in listener.said
@@ -457,7 +457,7 @@ def test_rate_and_time_left(
 # --- deadlines -------------------------------------------------------------------------------------------------
 
 
-def test_the_deadline_is_looked_at_between_steps() -> None:
+def test_the_deadline_is_checked_between_steps() -> None:
     log: list[str] = []
     deadline = time.monotonic() + 0.5
 
@@ -470,7 +470,7 @@ def test_the_deadline_is_looked_at_between_steps() -> None:
     assert log == ["run a", "undo a"]
 
 
-def test_a_deadline_that_is_over_at_the_start_changes_nothing() -> None:
+def test_an_expired_deadline_changes_nothing() -> None:
     log: list[str] = []
     with pytest.raises(DeadlineExceeded):
         run_steps([Recorded("a", log)], deadline=time.monotonic() - 1)
@@ -486,18 +486,20 @@ def test_a_deadline_that_is_met() -> None:
 
 @pytest.mark.parametrize("number", SIGNALS)
 @pytest.mark.parametrize("where", ["a", "b"])
-def test_a_signal_lets_the_step_end_and_undoes_all(number: signal.Signals, where: str, outer: list[int]) -> None:
+def test_a_signal_lets_the_step_finish_and_undoes_everything(
+    number: signal.Signals, where: str, outer: list[int]
+) -> None:
     log: list[str] = []
 
     def send_and_go_on(_: Interrupts) -> None:
         signal.raise_signal(number)
-        log.append("went on")
+        log.append("continued")
 
     steps = [Recorded(name, log, send_and_go_on if name == where else None) for name in "ab"]
     with pytest.raises(Interrupted) as caught:
         run_steps(steps)
     begun = ["a"] if where == "a" else ["a", "b"]
-    assert log == [*(f"run {name}" for name in begun), "went on", *(f"undo {name}" for name in reversed(begun))]
+    assert log == [*(f"run {name}" for name in begun), "continued", *(f"undo {name}" for name in reversed(begun))]
     assert caught.value.exit_code == 130
     assert isinstance(caught.value.__cause__, KeyboardInterrupt)
     assert outer == []
@@ -517,7 +519,7 @@ def test_a_signal_cuts_an_allowed_wait_short(number: signal.Signals) -> None:
     assert log == ["run a", "undo a"]
 
 
-def test_a_signal_from_outside_wakes_a_blocking_wait() -> None:
+def test_an_external_signal_wakes_a_blocking_wait() -> None:
     read_end, write_end = os.pipe()
 
     def wait(interrupts: Interrupts) -> None:
@@ -546,7 +548,7 @@ def test_a_signal_before_an_allowed_wait_is_not_lost() -> None:
     assert log == ["run a", "undo a"]
 
 
-def test_a_second_signal_does_not_cut_off_the_cleaning_up_after_the_first() -> None:
+def test_a_second_signal_does_not_interrupt_the_cleanup() -> None:
     log: list[str] = []
 
     def wait(interrupts: Interrupts) -> None:
@@ -562,7 +564,7 @@ def test_a_second_signal_does_not_cut_off_the_cleaning_up_after_the_first() -> N
     assert log == ["run a", "cleaned up", "undo a"]
 
 
-def test_what_is_postponed_is_acted_on_after_the_step() -> None:
+def test_a_postponed_signal_is_handled_after_the_step() -> None:
     log: list[str] = []
 
     def wait(interrupts: Interrupts) -> None:
@@ -577,7 +579,7 @@ def test_what_is_postponed_is_acted_on_after_the_step() -> None:
 
 
 @pytest.mark.parametrize("signal_first", [True, False])
-def test_after_the_commit_a_signal_takes_nothing_back(*, signal_first: bool) -> None:
+def test_after_the_commit_a_signal_undoes_nothing(*, signal_first: bool) -> None:
     log: list[str] = []
 
     def commit(interrupts: Interrupts) -> None:
@@ -593,7 +595,7 @@ def test_after_the_commit_a_signal_takes_nothing_back(*, signal_first: bool) -> 
     assert log == ["run a", "run b"]
 
 
-def test_after_an_allowed_wait_signals_are_noted_again() -> None:
+def test_after_an_allowed_wait_signals_are_deferred_again() -> None:
     log: list[str] = []
 
     def wait_then_work(interrupts: Interrupts) -> None:
@@ -622,7 +624,7 @@ def test_signals_during_the_undo_are_reported_and_change_nothing(number: signal.
     assert outer == []
 
 
-def test_a_signal_while_the_listener_is_at_work_is_reported_when_it_is_done() -> None:
+def test_a_signal_during_the_listener_is_reported_afterwards() -> None:
     """A second Ctrl-C often comes while the line about the undo is written, inside which no other can be."""
     done: list[str] = []
     is_at_work = False
@@ -662,7 +664,7 @@ def test_a_listener_that_fails_on_an_ignored_signal_does_not_stop_the_undo() -> 
     assert log[-2:] == ["undo b", "undo a"]
 
 
-def test_the_callers_handlers_get_what_comes_afterwards(outer: list[int]) -> None:
+def test_later_signals_go_to_the_callers_handlers(outer: list[int]) -> None:
     run_steps([Recorded("a", [])])
     with pytest.raises(GpucrError):
         run_steps([Recorded("a", [], raising(GpucrError("no")))])
@@ -672,7 +674,7 @@ def test_the_callers_handlers_get_what_comes_afterwards(outer: list[int]) -> Non
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_what_the_caller_ignores_stays_ignored(number: signal.Signals) -> None:
+def test_signals_the_caller_ignores_stay_ignored(number: signal.Signals) -> None:
     callers = signal.signal(number, signal.SIG_IGN)
     try:
         log: list[str] = []
@@ -704,7 +706,7 @@ def test_another_thread_runs_steps_without_touching_signals(outer: list[int]) ->
     assert outer == [signal.SIGINT]
 
 
-def test_a_handler_that_is_not_pythons_is_left_alone(tmp_path: Path) -> None:
+def test_a_non_python_handler_is_left_alone(tmp_path: Path) -> None:
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         pytest.skip("needs a C compiler for a handler that is not Python's")

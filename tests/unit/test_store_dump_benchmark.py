@@ -16,7 +16,7 @@ from tests.storm import long
 ROOT = Path(__file__).parents[2]
 
 
-def test_rates_are_compared_with_the_plain_folder() -> None:
+def test_rates_are_relative_to_the_plain_folder() -> None:
     plain = Result({"dump": [2.0, 9.0, 1.0], "restore": [4.0]})
     store = Result({"dump": [2.5, 2.5, 2.5], "restore": [2.0], "again": [1.0]}, failures=["round 2: lost"])
     data = store_dump.as_json({"folder": plain, "auto": store}, {"gib": 8.0})

@@ -82,7 +82,7 @@ def test_help_and_a_wrong_option_of_every_command(leaf: str) -> None:
     [(["jobs"], 0), (["explain"], 0), (["state", "no-such-job", "--json"], 2)],
     ids=["jobs", "explain", "fails"],
 )
-def test_what_is_printed_and_lost(arguments: list[str], expected: int, stdin: str, stdout: str, stderr: str) -> None:
+def test_output_that_is_lost(arguments: list[str], expected: int, stdin: str, stdout: str, stderr: str) -> None:
     code, said = gpucr(arguments, stdin, stdout, stderr)
     lost = stdout == "full" and expected == 0
     assert code == (OutputLost.exit_code if lost else expected), said
@@ -90,7 +90,7 @@ def test_what_is_printed_and_lost(arguments: list[str], expected: int, stdin: st
 
 
 @pytest.mark.parametrize(("stdout", "stderr"), list(itertools.product(KINDS, KINDS)))
-def test_the_drop_in(stdout: str, stderr: str) -> None:
+def test_the_drop_in_cuda_checkpoint(stdout: str, stderr: str) -> None:
     """Its exit codes are 0 and 1, and what it cannot print is a failure."""
     code = "import sys; from gpucr.compat.cuda_checkpoint import main; sys.exit(main())"
     for arguments, works in (("--help", True), ("--no-such-option", False)):

@@ -1,4 +1,4 @@
-"""A mistyped command or option: the error says what may have been meant."""
+"""A mistyped command or option: the error suggests the right one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.command import run
         ("dump 1 --too x", "No such option '--too'. Did you mean '--to'?"),
     ],
 )
-def test_what_was_meant(typed: str, meant: str) -> None:
+def test_suggestions(typed: str, meant: str) -> None:
     done = run(*typed.split())
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.splitlines()[-2:] == [f"Error: {meant}", "code:  GPUCR-BAD-REQUEST"]

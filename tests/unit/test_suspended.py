@@ -1,4 +1,4 @@
-"""gpucr.gpu_state.suspended: what a suspend leaves for the resume that follows."""
+"""gpucr.gpu_state.suspended: the record that a suspend leaves for the resume."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RUNNING, LOCKED, CHECKPOINTED = CudaState.RUNNING, CudaState.LOCKED, CudaState.C
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of the records, which is not there yet."""
+    """The folder of the records, which does not exist yet."""
     monkeypatch.setattr(suspended.RECORDS, "folder", lambda: tmp_path / "gpucr" / "suspended")
     return tmp_path / "gpucr" / "suspended"
 
@@ -34,7 +34,7 @@ def test_round_trip(found: CudaState) -> None:
     assert record.found is found
 
 
-def test_nothing_is_known_of_others() -> None:
+def test_other_processes_have_no_record() -> None:
     remember(GangMember(PROCESS, LOCKED), {})
     assert recall(ProcessId(PROCESS.pid, PROCESS.start_time_ticks + 2)) is None
     assert recall(ProcessId(PROCESS.pid + 1, PROCESS.start_time_ticks)) is None
@@ -51,7 +51,7 @@ def test_records_are_private(folder: Path) -> None:
     assert stat.S_IMODE(record.stat().st_mode) == 0o600
 
 
-def test_a_second_suspend_keeps_the_record_of_the_first() -> None:
+def test_a_second_suspend_keeps_the_first_record() -> None:
     remember(GangMember(PROCESS, LOCKED), {"GPU-a": 8})
     remember(GangMember(PROCESS, CHECKPOINTED), {})
     assert recall(PROCESS) == SuspendedRecord(LOCKED, {"GPU-a": 8})
@@ -78,7 +78,7 @@ WRONG_TABLES: tuple[Any, ...] = (None, [], 8, "x")
 WRONG_SIZES: tuple[Any, ...] = (-1, "8", None, 1.5, True, float("nan"), float("inf"))
 
 
-def test_what_the_damaged_ones_are_made_from_is_read(folder: Path) -> None:
+def test_the_undamaged_sample_is_read(folder: Path) -> None:
     _write(folder, json.dumps(GOOD))
     assert recall(PROCESS) == SuspendedRecord(LOCKED, {"GPU-a": 8}, has_hooks=True)
 
@@ -114,7 +114,7 @@ def test_a_record_that_is_not_text(folder: Path) -> None:
     assert recall(PROCESS) is None
 
 
-def test_a_folder_that_cannot_be_made_does_not_stop_a_suspend(folder: Path) -> None:
+def test_a_suspend_works_without_a_record_folder(folder: Path) -> None:
     folder.parent.write_text("a file where the folder should be")
     remember(GangMember(PROCESS, LOCKED), {})
     assert recall(PROCESS) is None

@@ -1,4 +1,4 @@
-"""A snapshot below another user's folder: whichever file that user puts there, nothing else is read or changed."""
+"""A snapshot below another user's folder: regardless of what that user swaps in, nothing else is read or changed."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def swap(request: pytest.FixtureRequest, victim: Path) -> Callable[[Path], None]
 # --- one that is read ----------------------------------------------------------------------------------------------
 
 
-def test_what_was_opened_is_read_to_the_end(theirs: Path, swap: Callable[[Path], None]) -> None:
+def test_an_opened_folder_is_read_to_the_end(theirs: Path, swap: Callable[[Path], None]) -> None:
     made = samples.committed_with_device_data(theirs / "a", b"a" * 8192, piece_bytes=4096)
     opened = Snapshot.open(theirs / "a")
     swap(theirs / "a")
@@ -87,7 +87,7 @@ def test_what_was_opened_is_read_to_the_end(theirs: Path, swap: Callable[[Path],
         assert changed.resolve().parent == theirs / "a.aside"
 
 
-def test_damage_is_named_by_the_path_that_the_folder_has_now(theirs: Path, swap: Callable[[Path], None]) -> None:
+def test_damage_is_reported_under_the_folders_current_path(theirs: Path, swap: Callable[[Path], None]) -> None:
     samples.committed(theirs / "a")
     opened = Snapshot.open(theirs / "a")
     (theirs / "a" / "images" / "core-1.img").unlink()
@@ -97,7 +97,7 @@ def test_damage_is_named_by_the_path_that_the_folder_has_now(theirs: Path, swap:
     assert damaged.value.path == str(theirs / "a.aside" / "images" / "core-1.img")
 
 
-def test_what_another_user_has_put_there_is_not_opened(theirs: Path, swap: Callable[[Path], None]) -> None:
+def test_another_users_replacement_is_not_opened(theirs: Path, swap: Callable[[Path], None]) -> None:
     samples.committed(theirs / "a")
     swap(theirs / "a")
     with pytest.raises(SnapshotError, match=r"can be written by others|a link that another user can change") as refused:
@@ -108,9 +108,7 @@ def test_what_another_user_has_put_there_is_not_opened(theirs: Path, swap: Calla
 # --- one that is made ----------------------------------------------------------------------------------------------
 
 
-def test_a_dump_whose_folder_was_swapped_is_no_snapshot(
-    theirs: Path, victim: Path, swap: Callable[[Path], None]
-) -> None:
+def test_a_dump_into_a_swapped_folder_commits_nothing(theirs: Path, victim: Path, swap: Callable[[Path], None]) -> None:
     before = _contents(victim)
     unfinished = UnfinishedSnapshot(theirs / "a")
     unfinished.create()
@@ -132,9 +130,7 @@ def test_a_dump_whose_folder_was_swapped_is_no_snapshot(
     assert _contents(victim) == before
 
 
-def test_a_guard_removes_the_folder_that_it_was_told_of(
-    theirs: Path, victim: Path, swap: Callable[[Path], None]
-) -> None:
+def test_a_guard_removes_only_its_own_folder(theirs: Path, victim: Path, swap: Callable[[Path], None]) -> None:
     before = _contents(victim)
     unfinished = UnfinishedSnapshot(theirs / "a")
     unfinished.create()
@@ -147,7 +143,7 @@ def test_a_guard_removes_the_folder_that_it_was_told_of(
     assert _contents(victim) == before
 
 
-def test_a_folder_that_was_swapped_right_after_it_was_made_is_not_used(
+def test_a_folder_swapped_right_after_creation_is_not_used(
     theirs: Path, victim: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Even for another snapshot of root's, which the owner of the folder above can move there."""
@@ -169,7 +165,7 @@ def test_a_folder_that_was_swapped_right_after_it_was_made_is_not_used(
     assert _contents(victim) == before
 
 
-def test_an_older_folder_keeps_its_mode_when_it_was_swapped(theirs: Path, swap: Callable[[Path], None]) -> None:
+def test_a_swapped_existing_folder_keeps_its_mode(theirs: Path, swap: Callable[[Path], None]) -> None:
     (theirs / "a").mkdir(mode=0o750)
     (theirs / "a").chmod(0o750)
     unfinished = UnfinishedSnapshot(theirs / "a")

@@ -71,7 +71,7 @@ def test_holding_adds_processes_and_holds_none_twice(start: Start, target: Count
     late.assert_untouched()
 
 
-def test_a_stop_that_is_in_force_ends_with_continue_stopped(target: Counting, make_threads: MakeThreads) -> None:
+def test_continue_stopped_ends_a_pending_stop(target: Counting, make_threads: MakeThreads) -> None:
     os.kill(target.pid, signal.SIGSTOP)
     target.wait_stopped()
     threads = make_threads()
@@ -82,7 +82,7 @@ def test_a_stop_that_is_in_force_ends_with_continue_stopped(target: Counting, ma
     target.assert_untouched()
 
 
-def test_a_process_that_has_ended_is_passed_over(start: Start, target: Counting, make_threads: MakeThreads) -> None:
+def test_an_ended_process_is_skipped(start: Start, target: Counting, make_threads: MakeThreads) -> None:
     ends = start()
     threads = make_threads()
     threads.hold({ends.pid: ends.workers[0], target.pid: target.workers[0]})

@@ -86,7 +86,7 @@ def test_root_gets_huge_pages() -> None:
         assert file.reason is None
 
 
-def test_what_is_populated_is_huge(huge_file: StagingFile) -> None:
+def test_populated_memory_uses_huge_pages(huge_file: StagingFile) -> None:
     huge_file.populate(0, huge_file.size_bytes)
     with mmap.mmap(huge_file.fd, huge_file.size_bytes) as mapped:
         area = ctypes.c_char.from_buffer(mapped)
@@ -104,7 +104,7 @@ def smaps_bytes(address: int, field: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def test_without_privileges_the_pages_are_small_and_the_reason_is_told() -> None:
+def test_without_privileges_pages_are_small_and_the_reason_is_reported() -> None:
     if os.geteuid() != 0:
         skip_or_fail("root", "only root has privileges to drop")
     code = (
@@ -121,7 +121,7 @@ def test_without_privileges_the_pages_are_small_and_the_reason_is_told() -> None
 
 
 @pytest.mark.parametrize("kind", ["as made", "memfd"])
-def test_another_process_maps_it_and_it_lives_on(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_survives_in_another_process(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if kind == "memfd":
         monkeypatch.setattr(tmpfs, "_FSOPEN", 9999)  # a call that no kernel has: ENOSYS
     file = StagingFile.create(4 * MIB)
@@ -162,14 +162,14 @@ def test_closing_twice_closes_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("threads", [None, 1, 3])
-def test_populate_allocates_zeros_and_keeps_what_is_there(any_file: StagingFile, threads: int | None) -> None:
+def test_populate_allocates_zeros_and_keeps_contents(any_file: StagingFile, threads: int | None) -> None:
     os.pwrite(any_file.fd, b"kept", 5 * MIB)
     any_file.populate(0, any_file.size_bytes, threads)
     assert any_file.resident_bytes() == any_file.size_bytes
     assert os.pread(any_file.fd, any_file.size_bytes, 0) == bytes(5 * MIB) + b"kept" + bytes(11 * MIB - 4)
 
 
-def test_populate_a_part(any_file: StagingFile) -> None:
+def test_populate_part_of_the_file(any_file: StagingFile) -> None:
     any_file.populate(6 * MIB, 4 * MIB)
     assert any_file.resident_bytes() == 4 * MIB
     assert os.lseek(any_file.fd, 0, os.SEEK_DATA) == 6 * MIB
@@ -180,15 +180,13 @@ def test_populate_a_part(any_file: StagingFile) -> None:
     assert any_file.size_bytes == os.fstat(any_file.fd).st_size == 16 * MIB
 
 
-def test_populate_where_the_kernel_has_no_populating_madvise(
-    any_file: StagingFile, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_populate_on_a_kernel_without_madv_populate(any_file: StagingFile, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tmpfs, "_MADV_POPULATE_WRITE", 9999)
     any_file.populate(4 * MIB, 6 * MIB, 2)
     assert any_file.resident_bytes() == 6 * MIB
 
 
-def test_populating_does_not_fill_our_own_memory() -> None:
+def test_populating_does_not_use_our_own_memory() -> None:
     code = (
         "peak = lambda: int(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1]) << 10\n"
         "f = StagingFile.create(192 << 20); f.populate(0, 8 << 20, 4); before = peak()\n"

@@ -61,7 +61,7 @@ def test_selecting() -> None:
         assert selected(top).split()[0] == str(pid)
 
 
-def test_the_selection_stays_on_its_job() -> None:
+def test_the_selection_follows_its_job() -> None:
     top = state(job(100), job(200), job(300))
     top.press("down")
     top.take_jobs([job(50), job(100), job(200), job(300)], (GPU,))
@@ -94,7 +94,7 @@ def test_keys_without_a_job(key: str) -> None:
     assert top.question is None
 
 
-def test_nothing_is_done_without_an_answer() -> None:
+def test_nothing_happens_without_confirmation() -> None:
     top = state(job(100))
     assert top.press("s") == Look(100)
     assert "suspend job 100, 1 process: 1.0 GiB on GPU 0 go to host memory\ny yes   n no" in shown(top)
@@ -108,7 +108,7 @@ def test_nothing_is_done_without_an_answer() -> None:
 
 
 @pytest.mark.parametrize("key", ["q", "escape"])
-def test_leaving_a_question_does_not_leave_the_program(key: str) -> None:
+def test_leaving_a_question_does_not_quit(key: str) -> None:
     top = state(job(100))
     top.press("s")
     assert top.press(key) is None
@@ -139,7 +139,7 @@ def test_yes() -> None:
         ([CudaState(42)], ""),
     ],
 )
-def test_what_can_be_done_in_which_state(states: list[CudaState], can: str) -> None:
+def test_actions_by_state(states: list[CudaState], can: str) -> None:
     for key in "sr":
         top = state(job(100, *states))
         top.press(key)
@@ -164,7 +164,7 @@ def test_the_whole_tree_of_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     assert top.press("p") is None
 
 
-def test_while_an_operation_runs_only_cancel_means_something() -> None:
+def test_while_an_operation_runs_only_cancel_works() -> None:
     top = state(job(100), job(200))
     top.press("s")
     top.press("y")
@@ -187,7 +187,7 @@ def test_while_an_operation_runs_only_cancel_means_something() -> None:
     assert top.press("q") == Quit()
 
 
-def test_what_preflight_says() -> None:
+def test_preflight_findings_are_shown() -> None:
     top = state(job(100), job(200))
     assert top.press("c") == Look(100)
     assert "preflight looks at job 100" in shown(top)
@@ -203,7 +203,7 @@ def test_what_preflight_says() -> None:
     assert "blocking: it has a ring: CRIU cannot dump one\n  leave it out" in shown(top)
 
 
-def test_a_job_that_ends_while_it_is_asked_about() -> None:
+def test_a_job_ends_while_its_question_is_open() -> None:
     top = state(job(100), job(200))
     top.press("s")
     top.take_jobs([job(200)], (GPU,))
@@ -222,7 +222,7 @@ def test_terminals_of_every_size(width: int, height: int) -> None:
         assert height < 8 or selected(top, height).split()[0] == "198"
 
 
-def test_names_of_another_user_do_not_steer_the_terminal() -> None:
+def test_other_users_names_cannot_control_the_terminal() -> None:
     top = state(job(100, command="\x1b[2J\x07"))
     assert all(line.text.isprintable() for line in screen(top, 100, 24))
     top.ended(Notice(("failed: \x1b[2J",), is_error=True))

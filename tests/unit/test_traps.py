@@ -1,4 +1,4 @@
-"""Preflight: what does not come back, told from what shows outside, each with its evidence and a remedy."""
+"""Preflight: unrestorable features inferred from outside, each with its evidence and a remedy."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_managed_memory_shows_as_a_second_mapping() -> None:
     assert preflight.check_traps(job(managed), {"managed": COMES_BACK}) == []
 
 
-def test_what_several_gpus_map_is_not_judged() -> None:
+def test_mappings_on_several_gpus_are_not_judged() -> None:
     assert preflight.check_traps(job(rank(7, A, B, mapped=(), uvm_mappings=2), apart=True), {}) == []
     assert preflight.check_traps(job(rank(7, mapped=(), uvm_mappings=2), apart=True), {}) == []
     only(preflight.check_traps(job(rank(7, mapped=(), uvm_mappings=2), machine=(A,)), {}))
@@ -105,7 +105,7 @@ def test_a_default_nccl_job() -> None:
         ({"NCCL_P2P_LEVEL": "LOC", "NCCL_CUMEM_ENABLE": "0", "NCCL_CUMEM_HOST_ENABLE": "0"}, ()),
     ],
 )
-def test_nccl_settings_that_come_back(environment: Mapping[str, str], mapped: tuple[str, ...]) -> None:
+def test_nccl_settings_that_are_restored(environment: Mapping[str, str], mapped: tuple[str, ...]) -> None:
     ranks = [rank(pid, uuid, environment=environment, mapped=(LIBRARY, *mapped)) for pid, uuid in ((7, A), (8, B))]
     assert preflight.check_traps(job(*ranks), {}) == []
 
@@ -136,12 +136,12 @@ def test_nccl_settings_that_lose_the_job(environment: Mapping[str, str], how: st
     assert f"{canaries[-1]} measured on this machine on 2026-11-21: lost" in finding.evidence
 
 
-def test_one_rank_with_other_settings_than_the_others() -> None:
+def test_one_rank_with_different_settings() -> None:
     finding = only(sharing.check_nccl(job(rank(7, A, environment=SAFE), rank(8, B)), {}))
     assert finding.severity == "blocking"
 
 
-def test_settings_made_after_the_start_show_in_the_mappings() -> None:
+def test_settings_changed_after_the_start_show_in_the_mappings() -> None:
     files = (LIBRARY, FILE)
     finding = only(sharing.check_nccl(job(rank(7, A, mapped=files), rank(8, B, mapped=files)), {}))
     assert finding.severity == "warning"
@@ -204,11 +204,11 @@ def test_an_environment_that_cannot_be_read() -> None:
         JobTraits((), ()),
     ],
 )
-def test_no_ranks_on_several_gpus(harmless: JobTraits) -> None:
+def test_processes_on_several_gpus_that_are_not_ranks(harmless: JobTraits) -> None:
     assert preflight.check_traps(harmless, {}) == []
 
 
-def test_ranks_whose_gpus_nvml_does_not_know() -> None:
+def test_ranks_on_gpus_unknown_to_nvml() -> None:
     finding = only(preflight.check_traps(job(rank(7), rank(8)), {}))
     assert finding.severity == "blocking"
     assert "2 GPUs" in finding.evidence
@@ -221,7 +221,7 @@ def test_one_rank_of_a_larger_job() -> None:
     assert preflight.check_traps(job(rank(7, A, environment={"LOCAL_WORLD_SIZE": "1"})), {}) == []
 
 
-def test_shared_memory_that_was_measured_to_be_lost() -> None:
+def test_shared_memory_measured_to_be_lost() -> None:
     ranks = job(rank(7, A, environment=SAFE), rank(8, B, environment=SAFE))
     finding = only(preflight.check_traps(ranks, {"shared_memory_ranks": LOST}))
     assert finding.severity == "blocking"
@@ -235,7 +235,7 @@ def event_file(pid: int) -> str:
     return f"/dev/shm/cuda.shm.3e8.{pid:x}.1"
 
 
-def test_a_process_that_has_opened_anothers_memory_or_event() -> None:
+def test_a_process_with_anothers_memory_or_event_open() -> None:
     first, second = rank(0x1F0, A, mapped=(event_file(0x1F0),)), rank(0x1F1, B, mapped=(event_file(0x1F0),))
     finding = only(preflight.check_traps(job(first, second), {}))
     assert (finding.severity, finding.code, finding.pid) == ("blocking", "GPUCR-CUDA-IPC", 0x1F1)
@@ -246,7 +246,7 @@ def test_a_process_that_has_opened_anothers_memory_or_event() -> None:
     assert preflight.check_traps(job(first, second), {"legacy_ipc": COMES_BACK}) == []
 
 
-def test_the_pid_in_the_name_is_the_one_that_the_process_itself_has() -> None:
+def test_the_pid_in_the_name_is_from_the_processs_own_namespace() -> None:
     inside = replace(rank(7001, A).process, ns_pids=(7001, 5))
     own = CudaTraits(inside, {}, frozenset((event_file(5),)), frozenset(), frozenset((A,)))
     assert preflight.check_traps(job(own), {}) == []
@@ -255,16 +255,16 @@ def test_the_pid_in_the_name_is_the_one_that_the_process_itself_has() -> None:
 
 
 @pytest.mark.parametrize("name", ["cuda.shm.0.1", "cuda.shm.0.zz.1", "cuda.shm.0.1.1.1", "xcuda.shm.0.1.1"])
-def test_other_files_in_shared_memory_tell_nothing(name: str) -> None:
+def test_other_files_in_shared_memory_prove_nothing(name: str) -> None:
     assert preflight.check_traps(job(rank(7, A, mapped=(f"/dev/shm/{name}", f"/srv/{event_file(8)}"))), {}) == []
 
 
-def test_a_deleted_file_tells_as_much() -> None:
+def test_a_deleted_file_counts_as_well() -> None:
     deleted = rank(7, A, mapped=(event_file(8) + " (deleted)",))
     assert only(preflight.check_traps(job(deleted), {})).code == "GPUCR-CUDA-IPC"
 
 
-def test_memory_of_expandable_segments_is_another_kind() -> None:
+def test_expandable_segments_are_a_separate_kind() -> None:
     expandable = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64, expandable_segments: True"}
     opened = job(rank(7, A, mapped=(event_file(8),), environment=expandable))
     finding = only(preflight.check_traps(opened, {"legacy_ipc": COMES_BACK}))
@@ -289,7 +289,7 @@ def test_processes_that_share_several_gpus_are_named_once() -> None:
     assert B in finding.evidence
 
 
-def test_ranks_over_shared_host_memory_are_spoken_for() -> None:
+def test_ranks_over_shared_host_memory_are_already_covered() -> None:
     ranks = [rank(pid, A, mapped=(LIBRARY, FILE)) for pid in (7, 8)]
     assert preflight.check_traps(job(*ranks), {}) == []
     worker = rank(9, A, mapped=())
@@ -299,7 +299,7 @@ def test_ranks_over_shared_host_memory_are_spoken_for() -> None:
     assert only(preflight.check_traps(job(*safe), {})).code == "GPUCR-CUDA-IPC"
 
 
-def test_processes_whose_gpus_nvml_does_not_know() -> None:
+def test_processes_on_gpus_unknown_to_nvml() -> None:
     devices = ("/dev/nvidia-uvm", "/dev/nvidiactl")
     trainer, watcher = rank(7, mapped=devices), rank(8, mapped=())
     assert preflight.check_traps(job(trainer, watcher), {}) == []
@@ -323,7 +323,7 @@ def test_a_process_on_two_gpus() -> None:
     assert "peer_access measured on this machine on 2026-11-21: lost" in finding.evidence
 
 
-def test_a_process_on_two_gpus_that_is_no_trap() -> None:
+def test_a_harmless_process_on_two_gpus() -> None:
     assert preflight.check_traps(job(rank(7, A, B)), {"peer_access": COMES_BACK}) == []
     assert preflight.check_traps(job(rank(7, A, B), apart=True), {}) == []
 
@@ -369,18 +369,18 @@ def test_mig() -> None:
     assert only(preflight.check_traps(JobTraits((rank(7),), machine[:1]), {})).severity == "blocking"
 
 
-def test_mig_where_a_restore_goes() -> None:
+def test_mig_on_the_restore_target() -> None:
     machine = (gpu(A, mig=True), gpu(B))
     assert only(preflight.check_mig_targets([A], machine)).severity == "blocking"
     assert preflight.check_mig_targets([B, C], machine) == []
 
 
-def test_mps_that_nvml_knows() -> None:
+def test_mps_known_to_nvml() -> None:
     finding = only(preflight.check_traps(job(rank(7, A), mps_clients=frozenset((7, 9))), {}))
     assert (finding.severity, finding.pid, finding.evidence) == ("blocking", 7, "NVML lists it as a client of MPS")
 
 
-def test_mps_by_its_pipe_and_its_server(tmp_path: Path) -> None:
+def test_mps_recognised_by_its_pipe_and_server(tmp_path: Path) -> None:
     environment = {"CUDA_MPS_PIPE_DIRECTORY": str(tmp_path)}
     name_it = "import ctypes; ctypes.CDLL(None).prctl(15, b'nvidia-cuda-mps-server'); " + WAITING
     with python(WAITING) as client:
@@ -409,7 +409,7 @@ def test_a_driver_too_old_for_a_gpu_map(gpu_map: bool, able: bool, found: int) -
 # --- what was measured ------------------------------------------------------------------------------------------
 
 
-def test_a_machine_that_brings_nothing_back() -> None:
+def test_a_machine_that_restores_nothing() -> None:
     finding = only(preflight.check_traps(job(rank(7, A)), {"plain": LOST}))
     assert finding.severity == "blocking"
     assert "canary plain, measured on this machine on 2026-11-21: lost" in finding.evidence
@@ -417,7 +417,7 @@ def test_a_machine_that_brings_nothing_back() -> None:
 
 
 @pytest.mark.parametrize("name", ["pinned", "streams_and_graphs"])
-def test_what_a_job_may_use_without_showing_it(name: str) -> None:
+def test_invisible_features(name: str) -> None:
     assert only(preflight.check_traps(job(rank(7, A)), {name: LOST})).severity == "warning"
     assert preflight.check_traps(job(rank(7, A)), {name: COMES_BACK}) == []
 
@@ -430,7 +430,7 @@ def _gang(child: Child) -> Job:
     return Job(tree, (GangMember(tree[0].id, CudaState.RUNNING),))
 
 
-def test_what_is_seen_of_a_real_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_facts_read_from_a_real_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     library = tmp_path / "libnccl.so.2"
     library.write_bytes(bytes(4096))
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
@@ -461,12 +461,12 @@ def test_mappings_of_the_unified_memory_device_are_counted(tmp_path: Path, monke
     assert seen.uvm_mappings == 2
 
 
-def test_a_job_without_cuda_is_not_looked_at() -> None:
+def test_a_job_without_cuda_is_not_inspected() -> None:
     with python(WAITING) as child:
         assert preflight.look(Job(processes.tree(child.pid), ()), []) == JobTraits((), ())
 
 
-def test_the_environment_of_a_process_that_is_gone() -> None:
+def test_the_environment_of_an_ended_process() -> None:
     with python(WAITING) as child:
         assert processes.environment(child.pid) is not None
     assert processes.environment(child.pid) is None
@@ -483,7 +483,7 @@ def interposed(pid: int, *gpus: str, counted: Status | None = None, **more: Any)
     return replace(rank(pid, *gpus, **more), counted=counted or told())
 
 
-def test_what_interposers_tell_takes_the_place_of_what_is_inferred() -> None:
+def test_interposer_reports_replace_inference() -> None:
     """NCCL ranks, two processes on one GPU, one on two GPUs: each is refused if nobody tells."""
     ranks = (interposed(7, A), interposed(8, B))
     assert preflight.check_traps(job(*ranks), {}) == []
@@ -498,7 +498,7 @@ def test_what_interposers_tell_takes_the_place_of_what_is_inferred() -> None:
     assert preflight.check_traps(job(closed), {}) == [], "what was opened has been closed"
 
 
-def test_ranks_outside_of_the_job_are_inferred_as_before() -> None:
+def test_ranks_outside_the_job_are_still_inferred() -> None:
     alone = interposed(7, A, environment={"LOCAL_WORLD_SIZE": "2"})
     assert only(preflight.check_traps(job(alone), {})).code == "GPUCR-NCCL"
 
@@ -511,7 +511,7 @@ def test_ranks_outside_of_the_job_are_inferred_as_before() -> None:
         ("peer_access", "GPUCR-PEER-ACCESS", "peer_access"),
     ],
 )
-def test_what_is_shared_now_is_refused_unless_it_was_seen_to_come_back(count: str, code: str, canary: str) -> None:
+def test_current_sharing_is_refused_unless_measured_to_be_restored(count: str, code: str, canary: str) -> None:
     sharing = job(interposed(7, A), interposed(8, B, counted=told(**{count: 3})))
     finding = only(preflight.check_traps(sharing, {}))
     assert (finding.severity, finding.code, finding.pid) == ("blocking", code, 8)
@@ -523,8 +523,8 @@ def block(pid: int, index: int, **more: Any) -> Place:
     return Place(pid, Block(index, 1, 2 << 20, 1, 0, Flag(more.get("flags", 0)), 1, 4096, 500))
 
 
-def test_what_interposers_bring_back_is_refused_only_where_it_would_be_torn() -> None:
-    """Suspend, freeze and move: memory that processes of one job have of each other is no obstacle."""
+def test_sharing_interposers_restore_is_refused_only_where_it_would_break() -> None:
+    """Suspend, freeze and move: memory shared within one job is no obstacle."""
     both = (interposed(7, A), interposed(8, B, counted=told(imported=1)))
     shared = Sharing({block(8, 0, flags=Flag.IMPORTED): block(7, 3)}, ())
     whole = JobTraits(both, job(*both).machine, sharing=shared)
@@ -540,7 +540,7 @@ def test_what_interposers_bring_back_is_refused_only_where_it_would_be_torn() ->
 
 
 @pytest.mark.parametrize("count", ["multicast", "dma_buf", "external"])
-def test_what_nothing_brings_back_is_refused_with_its_reason(count: str) -> None:
+def test_sharing_nothing_restores_is_refused_with_its_reason(count: str) -> None:
     finding = only(preflight.check_traps(job(interposed(7, A, counted=told(**{count: 1}))), {}))
     assert (finding.severity, finding.code) == ("blocking", "GPUCR-MEMORY-OUTSIDE")
 

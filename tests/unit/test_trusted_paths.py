@@ -47,7 +47,7 @@ def unsafe(place: Path, request: pytest.FixtureRequest) -> Path:
 # --- links -------------------------------------------------------------------------------------------------------
 
 
-def test_links_of_root_are_followed_wherever_they_are(place: Path) -> None:
+def test_roots_links_are_followed_everywhere(place: Path) -> None:
     (place / "real" / "inner").mkdir(parents=True)
     (place / "real" / "inner" / "file").write_text("x")
     (place / "absolute").symlink_to(place / "real")
@@ -60,7 +60,7 @@ def test_links_of_root_are_followed_wherever_they_are(place: Path) -> None:
         assert set(os.listdir(folder)) == {"inner", "relative"}
 
 
-def test_links_behind_a_name_that_others_can_change_are_not_followed(place: Path, unsafe: Path) -> None:
+def test_links_others_can_change_are_not_followed(place: Path, unsafe: Path) -> None:
     (place / "victim").mkdir()
     (unsafe / "link").symlink_to(place / "victim")
     inner = unsafe / "roots"
@@ -75,7 +75,7 @@ def test_links_behind_a_name_that_others_can_change_are_not_followed(place: Path
     assert list((place / "victim").iterdir()) == []
 
 
-def test_in_a_sticky_folder_only_links_of_root_are_followed(place: Path) -> None:
+def test_in_a_sticky_folder_only_roots_links_are_followed(place: Path) -> None:
     sticky = _shared(place / "tmp", 0o1777)
     (place / "victim").mkdir()
     for name, owner in (("roots", 0), ("theirs", OTHER)):
@@ -87,14 +87,14 @@ def test_in_a_sticky_folder_only_links_of_root_are_followed(place: Path) -> None
         trusted_paths.open_folder(sticky / "theirs")
 
 
-def test_a_circle_of_links_ends(place: Path) -> None:
+def test_a_link_cycle_ends(place: Path) -> None:
     (place / "a").symlink_to("b")
     (place / "b").symlink_to("a")
     with pytest.raises(OSError, match="leads through"):
         trusted_paths.open_folder(place / "a")
 
 
-def test_paths_that_are_relative_and_paths_of_no_parts(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_relative_and_empty_paths(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (place / "inner").mkdir()
     monkeypatch.chdir(place / "inner")
     for path, same in (("..", place), (".", place / "inner"), ("../inner/", place / "inner"), ("/", Path("/"))):
@@ -106,7 +106,7 @@ def test_paths_that_are_relative_and_paths_of_no_parts(place: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("umask", [0, 0o022, 0o777])
-def test_what_is_made_has_the_mode_that_was_asked_for(place: Path, umask: int) -> None:
+def test_created_folders_have_the_requested_mode(place: Path, umask: int) -> None:
     before = os.umask(umask)
     try:
         trusted_paths.make_private(place / "a" / "b" / "c")
@@ -121,7 +121,7 @@ def test_what_is_made_has_the_mode_that_was_asked_for(place: Path, umask: int) -
     assert stat.S_IMODE((place / "file").stat().st_mode) == 0o640
 
 
-def test_a_file_that_is_there_keeps_its_mode(place: Path) -> None:
+def test_an_existing_file_keeps_its_mode(place: Path) -> None:
     (place / "file").touch(mode=0o604)
     os.close(trusted_paths.open_file(place / "file", os.O_WRONLY | os.O_CREAT))
     assert stat.S_IMODE((place / "file").stat().st_mode) == 0o604
@@ -129,13 +129,13 @@ def test_a_file_that_is_there_keeps_its_mode(place: Path) -> None:
         trusted_paths.open_file(place / "file", os.O_WRONLY | os.O_CREAT | os.O_EXCL)
 
 
-def test_private_folders_are_not_made_where_others_can_replace_them(unsafe: Path) -> None:
+def test_private_folders_are_not_created_where_others_can_replace_them(unsafe: Path) -> None:
     with pytest.raises(PermissionError, match="can change"):
         trusted_paths.make_private(unsafe / "a" / "b")
     assert list(unsafe.iterdir()) == []
 
 
-def test_a_folder_that_was_swapped_for_one_of_roots_stays_roots(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_swapped_for_one_of_roots_stays_roots(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     home = _theirs(place / "home")
     (home / "roots").mkdir(mode=0o700)
     (home / "roots" / "secret").touch()
@@ -152,7 +152,7 @@ def test_a_folder_that_was_swapped_for_one_of_roots_stays_roots(place: Path, mon
     assert (home / "made").stat().st_uid == 0
 
 
-def test_an_empty_folder_is_removed_and_no_other_one(place: Path) -> None:
+def test_only_an_empty_folder_is_removed(place: Path) -> None:
     home = _theirs(place / "home")
     (home / "full" / "x").mkdir(parents=True)
     (home / "empty").mkdir()
@@ -165,7 +165,7 @@ def test_an_empty_folder_is_removed_and_no_other_one(place: Path) -> None:
 # --- what is believed --------------------------------------------------------------------------------------------
 
 
-def test_what_others_cannot_change_is_ours(place: Path) -> None:
+def test_paths_only_we_can_change_are_trusted(place: Path) -> None:
     (place / "folder").mkdir()
     (place / "folder" / "file").touch(mode=0o755)
     (place / "link").symlink_to("folder/file")
@@ -173,7 +173,7 @@ def test_what_others_cannot_change_is_ours(place: Path) -> None:
         trusted_paths.require_ours(path)
 
 
-def test_what_others_can_change_is_not(place: Path, unsafe: Path) -> None:
+def test_paths_others_can_change_are_not_trusted(place: Path, unsafe: Path) -> None:
     (unsafe / "file").touch()
     theirs = place / "file"
     theirs.touch()
@@ -186,7 +186,7 @@ def test_what_others_can_change_is_not(place: Path, unsafe: Path) -> None:
             trusted_paths.require_ours(path)
 
 
-def test_a_folder_and_all_that_is_directly_in_it_is_ours_or_not(place: Path) -> None:
+def test_a_folder_is_trusted_only_with_all_its_entries(place: Path) -> None:
     folder = place / "libraries"
     (folder / "deeper").mkdir(parents=True)
     for name in ("a", "b"):

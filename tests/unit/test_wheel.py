@@ -67,7 +67,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return wheel
 
 
-def test_it_has_the_manual_pages(wheel: Path) -> None:
+def test_the_wheel_has_the_manual_pages(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         (dump,) = [name for name in names if name.endswith(".data/data/share/man/man1/gpucr-dump.1")]
@@ -77,7 +77,7 @@ def test_it_has_the_manual_pages(wheel: Path) -> None:
     assert "gpucr/error_codes.md" in names
 
 
-def test_it_has_the_interposer_and_says_which_c_library_that_needs(wheel: Path, tmp_path: Path) -> None:
+def test_the_wheel_has_the_interposer_and_states_its_c_library(wheel: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         archive.extract(f"gpucr/interposer/{LIBRARY}", tmp_path)
     built = tmp_path / "gpucr/interposer" / LIBRARY

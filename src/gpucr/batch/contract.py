@@ -1,7 +1,7 @@
-"""Run a job under a batch system: start it or bring it back, and dump it when its place is taken away.
+"""Run a job under a batch system: start or restore it, and dump it when its allocation ends.
 
-The operations run in a thread of their own, so that signals reach nothing but `_Notice`: the second SIGTERM of a batch
-system that loses patience must not cut off the dump that the first one has asked for.
+The operations run in a separate thread, so that signals reach only `_Notice`: a second SIGTERM from an impatient batch
+system must not interrupt the dump that the first one requested.
 """
 
 from __future__ import annotations
@@ -44,25 +44,24 @@ REQUEUE_EXIT = 99
 """Slurm requeues a job that ends with this code where slurm.conf says ``RequeueExit=99``."""
 
 ENVIRONMENT_VARIABLE = "GPUCR_ENV_FILE"
-"""Names the file that has the batch system's variables of the place where the job is now."""
+"""Names the file with the batch system's variables of the job's current allocation."""
 
 _LOOK_EVERY_S = 0.2
 _PAUSE_S = 2.0
-"""Between a dump that failed and the next attempt."""
+"""Between a failed dump and the next attempt."""
 
 _PR_SET_CHILD_SUBREAPER = 36
 
 
 @dataclass(frozen=True)
 class BatchJob:
-    """What to run, and how its place ends. Durations in seconds.
+    """What to run, and how its allocation ends. Durations in seconds.
 
-    ``grace_s``: how long a dump may take once the end is known. ``before_end_s``: how long before the time limit it
-    begins. ``every_s``: a dump that leaves the job running, so often; or that ends it, with the code
-    ``checkpoint_exit``, for a batch system that takes the snapshot away then, and starts the job again. ``signals``:
-    those that announce the end.
-    ``only_while``: descriptors of processes (pidfds). When one of these has ended, the job may already run elsewhere:
-    it is ended at once, without a dump.
+    ``grace_s``: how long a dump may take once the end is known. ``before_end_s``: how long before the time limit the
+    dump begins. ``every_s``: the interval of periodic dumps. They leave the job running, or with ``checkpoint_exit``
+    end it with that code, for a batch system that then transfers the snapshot and starts the job again. ``signals``:
+    those that announce the end. ``only_while``: descriptors of processes (pidfds). Once one of these has ended, the job
+    may already run elsewhere, so it is ended at once, without a dump.
     """
 
     command: tuple[str, ...]
@@ -79,25 +78,25 @@ class BatchJob:
 
 
 def run_batch(job: BatchJob, say: Callable[[str], None], *, key: Secret | None = None) -> int:
-    """Run it to its end, or to the end of its place. Returns the exit code for the batch system.
+    """Run the job until it or its allocation ends. Returns the exit code for the batch system.
 
-    The job's own code (128 and the signal's number where a signal ended it), or ``requeue_exit`` where it was dumped,
-    or ended without a new dump, and has to be started again with the same id. A snapshot of the id is restored, and
-    removed when the job has ended well. ``say`` gets a line for each event that belongs into the job's log.
+    This is the job's own code (128 + the signal's number if a signal ended it), or ``requeue_exit`` if the job was
+    dumped, or ended without a new dump, and has to be started again with the same id. An existing snapshot of the id is
+    restored, and removed when the job succeeds. ``say`` gets a line for each event that belongs in the job's log.
 
     Needs what `gpucr.run_job`, `gpucr.dump` and `gpucr.restore` need. Raises as they do, and InvalidRequest for a
     snapshot of another command line.
     """
     with _Notice(job.signals) as notice:
         place = job.allocation
-        # Where the batch system would have brought the store and there is none, there was no snapshot.
+        # If the batch system would have brought the store and there is none, there was no snapshot.
         travels = place.has_alone(job.store)
         snapshots = JobSnapshots(job.store, place.id, key, may_make=place.is_first or travels, travels=travels)
         return _Run(job, say, notice, snapshots).to_its_end()
 
 
 class _Notice:
-    """Whether the end of the place was announced, by a signal."""
+    """Whether a signal has announced the end of the allocation."""
 
     def __init__(self, signals: Collection[signal.Signals]) -> None:
         self._signals = signals
@@ -125,7 +124,7 @@ class _Run:
         self._next_s = time.monotonic() + (job.every_s or 0)
 
     def to_its_end(self) -> int:
-        # Keepers and restored processes become our children, and so belong to the batch system's step.
+        # Keepers and restored processes become our children, and so part of the batch system's step.
         libc.check(libc.function("prctl")(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "prctl")
         cancellation = Cancellation()
         try:
@@ -136,7 +135,7 @@ class _Run:
         with relay:
             try:
                 return self._watch(record)
-            except BaseException:  # nobody would watch it any more, nor hear of the end of its place
+            except BaseException:  # nobody would watch the job, or learn of the end of its allocation
                 end_processes(record)
                 raise
 
@@ -172,7 +171,7 @@ class _Run:
         return record, Relay(record.log, min(size, record.log.stat().st_size))
 
     def _forget_lost_start(self) -> None:
-        """Remove the record of a start on a node that has failed, which nodes that share a home folder see."""
+        """Remove the record of a start on a failed node, which is visible to nodes that share a home folder."""
         name = self._snapshots.job_name
         if not self._job.allocation.is_first and any(
             job.name == name and job.state.word == "elsewhere" for job in list_jobs()
@@ -180,14 +179,14 @@ class _Run:
             forget_job(name, force=True)
 
     def _gpus_for(self, manifest: Manifest) -> str | None:
-        """The GPUs of the allocation that the job goes to: the first ones, where it uses fewer than it was given."""
+        """The GPUs of the allocation that the job goes to: the first ones, if it uses fewer than it was given."""
         given = self._job.allocation.gpus
         if given is None or not manifest.has_gpu_state:
             return None
         return ",".join(given.split(",")[: count_used_gpus(manifest)]) or None
 
     def _aside(self, call: Callable[[], T], cancel: Cancellation | None = None, *, gives_way: bool = True) -> T:
-        """Call it in a thread. It is cancelled when the place is lost, and by a signal where it ``gives_way``."""
+        """Call it in a thread. It is cancelled if the allocation is lost, and by a signal if it ``gives_way``."""
         results: list[T] = []
         errors: list[BaseException] = []
 
@@ -216,7 +215,7 @@ class _Run:
             if (code := _exit_code(record.name, dumped=self._job.requeue_exit)) is not None:
                 return self._ended(code)
             if self._is_lost():
-                self._say(f"the place is lost, and the job is ended: {self._snapshots.what_is_left()}")
+                self._say(f"the place is lost, and the job is ended: {self._snapshots.next_start()}")
                 end_processes(record)
                 return self._job.requeue_exit
             if (reason := self._reason()) is not None and (code := self._leave(record, reason)) is not None:
@@ -242,7 +241,7 @@ class _Run:
         return bool(select.select(self._job.only_while, [], [], 0)[0])
 
     def _wait(self, record: JobRecord) -> None:
-        """Until the job's first process has ended, or the place is lost, for a moment at most."""
+        """Wait briefly for the end of the job's first process or the loss of the allocation."""
         try:
             descriptor = os.pidfd_open(record.pid)
         except ProcessLookupError:
@@ -254,7 +253,7 @@ class _Run:
             os.close(descriptor)
 
     def _leave(self, record: JobRecord, reason: str) -> int | None:
-        """Dump the job and end it. None: it has ended by itself meanwhile."""
+        """Dump the job and end it. None: it has already ended by itself."""
         self._say(f"{reason}: the job is dumped, for {self._job.grace_s:.0f} s at most")
         end_s = time.monotonic() + self._job.grace_s
         while (left_s := end_s - time.monotonic()) > 0:
@@ -265,12 +264,12 @@ class _Run:
             if self._is_lost():
                 break
             time.sleep(min(_PAUSE_S, max(0.0, end_s - time.monotonic())))
-        self._say(f"the job could not be dumped in time, and is ended: {self._snapshots.what_is_left()}")
+        self._say(f"the job could not be dumped in time, and is ended: {self._snapshots.next_start()}")
         end_processes(record)
         return self._job.requeue_exit
 
     def _dump(self, record: JobRecord, limit_s: float | None, *, leave_running: bool) -> bool:
-        """One attempt. One that leaves the job running gives way to the end of the place."""
+        """One attempt. A dump that leaves the job running is cancelled when the end of the allocation is announced."""
         cancellation = Cancellation()
         begin = time.monotonic()
         try:
@@ -304,13 +303,13 @@ class _Run:
             _environment_file_path(self._job.allocation).unlink(missing_ok=True)
         told = self._notice.reason
         if told is not None and code == 128 + signal.Signals[told]:
-            self._say(f"{told} has ended the job, too, before it could be dumped: {self._snapshots.what_is_left()}")
+            self._say(f"{told} has ended the job, too, before it could be dumped: {self._snapshots.next_start()}")
             return self._job.requeue_exit
         if code != 0 and self._snapshots.known:
-            self._say(f"the job ended with {code}; {self._snapshots.what_is_left()}")
+            self._say(f"the job ended with {code}; {self._snapshots.next_start()}")
         elif told is not None and self._snapshots.known:
-            # It may have obeyed the signal instead of having finished: only the batch system knows what comes next.
-            self._say(f"the job ended with 0 after {told}, and its snapshot stays: {self._snapshots.what_is_left()}")
+            # It may have obeyed the signal instead of finishing: only the batch system knows what comes next.
+            self._say(f"the job ended with 0 after {told}, and its snapshot stays: {self._snapshots.next_start()}")
         elif code == 0:
             try:
                 self._aside(self._snapshots.remove_all)
@@ -336,12 +335,12 @@ def _record(name: str) -> JobRecord:
 
 
 def _exit_code(name: str, *, dumped: int) -> int | None:
-    """How the job ended; None: it has not. ``dumped``: somebody else has dumped it."""
+    """The job's exit code; None: it still runs. ``dumped``: the code if another gpucr has dumped it."""
     with registry_in_use():
         found = registry().find(name)
     state = found.state
     if state.word in ("running", "suspended") or (found.record is not None and found.record.lent is not None):
-        return None  # what was dumped for a borrower comes back
+        return None  # a job dumped for a borrower will be restored
     if state.word == "dumped":
         return dumped
     if state.signal is not None:
@@ -350,7 +349,7 @@ def _exit_code(name: str, *, dumped: int) -> int | None:
 
 
 def _collect() -> None:
-    """Take in the ended processes that were given to us."""
+    """Reap ended processes that we have adopted."""
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass

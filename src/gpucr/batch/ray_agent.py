@@ -80,7 +80,7 @@ class Agent:
             os.close(told)
         if "exit" in said:
             return int(said["exit"])
-        self._end_what_is_left()
+        self._end_remaining()
         return None
 
     def _start(self, is_first: bool, output: int, answers: int, watched: tuple[int, ...]) -> None:
@@ -135,7 +135,7 @@ class Agent:
             extra.load("ray", "gpucr.batch.ray").get(last)  # complete the log before the result is known
         return _answers(answers)
 
-    def _end_what_is_left(self) -> None:
+    def _end_remaining(self) -> None:
         """The job ends with what ran it; once this returns it has ended. It may not have begun."""
         found = registry().look(JobSnapshots(self._job.store, self._job.id, None).job_name)
         if found is not None and found.record is not None:

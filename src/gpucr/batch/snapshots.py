@@ -19,7 +19,7 @@ _RULES_OF_TRAVEL = PruneRules(grace_s=0, dead_after_s=0, repack_below=0.5)
 
 
 class JobSnapshots:
-    """Those of ``job_id`` in ``store``, a URL or a folder, which is made if it does not exist and ``may_make``.
+    """The snapshots of ``job_id`` in ``store``, a URL or a folder, which is created if missing and ``may_make``.
 
     ``travels``: nobody else uses this store, and the batch system copies it between allocations: removed data is pruned
     at once.
@@ -40,8 +40,8 @@ class JobSnapshots:
     def latest(self, command: Sequence[str]) -> SnapshotInStore | None:
         """The latest, which must have this command line; None: there is none.
 
-        Raises InvalidRequest for that of another one and for a folder that is no store, StoreError if the store is not
-        there although the job was started before, and as `gpucr.list_snapshots` and `gpucr.open_snapshot` do.
+        Raises InvalidRequest for that of another one and for a folder that is no store, StoreError if the store is
+        missing although the job was started before, and as `gpucr.list_snapshots` and `gpucr.open_snapshot` do.
         """
         self._make_store()
         self._look()
@@ -92,7 +92,7 @@ class JobSnapshots:
             self._look()
             self._remove(self.known)
 
-    def what_is_left(self) -> str:
+    def next_start(self) -> str:
         """The snapshot for the next start."""
         if not self.known:
             return "there is no snapshot, and the next start is from scratch"

@@ -97,7 +97,7 @@ def _that_stay(uses: Sequence[GpuUse]) -> tuple[GpuUse, ...]:
         return ()
     stats = {use.pid: processes.read_stat(use.pid) for use in uses}
     ids = [ProcessId(pid, stat.start_time_ticks) for pid, stat in stats.items() if stat is not None]
-    processes.wait_for_the_killed(ids, _ENDING_S)
+    processes.wait_for_killed(ids, _ENDING_S)
     still = {(use.pid, use.gpu_uuid) for use in gpu_processes()}
     return tuple(use for use in uses if (use.pid, use.gpu_uuid) in still)
 
@@ -129,7 +129,7 @@ def plan(jobs: Sequence[Occupant], to: str | None, key_file: str | None, cancel:
 def _host_memory_of(
     job: Occupant, needs: Sequence[preflight.MemoryNeed], *, may_be_short: bool
 ) -> Sequence[preflight.MemoryNeed] | None:
-    """What its device memory needs; None if that does not fit beside the other ``needs``."""
+    """The host memory its device memory needs; None if that does not fit beside the other ``needs``."""
     with selection.claimed_job(job.name) as found:  # its state when nobody works on it
         uses = gpu_processes()
         own = preflight.needs_of_suspend(preflight.device_bytes_in_use(found.job, uses), in_files=uses_files("auto"))

@@ -29,7 +29,7 @@ _GONE = (ProcessNotFound, NotACudaProcess)
 
 
 class JobOutcome(Struct, frozen=True):
-    """What became of one of several jobs: a ``report``, or the ``error`` that left it as it was found."""
+    """The outcome for one of several jobs: a ``report``, or the ``error`` that left it as it was found."""
 
     job: str
     report: ChangeReport | None = None
@@ -70,7 +70,7 @@ def suspend_jobs(
     separated by commas; None: any). ``timeout_s`` applies to each. Waits for unnamed jobs that another gpucr works on.
     After an interruption no other is begun.
 
-    Raises InvalidRequest for GPUs that are not there, DriverUnavailable. What happens to a job is in its outcome.
+    Raises InvalidRequest for missing GPUs, DriverUnavailable. What happens to a job is in its outcome.
     """
     require_possible(gpu_state)
     return _each(
@@ -100,7 +100,7 @@ def resume_jobs(
     ``jobs``: pids, names and selectors; None: all suspended jobs of the caller that were on one of the ``gpus`` (None:
     any), except those whose GPUs are lent. ``gpu_map`` and ``gpu`` as for `resume`, for each.
 
-    Raises InvalidRequest for GPUs that are not there, DriverUnavailable. What happens to a job is in its outcome.
+    Raises InvalidRequest for missing GPUs, DriverUnavailable. What happens to a job is in its outcome.
     """
     GpuRequest.of(gpu_map, gpu)
     return _each(

@@ -66,7 +66,7 @@ def check(facts: KernelFacts) -> list[Finding]:
             Finding(
                 "blocking",
                 f"Linux {facts.release} was built without CONFIG_CHECKPOINT_RESTORE",
-                f"{_LAST_PID} is not there",
+                f"{_LAST_PID} is missing",
                 "CRIU cannot dump or restore; suspend and resume work",
                 "use a kernel of a distribution",
                 about=_ABOUT,
@@ -111,7 +111,7 @@ def _namespaces(facts: KernelFacts) -> list[Finding]:
             Finding(
                 "warning",
                 "there are no time namespaces",
-                "/proc/self/ns/time is not there" if "time" not in facts.kinds else "max_time_namespaces is 0",
+                "/proc/self/ns/time is missing" if "time" not in facts.kinds else "max_time_namespaces is 0",
                 "the clocks of restored jobs jump: timeouts end at once, or much too late",
                 "use a kernel with CONFIG_TIME_NS (Linux 5.6 and newer)",
                 about=_ABOUT,

@@ -135,7 +135,7 @@ class GpuMemory(Struct, frozen=True):
 
     @classmethod
     def seen_for(cls, pid: int) -> GpuMemory:
-        """What is in use now."""
+        """The device memory in use now."""
         own = [use.used_bytes for use in gpu_processes() if use.pid == pid and use.used_bytes is not None]
         everyone = sum(gpu.memory_total_bytes - gpu.memory_free_bytes for gpu in list_gpus())
         return cls(sum(own) if own else None, everyone)

@@ -142,7 +142,7 @@ def _closing(context: click.Context) -> list[str]:
         ".SH ERRORS",
         "Each error has a code.",
         ".BR gpucr\\-explain (1)",
-        "prints what is known of it. The codes are",
+        "prints its description. The codes are",
     ]
     return [*lines, _text(", ".join(error_pages())) + "."]
 

@@ -74,7 +74,7 @@ class TopScreen:
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        """Signals end the loop. Ctrl-Z does nothing: it would stop an operation half-way, with the job locked."""
+        """Signals end the loop. Ctrl-Z does nothing: it would stop an operation midway, with the job locked."""
 
         def note(number: int, frame: FrameType | None) -> None:
             self._must_end = self._must_end or number != signal.SIGTSTP

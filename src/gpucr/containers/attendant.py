@@ -91,7 +91,7 @@ class CriuHooks:
         return True
 
     def say(self, line: str) -> None:
-        """For CRIU's log."""
+        """Print a line for CRIU's log."""
         self._lines.append(line)
 
     def answer(self, error: BaseException | None) -> bool:

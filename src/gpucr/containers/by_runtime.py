@@ -209,8 +209,8 @@ def _make_folder(to: Path) -> Path:
 
 def _check_not_ended(root: ProcessId, container: str, to: Path, error: BaseException) -> None:
     """Raise JobDamaged if the container has ended: then only the folder is left of it."""
-    processes.wait_for_the_killed([root], _KILLED_LIMIT_S)
-    if processes.goes_on(root):
+    processes.wait_for_killed([root], _KILLED_LIMIT_S)
+    if processes.keeps_running(root):
         return
     why = str(error) or "it was interrupted"
     raise JobDamaged(
@@ -245,7 +245,7 @@ def _wait_until_back(job: Job) -> None:
     """
     before = _running(job)
     end, why = time.monotonic() + _THAW_LIMIT_S, ""
-    while before and processes.goes_on(job.root.id):
+    while before and processes.keeps_running(job.root.id):
         try:
             with selection.claimed_job(job.root.pid) as found:
                 missing, why = before - _running(found.job), ""
@@ -260,7 +260,7 @@ def _wait_until_back(job: Job) -> None:
         time.sleep(_LOOK_EVERY_S)
     else:
         return
-    missing = {pid for pid in missing if any(pid == m.pid and processes.goes_on(m.id) for m in job.gang)}
+    missing = {pid for pid in missing if any(pid == m.pid and processes.keeps_running(m.id) for m in job.gang)}
     if missing:
         raise JobDamaged(
             f"the GPU state of the container's process {min(missing)} is not back" + (f": {why}" if why else ""),

@@ -286,9 +286,9 @@ class RuntimeDump:
     def _is_left(self) -> bool:
         """Whether CRIU has released the tree rather than killed it."""
         known = [process.id for process in self._context.job.processes]
-        if processes.goes_on(self._context.job.root.id):
+        if processes.keeps_running(self._context.job.root.id):
             return True
-        processes.wait_for_the_killed(known, _KILLED_LIMIT_S)
+        processes.wait_for_killed(known, _KILLED_LIMIT_S)
         return False
 
 

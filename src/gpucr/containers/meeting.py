@@ -64,9 +64,9 @@ def call(criu: ProcessId, hook: str) -> list[str]:
             connection.send(hook.encode())
             message = connection.recv(MESSAGE_LIMIT_BYTES)
         except OSError as e:
-            raise _attendant_is_gone(hook) from e
+            raise _attendant_has_ended(hook) from e
     if not message:
-        raise _attendant_is_gone(hook)
+        raise _attendant_has_ended(hook)
     answer = records.decode(message, _Answer)
     if answer.error is not None:
         raise GpucrError(answer.error, hint=answer.hint, code=answer.code)
@@ -89,7 +89,7 @@ def socket_path(criu: ProcessId) -> Path:
     return MEETINGS.path(criu).with_suffix(".sock")
 
 
-def _attendant_is_gone(hook: str) -> GpucrError:
+def _attendant_has_ended(hook: str) -> GpucrError:
     return BrokenInstall(
         f"the process that handles the container's GPU state has died before {hook} was done",
         hint="its guard brings the container back; guard.log and hook.log in gpucr's log folder say more",

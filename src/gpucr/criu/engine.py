@@ -359,7 +359,7 @@ class _Run:
             self._service.signal(signal.SIGKILL)
             self._undo_deadline = float("inf")
         else:
-            self._tell_to_end()
+            self._ask_to_end()
 
     def _look(self) -> None:
         """Whether CRIU may continue."""
@@ -404,9 +404,9 @@ class _Run:
         self._stop_reason = reason
         self._undo_deadline = time.monotonic() + _UNDO_LIMIT_S
         if not self._committed:
-            self._tell_to_end()
+            self._ask_to_end()
 
-    def _tell_to_end(self) -> None:
+    def _ask_to_end(self) -> None:
         """Make CRIU fail and undo by itself, wherever it is. A waiting hook gets a refusal."""
         if self._phase == "restore":
             # CRIU treats the death of a task that it restores as a failure, and ends the others.

@@ -76,12 +76,12 @@ class OpenFiles:
             self._in_memory[entry.inode_id] = FileInMemory(os.fsdecode(entry.name), entry.size, entry.shmid)
 
     def file_in_memory(self, file_id: int) -> FileInMemory | None:
-        """What a mapping maps; None for anything else."""
+        """The file in memory that a mapping maps; None for anything else."""
         entry = self._files.get((18, file_id))
         return self._in_memory.get(entry.memfd.inode_id) if entry is not None else None
 
     def descriptors(self, image: ImageReader) -> tuple[OpenDescriptor, ...]:
-        """Those of ``fdinfo-ID.img``, by number. Raises ImageError."""
+        """The descriptors in ``fdinfo-ID.img``, by number. Raises ImageError."""
         found = [
             OpenDescriptor(each.fd, self._kind(each.type, each.id), self._name(each.type, each.id))
             for each in image.entries(images_pb2.Descriptor)

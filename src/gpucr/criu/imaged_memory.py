@@ -150,7 +150,7 @@ def memory_uses(
     shared: Mapping[int, PageRuns],
     device: Sequence[Extent] = (),
 ) -> tuple[MemoryUse, ...]:
-    """What a process has mapped, by kind; kinds that it has none of are left out.
+    """A process's mapped memory, by kind; absent kinds are omitted.
 
     ``shared`` are the pages of shared memory by ``source``. ``device`` is where the driver left device memory that is
     in CRIU's images: it counts as such and not as anonymous. ``huge`` are private pages of hugetlbfs, ``kernel`` what

@@ -189,7 +189,7 @@ def probe(command: tuple[str, ...], origin: Origin, path: Path, least: tuple[int
     Not run if another user could have put it there: it runs with the caller's privileges.
     """
     _require_ours(command, path)
-    version = _version_told(command, path)
+    version = _reported_version(command, path)
     if version < least:
         raise CriuUnavailable(
             f"{path} is CRIU {version_text(version)}, and gpucr on this kernel needs {version_text(least)} or newer",
@@ -199,7 +199,7 @@ def probe(command: tuple[str, ...], origin: Origin, path: Path, least: tuple[int
     return CriuInstall(command, version, origin, path, is_limited, has_network=not is_limited or may_use_network(path))
 
 
-def _version_told(command: tuple[str, ...], path: Path) -> tuple[int, int, int]:
+def _reported_version(command: tuple[str, ...], path: Path) -> tuple[int, int, int]:
     """The output of ``--version``, cached in this process while CRIU's files are the same."""
     try:
         found = [os.stat(word) for word in command if word.startswith("/")]

@@ -14,7 +14,7 @@ class Process:
     """A CUDA process that can be locked, checkpointed, restored and unlocked.
 
     The states go RUNNING → lock → LOCKED → checkpoint → CHECKPOINTED → restore → LOCKED → unlock → RUNNING. This acts
-    on one process only; `gpucr.suspend` and `gpucr.dump` handle whole trees and undo what fails halfway. Needs the
+    on one process only; `gpucr.suspend` and `gpucr.dump` handle whole trees and undo partial failures. Needs the
     right to trace the process (same user, or root).
 
     Raises TypeError if ``pid`` is no int, ValueError if it is not positive. The driver is loaded at first use:

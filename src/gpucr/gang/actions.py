@@ -2,7 +2,7 @@
 
 Every action runs in all processes at once, one thread each, because the driver works on different processes in parallel
 (two 8 GiB processes: 3.0 s together, 7.4 s one after the other). A failure in one process does not stop the others
-half-way: all calls are awaited, then the first error is raised and the caller undoes.
+midway: all calls are awaited, then the first error is raised and the caller undoes.
 
 The states form a ladder, RUNNING - LOCKED - CHECKPOINTED, and each member remembers the rung on which it was found. So
 an undo never replays what was done: it checks where each process is now and takes the steps back to where it was found.
@@ -83,15 +83,15 @@ class Gang:
         (seen without free descriptors), and an unknown state must never count as done.
         """
         process = self._members[pid].id
-        if not processes.goes_on(process):
+        if not processes.keeps_running(process):
             return None
         try:
             state = self.driver.state(pid)
         except GpucrError:
-            if processes.goes_on(process):
+            if processes.keeps_running(process):
                 raise
             return None  # it ended between the two queries
-        if state is None and uses_libcuda(pid) and processes.goes_on(process):
+        if state is None and uses_libcuda(pid) and processes.keeps_running(process):
             raise JobChanged(
                 f"the driver does not tell the state of process {pid} any more",
                 pids=[pid],
@@ -122,7 +122,7 @@ class Gang:
         begin = time.monotonic()
         left_s = DEFAULT_LOCK_TIMEOUT_S if self.deadline is None else self.deadline - begin
         if left_s <= 0:
-            raise DeadlineExceeded("the time is over before the job was locked", hint="give a longer --timeout")
+            raise DeadlineExceeded("timed out before the job was locked", hint="give a longer --timeout")
         states, errors = self._states(self._members)
         if errors:
             raise self._explain("lock", CudaState.RUNNING, errors)
@@ -208,7 +208,7 @@ class Gang:
         try:
             (self.rank(pid) or DriverLock(self.driver, pid)).release()
         except GpucrError:
-            if processes.goes_on(self._members[pid].id):
+            if processes.keeps_running(self._members[pid].id):
                 raise
 
     def return_to_found(self) -> None:
@@ -250,10 +250,10 @@ class Gang:
             with contextlib.suppress(IllegalState):
                 ways[self._members[pid].found](pid)
 
-        alive = [m.pid for m in self.members if m.found in ways and processes.goes_on(m.id)]
+        alive = [m.pid for m in self.members if m.found in ways and processes.keeps_running(m.id)]
         errors = self._call_in_parallel("return", ask, alive)
         for pid, error in errors.items():
-            if processes.goes_on(self._members[pid].id):
+            if processes.keeps_running(self._members[pid].id):
                 raise error
         wrong = [m for m in self.members if self._is_off(m)]
         if wrong:
@@ -280,7 +280,7 @@ class Gang:
 
     def _require_all_alive(self, action: str) -> None:
         """Raise JobChanged if a member ended although no driver call failed: before the call, or right after it."""
-        ended = [member.pid for member in self.members if not processes.goes_on(member.id)]
+        ended = [member.pid for member in self.members if not processes.keeps_running(member.id)]
         if ended:
             raise _ended(ended, action)
 
@@ -353,7 +353,7 @@ class Gang:
 
     def _explain(self, action: str, before: CudaState, errors: dict[int, Exception]) -> Exception:
         """The one error to raise: what happened to the job, if known, rather than what the driver said."""
-        ended = [pid for pid in errors if not processes.goes_on(self._members[pid].id)]
+        ended = [pid for pid in errors if not processes.keeps_running(self._members[pid].id)]
         if ended:
             explained: Exception = _ended(ended, action)
             explained.__cause__ = errors[ended[0]]

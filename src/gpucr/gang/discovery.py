@@ -70,6 +70,6 @@ def _state_if_alive(driver: Driver, process: ProcessInfo) -> CudaState | None:
     try:
         return driver.state(process.pid)
     except GpucrError:
-        if processes.goes_on(process.id):
+        if processes.keeps_running(process.id):
             raise
         return None  # it ended between the listing and the question

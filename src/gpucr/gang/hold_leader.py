@@ -39,7 +39,7 @@ A lock alone takes 0.2 to 3 ms.
 PATIENCE_PER_PROCESS_S = 0.0001
 
 PATIENCE_WEARS_OFF = 0.75
-"""After a busy rank the quiet time is longer; each time that waiting was in vain it gets shorter again."""
+"""After a busy rank the quiet time is longer; each useless wait makes it shorter again."""
 
 FIRST_HOLD_S = 0.001
 """How long released ranks run at first, beyond what the two calls take."""

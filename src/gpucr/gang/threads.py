@@ -1,7 +1,7 @@
 """Holds all threads of CUDA processes but the driver's own while device memory is away and CRIU works.
 
 CRIU wakes the threads that it dumps or restores from their system calls. Measured (H200, driver 580, JAX): a thread
-woken inside libcuda continues and reads memory that is not there while the process is checkpointed, and the process
+woken inside libcuda continues and reads memory that is absent while the process is checkpointed, and the process
 dies of SIGSEGV (in the second dump and restore of the same process, in five of five runs). Once a thread did so while
 the driver checkpointed. With threads held as here, all of 34 cycles of dump and restore and 31 dumps with leave-running
 succeeded (docs/hardware.md).

@@ -77,7 +77,7 @@ class Backend(Stored, Protocol):
         At level 0: be ready for the driver's checkpoint.
         """
 
-    def wait_begun(self) -> None:
+    def wait_started(self) -> None:
         """Wait until the memory has left the process, copied or not (level 0: until the driver may begin)."""
 
     def complete(self, meter: Meter) -> None:

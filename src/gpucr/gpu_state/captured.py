@@ -36,7 +36,7 @@ class CapturedStaging(PlainStaging):
 
     @property
     def kind(self) -> str:
-        """What has become of it."""
+        """The kind of staging that resulted."""
         return CAPTURED if self.extents else PLAIN
 
     @property

@@ -176,7 +176,7 @@ def cuda_work(
         custom=custom,
         over=over,
         why_not=interposers.why_not,
-        after=interposers.share_anew,
+        after=interposers.share_again,
         copy_of=interposers.copy_of,
         give_up_failed=interposers.give_up_failed,
     )

@@ -201,7 +201,7 @@ class GangStaging:
                 for each in beginning:
                     each.begin(restore_threads[each.part.pid], meter, deadline)
                 for each in beginning:
-                    each.wait_begun()
+                    each.wait_started()
             follower.start()
             yield
             self._stop(follower, over)

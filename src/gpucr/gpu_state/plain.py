@@ -63,10 +63,10 @@ class PlainStaging:
         )
         self._capture.begin()
 
-    def wait_begun(self) -> None:
+    def wait_started(self) -> None:
         """Wait until the thread is watched."""
         if self._capture is not None:
-            self._capture.wait_begun()
+            self._capture.wait_started()
 
     def complete(self, meter: Meter) -> None:
         """Find the staging."""

@@ -60,7 +60,7 @@ class CallAfterRestore(Action):
         from gpucr.gpu_state.interposed.hooks import call  # late: only needed here
         from gpucr.interposer.protocol import Hooks
 
-        call(Hooks.AFTER_RESTORE, filter(processes.goes_on, self.processes))
+        call(Hooks.AFTER_RESTORE, filter(processes.keeps_running, self.processes))
         return False
 
 
@@ -98,7 +98,7 @@ class BringBack(Action):
 
     def recover(self, descriptors: Sequence[int]) -> bool:
         """Hold the threads, end the stop, map device memory, let the driver restore and unlock, release the threads."""
-        members = [member for member in self.members if processes.goes_on(member.id)]
+        members = [member for member in self.members if processes.keeps_running(member.id)]
         threads = GangThreads(agent_threads)
         given = iter(descriptors)
         files, copies = [next(given) for _ in self.detached], {pid: next(given) for pid in self.copies}
@@ -149,7 +149,7 @@ class BringBack(Action):
                         staging.attach(self.restore_threads[pid], files[pid], missing)
                     del waiting[pid]
                 except Exception as error:  # noqa: BLE001 - the data is safe while this retries
-                    if not processes.goes_on(ids[pid]):
+                    if not processes.keeps_running(ids[pid]):
                         del waiting[pid]
                     elif pid not in told:
                         told.add(pid)
@@ -165,7 +165,7 @@ class BringBack(Action):
             return
         from gpucr.gpu_state.interposed.host_copy import put_back  # late: what a driver's own suspend does not need
 
-        while waiting := [pid for pid in waiting if processes.goes_on(ids[pid])]:
+        while waiting := [pid for pid in waiting if processes.keeps_running(ids[pid])]:
             try:
                 put_back(waiting[0], copies[waiting[0]])
                 waiting = waiting[1:]
@@ -179,13 +179,13 @@ class BringBack(Action):
             return
         processes.send_signal(self.carrier, signal.SIGTERM)
         end = time.monotonic() + _DRIVER_LIMIT_S
-        while processes.goes_on(self.carrier) and time.monotonic() < end:
+        while processes.keeps_running(self.carrier) and time.monotonic() < end:
             time.sleep(_LOOK_EVERY_S)
         from gpucr.gpu_state.custom_storage import kept  # late: ptrace, as above
 
         driver = load_driver()
         for member in members:
-            if member.pid not in self.carried or not processes.goes_on(member.id):
+            if member.pid not in self.carried or not processes.keeps_running(member.id):
                 continue
             state = driver.state(member.pid)
             if state in (CudaState.RUNNING, CudaState.LOCKED):
@@ -201,10 +201,10 @@ class BringBack(Action):
         if not self.held and not self.going_on:
             return
         from gpucr.gpu_state.interposed.blocks import held_of  # late: what a driver's own suspend does not need
-        from gpucr.gpu_state.interposed.coming_back import GoesOn, bring_all_back, let_go_on
+        from gpucr.gpu_state.interposed.coming_back import GoesOn, bring_all_back, let_continue
         from gpucr.gpu_state.interposed.line import Line
 
-        alive, given = {member.pid for member in members if processes.goes_on(member.id)}, iter(descriptors)
+        alive, given = {member.pid for member in members if processes.keeps_running(member.id)}, iter(descriptors)
         back: list[GoesOn] = []
         ended: list[tuple[int, Sequence[Held]]] = []
         for each in self.held:
@@ -218,7 +218,7 @@ class BringBack(Action):
                 ended.append((each.pid, held))
         bring_all_back(driver, back, ended)
         for pid in alive.intersection(self.going_on):
-            let_go_on(Line(pid))
+            let_continue(Line(pid))
 
     def _close_left_behind(self, members: Sequence[GangMember]) -> None:
         """Close staging files that a process has open since the driver filled them: the capture no longer can."""

@@ -163,7 +163,7 @@ class CheckpointGang:
             try:
                 staging.close_left_behind(self.restore_threads.get(process.pid, process.pid))
             except OSError as error:
-                if processes.goes_on(process.id):
+                if processes.keeps_running(process.id):
                     meter.note(f"a staging file stays open in process {process.pid} ({process.name}): {error}")
 
     def _tree(self) -> tuple[ProcessInfo, ...]:

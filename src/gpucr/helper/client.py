@@ -1,4 +1,4 @@
-"""The user's side: a CRIU that is root's, behind the helper's socket."""
+"""The user's side of the helper: root's CRIU behind a socket."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 def find_helper() -> CriuInstall | None:
-    """Root's CRIU by the helper; None where there is no helper for this user. Raises BrokenInstall, Unsupported."""
+    """Root's CRIU through the helper; None if this user has no helper. Raises BrokenInstall, Unsupported."""
     path = socket_path()
     if path is None:
         return None
@@ -72,23 +72,23 @@ class Keeper(Protocol):
     """The keeper that the helper's process becomes when CRIU has restored a job."""
 
     def given(self) -> contextlib.AbstractContextManager[tuple[int, int, int]]:
-        """What it is started with."""
+        """The descriptors that it is started with."""
 
     def begun(self) -> None:
-        """It has been started. Raises BrokenInstall where it has not."""
+        """Raise BrokenInstall unless it has started."""
 
 
 class Keepers(Protocol):
-    """Those of a job, one for each of its trees."""
+    """The keepers of a job, one per process tree."""
 
     def another(self) -> Keeper:
-        """The one of the next tree."""
+        """The keeper of the next tree."""
 
 
 class HelperCriu(Criu):
-    """As `Criu`, for the caller's own processes. ``signed``: where the images lie that the helper has written.
+    """Like `Criu`, for the caller's own processes. ``signed``: the folder of the images that the helper wrote.
 
-    A restore may be told of other ones, in which files have other sizes, or connections are closed.
+    A restore may use modified images, in which file sizes differ or connections are closed.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class HelperCriu(Criu):
         check: Check | None = None,
         deadline: float | None = None,
     ) -> None:
-        """As `Criu.dump`. Raises Unsupported where the helper does not dump this tree."""
+        """Like `Criu.dump`. Raises Unsupported if the helper does not dump this tree."""
         stat = processes.read_stat(pid)
         if stat is None:
             raise ProcessNotFound(f"there is no process {pid}", pid=pid)
@@ -137,7 +137,7 @@ class HelperCriu(Criu):
         check: Check | None = None,
         deadline: float | None = None,
     ) -> int:
-        """As `Criu.restore`. Outside of sandboxes the tree becomes that of its own keeper."""
+        """Like `Criu.restore`. Outside a sandbox the tree gets its own keeper."""
         if (self._keepers is None) != bool(self._sandbox_pid) or inherited:
             raise AssertionError("the helper restores into a sandbox or below a keeper, and has its own way with files")
         root = f"/proc/{self._sandbox_pid}/root" if self._sandbox_pid else ""
@@ -163,9 +163,9 @@ class HelperCriu(Criu):
 
 
 def isolate(install: CriuInstall, keeper_fds: Sequence[int], *, network: Network, last_pid: int) -> None:
-    """Have the helper make a sandbox: when this returns, its keeper has been started with these descriptors.
+    """Ask the helper for a sandbox. On return its keeper has been started with these descriptors.
 
-    Raises Unsupported where the helper does not, BrokenInstall.
+    Raises Unsupported if the helper refuses, BrokenInstall.
     """
     with _connected(install.path) as connection:
         _converse(connection, Isolate(network, last_pid), keeper_fds)
@@ -225,7 +225,7 @@ def _converse(
     fds: Sequence[int],
     files: Mapping[int, int] | None = None,
 ) -> Here:
-    """Send a request, and wait for the helper to say that it is at work on it. Raises Unsupported, BrokenInstall."""
+    """Send a request and wait until the helper has accepted it. Raises Unsupported, BrokenInstall."""
     try:
         connection.send(request, fds)
         items = list((files or {}).items())
@@ -242,7 +242,7 @@ def _converse(
 
 
 class _Conversation:
-    """A running request: answers its hooks, and tells it to end if it must not continue."""
+    """A running request: answers its hooks, and stops it if it must not continue."""
 
     def __init__(
         self,
@@ -265,7 +265,7 @@ class _Conversation:
         self._reason: BaseException | None = None
 
     def run(self) -> int:
-        """Until it is done. Returns the root's pid. Raises what a hook or the check raised, or why it failed."""
+        """Run to the end. Returns the root's pid. Raises what a hook or the check raised, or the failure."""
         while True:
             try:
                 reply, _ = self._connection.receive(Hook, Done, Failed, until=time.monotonic() + _CHECK_EVERY_S)
@@ -308,7 +308,7 @@ class _Conversation:
         elif self._check is not None:
             try:
                 self._check()
-            except BaseException as e:  # noqa: BLE001 - as what a hook raises
+            except BaseException as e:  # noqa: BLE001 - as for a hook
                 self._stop(e)
 
     def _stop(self, reason: BaseException) -> None:

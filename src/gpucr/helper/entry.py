@@ -1,4 +1,4 @@
-"""The program of the helper's processes: the connection is its standard input, as systemd and `listener` give it."""
+"""The program of the helper's processes. Standard input is the connection, as systemd and `listener` pass it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _REMOVE = b"remove"
 
 
 def main(keys: str, work: str) -> None:
-    """Serve this connection's request. Returns when it is served; the child may then be a job's keeper."""
+    """Serve this connection's request. On return the child may have become a job's keeper."""
     connected = socket.socket(fileno=fcntl.fcntl(0, fcntl.F_DUPFD_CLOEXEC, _FIRST_FREE_FD))
     null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
     os.dup2(null, 0)
@@ -49,7 +49,7 @@ def _announce(parent: socket.socket, fd: int, name: str) -> Callable[[], None]:
 
 
 def _clean_up_after(child: socket.socket) -> None:
-    """Remove the folder that the child has made when it says so, and when it is done: its user can kill it."""
+    """Remove the child's folder on request and at its end: the user can kill the child."""
     made: list[tuple[int, str]] = []
     while True:
         data, fds, _, _ = socket.recv_fds(child, _MAX_NAME_BYTES, 1)

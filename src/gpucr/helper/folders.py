@@ -1,4 +1,4 @@
-"""The helper's folders: the user's, which it uses through descriptors, and its own, which only it uses."""
+"""The helper's folders: the user's, used only through descriptors, and its own."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Announce = Callable[[int, str], Callable[[], None]]
 
 
 def require_users_folder(fd: int, peer: Peer) -> None:
-    """Raise Refused unless it is the peer's folder, on a file system served only by this machine's kernel."""
+    """Raise Refused unless it is the peer's folder, on a file system that only this machine's kernel serves."""
     status = os.fstat(fd)
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != peer.uid:
         raise Refused("the folder for the images is not one of the caller's own")
@@ -45,7 +45,7 @@ def require_users_folder(fd: int, peer: Peer) -> None:
 
 
 def _file_system(fd: int) -> str:
-    """Its type; ``another mount namespace's`` if it is not in ours."""
+    """The type of its file system; ``another mount namespace's`` if it is not in ours."""
     lines = Path(f"/proc/self/fdinfo/{fd}").read_text().splitlines()
     number = next(line.split()[1] for line in lines if line.startswith("mnt_id:"))
     for line in Path("/proc/self/mountinfo").read_text(errors="surrogateescape").splitlines():
@@ -56,7 +56,7 @@ def _file_system(fd: int) -> str:
 
 
 def require_log(fd: int) -> None:
-    """Raise Refused unless the peer, who has opened it, could write a log there."""
+    """Raise Refused unless it is a regular file that the peer has opened for writing."""
     import fcntl
 
     status = os.fstat(fd)
@@ -66,10 +66,11 @@ def require_log(fd: int) -> None:
 
 @contextlib.contextmanager
 def folder_within(users_fd: int, peer: Peer, announce: Announce) -> Iterator[tuple[int, Callable[[], None]]]:
-    """A folder of the user's inside one of root's inside his, for a block: its descriptor, and how to remove both.
+    """For a block, a folder of the user's inside one of root's inside the user's: its descriptor, and its removal.
 
-    So no path leads him there: root's cannot be searched. In the end they are removed with what is in them.
-    ``announce`` tells a process that stays root's of it, which removes them when that is called, or this process ends.
+    The user cannot reach it by a path, since root's folder cannot be searched. At the end both are removed with their
+    contents. ``announce`` reports them to a process that stays root's, which removes them on request or when this
+    process ends.
     """
     name = f".gpucr-helper-{secrets.token_hex(8)}"
     remove = announce(users_fd, name)
@@ -77,7 +78,7 @@ def folder_within(users_fd: int, peer: Peer, announce: Announce) -> Iterator[tup
     fd = os.open(name, _FOLDER, dir_fd=users_fd)
     try:
         status = os.fstat(fd)
-        # Its user may have put another one there meanwhile; but not one that is root's alone and empty.
+        # The user may have replaced it meanwhile, but not with an empty folder that only root can use.
         if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) != 0o700 or os.listdir(fd):
             raise Refused("somebody has changed the folder for the images meanwhile")
         os.mkdir(_INNER, 0o700, dir_fd=fd)
@@ -93,7 +94,7 @@ def folder_within(users_fd: int, peer: Peer, announce: Announce) -> Iterator[tup
 
 
 def remove_within(users_fd: int, name: str) -> None:
-    """Remove what `folder_within` has made, if it is still there, and root's alone."""
+    """Remove the folders of `folder_within`, if they still exist and are root's alone."""
     with contextlib.suppress(OSError):
         fd = os.open(name, _FOLDER, dir_fd=users_fd)
         try:
@@ -109,19 +110,19 @@ def remove_within(users_fd: int, name: str) -> None:
             os.rmdir(_INNER, dir_fd=fd)
         finally:
             os.close(fd)
-            with contextlib.suppress(OSError):  # of another one that is there by now, nothing is removed
+            with contextlib.suppress(OSError):  # if another folder has taken its place, nothing is removed
                 os.rmdir(name, dir_fd=users_fd)
 
 
 def hand_over(own_fd: int, names: tuple[str, ...], users_fd: int) -> None:
-    """Move these files into the user's folder, with his rights. What has such a name there is replaced."""
+    """Move these files into the user's folder, with his rights. Existing files of these names are replaced."""
     for name in names:
         os.chmod(name, 0o600, dir_fd=own_fd)
         os.rename(name, name, src_dir_fd=own_fd, dst_dir_fd=users_fd)
 
 
 def make_log_folder(private: Path, peer: Peer) -> int:
-    """A folder for CRIU's log, which no path leads the user to: its descriptor."""
+    """A folder for CRIU's log that the user cannot reach by a path: its descriptor."""
     path = private / "log"
     path.mkdir(0o700)
     os.chown(path, peer.uid, peer.gid)
@@ -153,19 +154,19 @@ def _remove_left_behind(work: Path) -> None:
             fd = os.open(each, _FOLDER)
             try:
                 locks.lock(fd)
-                if os.listdir(fd):  # one that was made a moment ago is empty, and not locked yet
+                if os.listdir(fd):  # a folder made a moment ago is empty and not locked yet
                     shutil.rmtree(each, ignore_errors=True)
             finally:
                 os.close(fd)
 
 
 def described(folder_fd: int, names: tuple[str, ...], check: Check) -> tuple[SignedFile, ...]:
-    """Sizes and digests of files that nobody else can change."""
+    """The sizes and digests of files that nobody else can change."""
     return tuple(_hashed(name, folder_fd, None, check) for name in names)
 
 
 def read_signature(users_fd: int) -> bytes:
-    """The file with the signature. Raises Refused."""
+    """The content of the signature file. Raises Refused."""
     try:
         fd = os.open(SIGNATURE_NAME, _READ, dir_fd=users_fd)
     except OSError as e:
@@ -197,7 +198,7 @@ def copy_verified(users_fd: int, files: tuple[SignedFile, ...], folder: Path, ch
 def _hashed(
     name: str, source_fd: int, target_fd: int | None, check: Check, limit_bytes: int | None = None
 ) -> SignedFile:
-    from blake3 import blake3  # not what the build of the wheel has, which loads every command
+    from blake3 import blake3  # missing in the wheel's build, which loads every command
 
     digest, size_bytes = blake3(max_threads=blake3.AUTO), 0
     buffer = memoryview(bytearray(_BLOCK_BYTES))
@@ -215,7 +216,7 @@ def _hashed(
                 name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o444, dir_fd=target_fd
             )
             opened.callback(os.close, target)
-            os.fchmod(target, 0o444)  # to the peer's CRIU: the path leads through a folder of root's
+            os.fchmod(target, 0o444)  # for the peer's CRIU; the path leads through a root-only folder
         while count := os.readv(source, [buffer]):
             check()
             size_bytes += count

@@ -1,4 +1,4 @@
-"""What a restored job would inherit from the helper's process, and how that becomes an ordinary one of the user's."""
+"""What a restored job would inherit from the helper's process, and how that process becomes an ordinary user's."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KEEPER_MODULE = "gpucr.jobs.sandbox.keeper"
 
 
 def join_cgroups_of(pid: int) -> None:
-    """The helper, and all that it starts, count as the peer's: its memory, its processes. Raises Refused."""
+    """Charge the helper and everything it starts to the peer: memory, processes. Raises Refused."""
     try:
         cgroups.join(pid)
     except OSError as e:
@@ -34,7 +34,7 @@ def join_cgroups_of(pid: int) -> None:
 
 
 def needed(*, has_filter: bool) -> int:
-    """The capabilities that CRIU gets, of those that the helper has, as a bit mask."""
+    """The helper's capabilities that CRIU gets, as a bit mask."""
     own = capabilities.own()
     names = _ALWAYS if own.permitted & capabilities.mask("CHECKPOINT_RESTORE") and not has_filter else _WITH_FILTERS
     return capabilities.mask(*names) & own.permitted
@@ -42,17 +42,17 @@ def needed(*, has_filter: bool) -> int:
 
 @contextlib.contextmanager
 def as_peer_with(peer: Peer, wanted: int) -> Iterator[None]:
-    """In the block this process, and what it starts, is the peer's, with the capabilities ``wanted`` and no others.
+    """For a block, this process and its children are the peer's, with only the capabilities ``wanted``.
 
-    So CRIU opens and makes files with the peer's rights, and counts as his. It cannot be traced by him, who lacks these
-    capabilities. The saved user stays root's, to which this process, but nothing that it starts, returns.
+    So CRIU opens and creates files with the peer's rights and is charged to him. He cannot trace it, since he lacks
+    these capabilities. The saved user id stays root's: this process, but nothing that it starts, returns to it.
     """
-    libc.check(_prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0), "prctl")  # CRIU opens folders by /proc/PID/fd, as the peer
+    libc.check(_prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0), "prctl")  # CRIU opens folders through /proc/PID/fd, as the peer
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.setgroups(sorted(peer.supplementary))
     os.setresgid(peer.gid, peer.gid, 0)
     os.setresuid(peer.uid, peer.uid, 0)
-    libc.check(_prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0), "prctl")  # the kernel has taken it away
+    libc.check(_prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0), "prctl")  # changing the user has cleared it
     credentials.set_ambient(wanted)
     try:
         yield
@@ -64,7 +64,7 @@ def as_peer_with(peer: Peer, wanted: int) -> Iterator[None]:
 
 
 def leave_keyring() -> None:
-    """A new session keyring, with no key in it. Raises Refused; a kernel without keys has none to give away."""
+    """Join a new, empty session keyring. Raises Refused; a kernel without keyrings has none to leak."""
     syscall = libc.function("syscall", ctypes.c_long, ctypes.c_long, ctypes.c_char_p, result=ctypes.c_long)
     if syscall(_KEYCTL[os.uname().machine], _JOIN_SESSION_KEYRING, None) < 0:
         error = libc.last_error("keyctl")
@@ -73,7 +73,7 @@ def leave_keyring() -> None:
 
 
 def adopt_descendants() -> None:
-    """What CRIU makes below this process becomes its child when CRIU ends."""
+    """Adopt the processes that CRIU creates below this one, once CRIU ends."""
     libc.check(_prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "prctl")
 
 
@@ -82,9 +82,9 @@ def _lower(limit: int, other: int) -> int:
 
 
 def become_keeper(peer: Peer, fds: Sequence[int], how: Literal["with-children", "in-sandbox"]) -> NoReturn:
-    """This process becomes the peer's for good, and the keeper of its children, or of a sandbox's, where it is.
+    """Become the peer's for good, and the keeper of this process's children or of the sandbox it is in.
 
-    ``fds``: what starts a keeper.
+    ``fds``: the descriptors that a keeper starts with.
     """
     given = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _FIRST_FREE_FD) for fd in fds]
     null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)

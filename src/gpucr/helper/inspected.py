@@ -1,6 +1,6 @@
-"""Check CRIU's images of a job against the rules for its processes: root's CRIU obeys the images.
+"""Check CRIU's images of a job against the rules for its processes, since root's CRIU obeys the images.
 
-CRIU gets much of it from code that runs in the job's own memory, which the job's user can change at any time.
+CRIU gets much of their content from code that runs in the job's own memory, which its user can change at any time.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TERMINALS_IMAGE = "tty-info.img"
 _TERMINALS = re.compile(rf"/dev/ptmx|/dev/pts/{_N}|/dev/pts/ptmx")
 _TERMINALS_MAGIC, _PAIR = 0x59453036, 1
 
-_KINDS = {  # fd_types of CRIU's image format, and the member that tells of each
+_KINDS = {  # fd_types of CRIU's image format, and the member that describes each
     1: "reg",
     2: "pipe",
     4: "isk",
@@ -57,7 +57,7 @@ _OTHER_KINDS = {
 
 
 def image_names(folder: Path) -> tuple[str, ...]:
-    """The images that a restore needs. Raises Refused if there is one that the helper does not work with."""
+    """The images that a restore needs. Raises Refused for one that the helper does not support."""
     names = sorted(name for name in os.listdir(folder) if name not in _NEVER_READ)
     for name in names:
         if _NAMES.fullmatch(name) is None:
@@ -66,10 +66,10 @@ def image_names(folder: Path) -> tuple[str, ...]:
 
 
 def require_inspected(folder: Path, peer: Peer, kernel: Mapping[int, Rights] | None = None) -> bool:
-    """Raise Refused unless a restore of these images gives the peer only what a process of his own can have.
+    """Raise Refused unless restoring these images gives the peer only what a process of his own can have.
 
-    ``kernel``: what each thread of the just dumped, still stopped tree may do. Returns whether there is a system call
-    filter.
+    ``kernel``: the rights of each thread of the tree just dumped, which is still stopped. Returns whether there is a
+    system call filter.
     """
     names, open_image = image_names(folder), images_in(folder)
     try:
@@ -199,7 +199,7 @@ def _check_internet_socket(about: images_pb2.InternetSocket, lowest_port: int) -
 
 
 def _check_terminals(names: Collection[str], open_image: OpenImage, files: FilesImage) -> None:
-    """Of terminals only pairs, by the names in root's folder: CRIU opens these itself, with the user's rights."""
+    """Allow only pseudoterminals under their names in /dev: CRIU opens these itself, with the user's rights."""
     paths = files.paths()
     for number in files.terminals():
         if _TERMINALS.fullmatch(paths.get(number, "")) is None:
@@ -212,7 +212,7 @@ def _check_terminals(names: Collection[str], open_image: OpenImage, files: Files
 def _entries(
     names: Collection[str], open_image: OpenImage, name: str, magic: int, kind: str, message: type[M]
 ) -> Iterator[M]:
-    """Those of an image; none if there is no such image."""
+    """The entries of an image; none if there is no such image."""
     if name in names:
         with open_image(name) as stream:
             yield from ImageReader(stream, magic, kind, max_bytes=_MAX_BYTES).entries(message)

@@ -1,4 +1,4 @@
-"""Turning the helper on and off: root's key, and the units of systemd's that start a process for each request."""
+"""Install and uninstall the helper: root's key, and the systemd units that start a process per request."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _MARK = "# Made by `gpucr helper install`."
 
 
 def units(*, keys: Path = KEYS_FOLDER, group: str | None = None) -> Mapping[str, str]:
-    """The units by name, for this Python."""
+    """The units by name, for this Python interpreter."""
     words = (sys.executable, "-I", "-m", "gpucr.helper.entry", str(keys), str(WORK_FOLDER))
-    who = f"SocketMode=0660\nSocketGroup={group}" if group is not None else "SocketMode=0666"
+    access = f"SocketMode=0660\nSocketGroup={group}" if group is not None else "SocketMode=0666"
     listens = f"""{_MARK}
 [Unit]
 Description=Root's CRIU for jobs of ordinary users (gpucr)
@@ -41,7 +41,7 @@ Description=Root's CRIU for jobs of ordinary users (gpucr)
 [Socket]
 ListenSequentialPacket={SOCKET}
 DirectoryMode=0755
-{who}
+{access}
 Accept=yes
 MaxConnections={MAX_REQUESTS}
 MaxConnectionsPerSource={MAX_REQUESTS_PER_USER}
@@ -60,7 +60,7 @@ ExecStart={" ".join(map(quoted, words))}
 StandardInput=socket
 StandardOutput=null
 StandardError=journal
-# What it has restored is the user's, and in the user's control group.
+# Restored jobs are the user's and run in the user's control group.
 KillMode=process
 """
     return {_SOCKET_UNIT: listens, _SERVICE_UNIT: serves}
@@ -69,10 +69,10 @@ KillMode=process
 def install(
     folder: Path = UNITS_FOLDER, *, keys: Path = KEYS_FOLDER, group: str | None = None, enable: bool = True
 ) -> list[UnitFile]:
-    """Make the key, write the units, and where systemd runs, start the socket. Doing it again brings them up to date.
+    """Create the key, write the units and, if systemd runs, start the socket. Running it again updates them.
 
-    ``group``: who may use it; None: everybody. Needs root. Raises as `unit_files.write_all`, InvalidRequest for a group
-    that is not there, or keys that others can change.
+    ``group``: the group that may use it; None: everybody. Needs root. Raises as `unit_files.write_all`, InvalidRequest
+    for an unknown group or keys that others can change.
     """
     require_root()
     if group is not None:
@@ -88,7 +88,7 @@ def install(
 
 
 def uninstall(folder: Path = UNITS_FOLDER) -> list[UnitFile]:
-    """Take the units away. Requests that are at work finish, and the keys stay. Needs root. Raises as `install`."""
+    """Remove the units. Running requests finish, and the keys stay. Needs root. Raises as `install`."""
     require_root()
     paths = [folder / name for name in units()]
     for path in paths:
@@ -104,12 +104,12 @@ def uninstall(folder: Path = UNITS_FOLDER) -> list[UnitFile]:
 
 
 def place_criu() -> Path:
-    """Put a copy of root's CRIU where the helper starts it, as the user. Raises CriuUnavailable."""
+    """Copy root's CRIU to where the helper starts it as the user. Raises CriuUnavailable."""
     return granted.place_copy(find_criu(), COPY_FOLDER)
 
 
 def make_key(folder: Path) -> None:
-    """Make the machine's key there, unless it has one. Raises InvalidRequest."""
+    """Create the machine's key in ``folder``, unless it has one. Raises InvalidRequest."""
     try:
         Keys(folder).make()
     except OSError as e:

@@ -1,4 +1,4 @@
-"""Root's keys, and the signature of a set of images: what it is, and that root's CRIU wrote it for this user."""
+"""Root's keys, and the signature of a set of images, which proves that root's CRIU wrote them for this user."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from gpucr.records import Count, Record, RecordError
 KEYS_FOLDER = Path("/etc/gpucr/helper")
 OWN_NAME = "own.key"
 SIGNATURE_NAME = "gpucr-helper.json"
-"""The file among the images."""
+"""The signature's file name, beside the images."""
 MAX_SIGNATURE_BYTES = 16 << 20
 
 _KEY_BYTES = 32
@@ -32,7 +32,7 @@ Digest = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 
 
 class SignedFile(Record, frozen=True):
-    """An image. ``blake3`` is of the whole of it."""
+    """An image. ``blake3``: the digest of the whole file."""
 
     name: Annotated[str, Meta(pattern=r"\A[a-z0-9-]{1,64}\.img\Z")]
     size_bytes: Count
@@ -40,9 +40,9 @@ class SignedFile(Record, frozen=True):
 
 
 class Signature(Record, frozen=True):
-    """``network``: what the job was in, the machine's or one of its own.
+    """``network``: the job's network, the machine's or its own.
 
-    ``mac`` is the HMAC-SHA256 of all of this, with an empty ``mac``, by the key with the id ``key``.
+    ``mac``: the HMAC-SHA256 of the whole record with an empty ``mac``, by the key with the id ``key``.
     """
 
     format: Literal["gpucr-helper"]
@@ -55,13 +55,13 @@ class Signature(Record, frozen=True):
 
 
 class Keys:
-    """The keys in root's folder: the machine's own, and those of others that it believes."""
+    """The keys in root's folder: the machine's own, and those of other machines that it trusts."""
 
     def __init__(self, folder: Path = KEYS_FOLDER) -> None:
         self._folder = folder
 
     def make(self) -> bool:
-        """Make the machine's own, unless it has one. Raises OSError where others can change the folder."""
+        """Create the machine's own key, unless it has one. Raises OSError if others can change the folder."""
         trusted_paths.make_private(self._folder)
         trusted_paths.require_ours(self._folder)
         try:
@@ -73,12 +73,12 @@ class Keys:
         return True
 
     def ids(self) -> tuple[str, ...]:
-        """Of all keys, the machine's own first. Raises OSError, Refused."""
+        """The ids of all keys, the machine's own first. Raises OSError, Refused."""
         own = key_id(self.own())
         return (own, *sorted(each for each in self._accepted() if each != own))
 
     def own(self) -> bytes:
-        """What this machine signs with. Raises OSError, Refused."""
+        """The key that this machine signs with. Raises OSError, Refused."""
         trusted_paths.require_ours(self._folder)
         return _read_key(self._folder / OWN_NAME)
 
@@ -88,7 +88,7 @@ class Keys:
         return {key_id(key): key for key in found}
 
     def verified(self, data: bytes, uid: int) -> Signature:
-        """The signature, if it is this user's, by a key of this machine or one that it believes. Raises Refused."""
+        """The signature, if it is valid for this user and by a trusted key. Raises Refused."""
         try:
             found = records.decode(data, Signature)
         except (RecordError, UnicodeDecodeError) as e:
@@ -106,13 +106,13 @@ class Keys:
 
 
 def signature(files: Sequence[SignedFile], uid: int, network: Network, key: bytes) -> bytes:
-    """The signature of these images of this user's, as a file."""
+    """The signature of this user's images, as the content of a file."""
     unsigned = Signature("gpucr-helper", 1, uid, network, tuple(files), key_id(key), "")
     return records.encode(replace(unsigned, mac=_mac(unsigned, key)))
 
 
 def key_id(key: bytes) -> str:
-    """What names a key, and tells nothing of it."""
+    """An id for a key that reveals nothing about it."""
     return hashlib.sha256(b"gpucr helper key id\n" + key).hexdigest()
 
 

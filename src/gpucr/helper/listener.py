@@ -1,4 +1,4 @@
-"""The helper's socket where no service manager listens: a process for each request, as systemd's Accept=yes has."""
+"""The helper's socket without a service manager: one process per request, like systemd's Accept=yes."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _LOOK_EVERY_S = 0.5
 
 
 def require_root() -> None:
-    """Raise NotPermitted unless the caller has what root's CRIU needs."""
+    """Raise NotPermitted unless the caller has the privileges that root's CRIU needs."""
     if os.geteuid() != 0 or not processes.can_checkpoint_processes():
         raise NotPermitted("the privileged helper is root's", pid=os.getpid(), hint="run the same command with sudo -H")
 
 
 def group_id(name: str) -> int:
-    """Raises InvalidRequest."""
+    """The id of a group. Raises InvalidRequest."""
     try:
         return grp.getgrnam(name).gr_gid
     except KeyError as e:
@@ -38,7 +38,7 @@ def group_id(name: str) -> int:
 
 
 def listen(path: Path, settings: Settings, *, group: str | None, on_ready: Callable[[], None]) -> None:
-    """Serve until SIGTERM or SIGINT. ``group``: who may connect; None: everybody. Needs root.
+    """Serve until SIGTERM or SIGINT. ``group``: the group that may connect; None: everybody. Needs root.
 
     Raises NotPermitted, InvalidRequest.
     """
@@ -95,7 +95,7 @@ def _bound(path: Path, gid: int | None) -> socket.socket:
         with contextlib.suppress(FileNotFoundError):
             if not stat.S_ISSOCK(path.lstat().st_mode):
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), os.fspath(path))
-            path.unlink()  # of one that was killed
+            path.unlink()  # left by a killed listener
         before = os.umask(0o777)
         try:
             listening.bind(os.fspath(path))

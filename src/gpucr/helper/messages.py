@@ -1,8 +1,8 @@
-"""What goes over the helper's socket: one JSON object a packet, with the descriptors that belong to it.
+"""The protocol of the helper's socket: one JSON object per packet, with the descriptors that belong to it.
 
-The client sends `Ask`, `Dump`, `Isolate` or `Restore`; a `Restore` is followed by `Files` until all are there. The
-helper answers with `Here`, then sends a `Hook` whenever CRIU waits, which takes an `Answer`, and `Done` or `Failed` at
-the end. `Stop` may come at any time.
+The client sends `Ask`, `Dump`, `Isolate` or `Restore`; a `Restore` is followed by `Files` messages for all files. The
+helper answers `Here`, then sends a `Hook` whenever CRIU waits for an `Answer`, and finally `Done` or `Failed`. The
+client may send `Stop` at any time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from gpucr.records import Pid, RecordError
 
 MAX_BYTES = 64 << 10
 MAX_DESCRIPTORS = 200
-"""In one packet; the kernel takes 253 (SCM_MAX_FD)."""
+"""Per packet; the kernel allows 253 (SCM_MAX_FD)."""
 MAX_FILES = 1 << 15
 """Open files and mappings of one tree."""
 MAX_CLOSED = 4096
@@ -32,7 +32,7 @@ MAX_CLOSED = 4096
 
 _FD = struct.Struct("i")
 _MAX_PID = 1 << 22
-"""Of any Linux (PID_MAX_LIMIT)."""
+"""The kernel's maximum (PID_MAX_LIMIT)."""
 
 Network = Literal["own", "host"]
 Number = Annotated[int, Meta(ge=0, lt=1 << 32)]
@@ -44,13 +44,13 @@ class _Message(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind"
 
 
 class Ask(_Message, frozen=True):
-    """Who is there?"""
+    """Ask for the helper's version and pid."""
 
 
 class Dump(_Message, frozen=True):
-    """Dump the tree of this process. Descriptors: the user's folder for the images, a file for CRIU's log.
+    """Dump this process's tree. Descriptors: the user's folder for the images, a file for CRIU's log.
 
-    ``keeper``: that of the sandbox that it is in; 0: it is in none.
+    ``keeper``: the pid of its sandbox's keeper; 0: no sandbox.
     """
 
     pid: Pid
@@ -61,9 +61,9 @@ class Dump(_Message, frozen=True):
 
 
 class Isolate(_Message, frozen=True):
-    """Make a sandbox. Descriptors: the three of its keeper, whose pid is told with `Done`.
+    """Make a sandbox. Descriptors: the three of its keeper, whose pid `Done` returns.
 
-    ``network``: its own, or the machine's. Pids are given above ``last_pid`` in it.
+    ``network``: its own, or the machine's. Its pids start above ``last_pid``.
     """
 
     network: Network
@@ -73,8 +73,8 @@ class Isolate(_Message, frozen=True):
 class Restore(_Message, frozen=True):
     """Restore a tree. Descriptors: the folder with its images, a file for the log, and the three of a keeper.
 
-    ``keeper``: that of the sandbox into which it is restored, then without its descriptors; 0: into none. ``closed``:
-    connections, by their inode in the images, that come back closed. ``files``: how many files will follow.
+    ``keeper``: the pid of the keeper of the target sandbox, whose descriptors are then omitted; 0: no sandbox.
+    ``closed``: connections to restore closed, by their inode in the images. ``files``: how many files will follow.
     """
 
     leave_stopped: bool
@@ -84,19 +84,19 @@ class Restore(_Message, frozen=True):
 
 
 class Files(_Message, frozen=True):
-    """These files of the job, by their numbers in the images, one descriptor each."""
+    """Files of the job by their numbers in the images, one descriptor each."""
 
     ids: Annotated[tuple[Number, ...], Meta(min_length=1, max_length=MAX_DESCRIPTORS)]
 
 
 class Answer(_Message, frozen=True):
-    """To a hook."""
+    """The answer to a hook."""
 
     proceed: bool
 
 
 class Stop(_Message, frozen=True):
-    """The operation is to fail, and to be undone."""
+    """Fail the operation and undo it."""
 
 
 Request = Ask | Dump | Isolate | Restore | Files | Answer | Stop
@@ -111,20 +111,20 @@ class Here(_Message, frozen=True):
 
 
 class Hook(_Message, frozen=True):
-    """CRIU waits at this hook. ``pid``: the tree's root, 0 where there is none yet."""
+    """CRIU waits at this hook. ``pid``: the tree's root, 0 if it does not exist yet."""
 
     name: Line
     pid: Number
 
 
 class Done(_Message, frozen=True):
-    """CRIU has done it. ``pid``: the tree's root."""
+    """CRIU has finished. ``pid``: the tree's root."""
 
     pid: Pid
 
 
 class Failed(_Message, frozen=True):
-    """Nothing was changed, or all is undone. ``because``: the helper does not do it, CRIU failed, it was stopped."""
+    """Nothing was changed, or all is undone. ``because``: the helper refused, CRIU failed, or the client stopped it."""
 
     because: Literal["refused", "criu", "stopped"]
     message: Line
@@ -137,11 +137,11 @@ Reply = Here | Hook | Done | Failed
 
 
 class BadMessage(Exception):
-    """What came is no message of this protocol, or not the one whose turn it is."""
+    """Not a message of this protocol, or one out of turn."""
 
 
 class HungUp(Exception):
-    """The other end is gone."""
+    """The other end has disconnected."""
 
 
 class Connection:
@@ -207,7 +207,7 @@ def decode(data: bytes, *kinds: type[Any]) -> Any:
 
 
 def close_all(fds: Sequence[int]) -> None:
-    """Close descriptors that came with a message."""
+    """Close descriptors received with a message."""
     for fd in fds:
         with contextlib.suppress(OSError):
             os.close(fd)

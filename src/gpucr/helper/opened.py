@@ -1,4 +1,4 @@
-"""The user's gpucr opens all files that a job had open or mapped, with his rights: root's CRIU gets descriptors."""
+"""The user's gpucr opens all files of a job with the user's rights and passes the descriptors to root's CRIU."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _MAX_CHUNK_BYTES = 1 << 40
 
 
 class OpenedFiles:
-    """``fds``: by the number of its entry in ``files.img``. Closes them at the end of a `with` block.
+    """``fds``: descriptors by entry number in ``files.img``. Closed at the end of a `with` block.
 
-    ``root``: the root folder of the sandbox in which they are opened, empty for none. ``outputs``: files that take the
-    place of others, at their end.
+    ``root``: the root folder of the sandbox in which they are opened, empty for none. ``outputs``: replacements for
+    output files, opened at their end.
     """
 
     def __init__(self, root: str = "", outputs: Mapping[Path, Path] | None = None) -> None:
@@ -49,12 +49,12 @@ class OpenedFiles:
 
     @classmethod
     def of(cls, images_dir: Path, root: str = "", outputs: Mapping[Path, Path] | None = None) -> OpenedFiles:
-        """Those of these images. Raises Unsupported where one is not there any more, or not as it was; OSError."""
+        """Open the files of these images. Raises Unsupported if one is missing or has changed; OSError."""
         found = cls(root, outputs)
         try:
             gone, written = _gone(images_dir), _mapped_to_write(images_dir)
             image = FilesImage.read(images_dir)
-            terminals = image.terminals()  # CRIU makes the pairs again
+            terminals = image.terminals()  # CRIU recreates the pairs
             for entry in image.entries:
                 if entry.HasField("reg") and entry.reg.id not in terminals:
                     if entry.reg.id in written:
@@ -75,7 +75,7 @@ class OpenedFiles:
                     image = images_dir / f"ghost-file-{ghost:x}.img"
                     self._ghosts[ghost] = _made_again(image, os.path.dirname(path), self._root + tempfile.gettempdir())
                 path = f"/proc/self/fd/{self._ghosts[ghost]}"
-            # O_NONBLOCK: a named pipe may have replaced the file.
+            # O_NONBLOCK: the file may have been replaced by a named pipe.
             flags = file.flags & _KEPT_FLAGS if output is None else os.O_RDWR | os.O_APPEND
             fd = os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
             try:
@@ -105,7 +105,7 @@ def _require_same(file: images_pb2.RegularFile, fd: int) -> None:
 
 
 def _gone(images_dir: Path) -> Mapping[int, int]:
-    """Entries whose file has no name, with the number of the image that has its content."""
+    """Entries whose file has no name any more, with the number of the image that has its content."""
     try:
         with images_in(images_dir)(REMAP_IMAGE) as stream:
             reader = ImageReader(stream, REMAP_MAGIC, "names that are gone", max_bytes=_MAX_BYTES)
@@ -117,7 +117,7 @@ def _gone(images_dir: Path) -> Mapping[int, int]:
 
 
 def _mapped_to_write(images_dir: Path) -> frozenset[int]:
-    """Entries of files that are mapped, and changed by what is written there: the mapping says how to open them."""
+    """Entries of files with a shared writable mapping: the mapping determines how to open them."""
     found: set[int] = set()
     for path in images_dir.glob("mm-*.img"):
         with images_in(images_dir)(path.name) as stream:
@@ -129,7 +129,7 @@ def _mapped_to_write(images_dir: Path) -> frozenset[int]:
 
 
 def _made_again(image: Path, folder: str, otherwise: str) -> int:
-    """A file without a name, with the content of the image: where the other one was, or in another folder."""
+    """An unnamed file with the image's content, in the original folder or else in ``otherwise``."""
     try:
         fd = os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     except OSError:

@@ -1,4 +1,4 @@
-"""A tree that belongs wholly to the peer: asked of the kernel."""
+"""Check with the kernel that a process tree belongs entirely to the peer."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _SET_IDS = stat.S_ISUID | stat.S_ISGID
 
 
 def require_owned(root_pid: int, peer: Peer, sandbox: Sandbox | None = None) -> Mapping[int, Rights]:
-    """Raise Refused unless each thread of the tree is an ordinary one of the peer's, in this sandbox if there is one.
+    """Raise Refused unless each thread of the tree is an ordinary one of the peer's, inside the sandbox if given.
 
-    Returns what each may do, by its id in its own pid namespace. What this says is true as long as the tree is held
-    still.
+    Returns the rights of each thread by its id in its own pid namespace. The result holds only while the tree is
+    stopped.
     """
     try:
         tree = processes.tree(root_pid)
@@ -35,24 +35,24 @@ def require_owned(root_pid: int, peer: Peer, sandbox: Sandbox | None = None) -> 
 
 
 def _threads(pid: int, peer: Peer, sandbox: Sandbox | None) -> Mapping[int, Rights]:
-    who = f"process {pid}"
+    name = f"process {pid}"
     found: dict[int, Rights] = {}
     for tid in processes.threads(pid):
         rights = found[processes.innermost_thread_id(pid, tid)] = rights_of(pid, tid)
-        require_no_special(rights, peer.uid, peer.groups, peer.bounding, who)
+        require_no_special(rights, peer.uid, peer.groups, peer.bounding, name)
         if sandbox is not None and not rights.no_new_privs:
-            raise Refused(f"{who} is in a sandbox without no_new_privs")
+            raise Refused(f"{name} is in a sandbox without no_new_privs")
     stats = processes.read_stat(pid)
     if stats is None or not found:
         raise ProcessLookupError
-    if stats.status in "ZX":  # nothing is left of it but its pid
+    if stats.status in "ZX":  # only its pid is left
         return {}
-    require_here(pid, who, sandbox.numbers if sandbox is not None else None)
-    # The kernel gives these to root where memory must not be read by its owner: setuid, unreadable, PR_SET_DUMPABLE.
+    require_here(pid, name, sandbox.numbers if sandbox is not None else None)
+    # The kernel makes these root's where the owner must not read its memory: setuid, unreadable, PR_SET_DUMPABLE.
     if os.lstat(f"/proc/{pid}/exe").st_uid != peer.uid:
-        raise Refused(f"{who} does not let its own user look into it")
+        raise Refused(f"{name} does not let its own user look into it")
     if os.stat(f"/proc/{pid}/exe").st_mode & _SET_IDS:
-        raise Refused(f"{who} runs a setuid or setgid program")
+        raise Refused(f"{name} runs a setuid or setgid program")
     if label_of(pid) != peer.label:
-        raise Refused(f"{who} has another security label than the caller")
+        raise Refused(f"{name} has another security label than the caller")
     return found

@@ -1,4 +1,4 @@
-"""Who is at the other end of the socket, and whether the helper works for such a one."""
+"""The process at the other end of the socket, and whether the helper serves it."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _SO_PEERPIDFD = 77  # include/uapi/asm-generic/socket.h, from Linux 6.5 on
 _CREDENTIALS = struct.Struct("3i")
 _LIMIT_NAME_COLUMNS = 26  # of a line in /proc/PID/limits
 KINDS = ("user", "pid", "mnt", "net", "ipc", "uts", "cgroup")
-"""Namespaces in which the peer and its jobs must be where the helper is, or in those of a sandbox that it has made.
+"""Namespaces that the peer and its jobs must share with the helper, or with a sandbox that the helper has made.
 
-(CRIU gives a job a time namespace.)
+(Not the time namespace: CRIU gives a job its own.)
 """
 
 
 class Peer(Struct, frozen=True):
-    """``supplementary``: its further groups. ``label``: of the LSM, empty where it has none.
+    """``supplementary``: its supplementary groups. ``label``: its LSM label, empty for none.
 
-    ``limits``: each resource with its soft and its hard limit.
+    ``limits``: each resource with its soft and hard limits.
     """
 
     pid: int
@@ -43,11 +43,11 @@ class Peer(Struct, frozen=True):
 
     @property
     def groups(self) -> frozenset[int]:
-        """All that it is in."""
+        """All its groups."""
         return self.supplementary | {self.gid}
 
     def credentials(self, *, no_new_privs: bool = False) -> Credentials:
-        """For a process that is to become one of the peer's."""
+        """Credentials for a process that is to become the peer's."""
         capabilities = Capabilities(
             permitted=0,
             effective=0,
@@ -61,13 +61,13 @@ class Peer(Struct, frozen=True):
 
 
 def uid_of(connected: socket.socket) -> int:
-    """Of who connected, as the kernel noted it then."""
+    """The uid of the connecting process, as the kernel recorded it at connect time."""
     uid: int = _CREDENTIALS.unpack(connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))[1]
     return uid
 
 
 def of(connected: socket.socket) -> Peer:
-    """Who connected, as the kernel noted it then, and what that process is now. Raises Refused."""
+    """The connecting process, as the kernel recorded it at connect time, with its current rights. Raises Refused."""
     pid, uid, gid = _CREDENTIALS.unpack(connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     if pid <= 0:
         raise Refused("the caller is in another pid namespace")
@@ -78,7 +78,7 @@ def of(connected: socket.socket) -> Peer:
         rights, label = rights_of(pid, pid), label_of(pid)
         limits = _limits(pid)
         require_here(pid, "the caller")
-        signal.pidfd_send_signal(pidfd, 0)  # what was read was read of this very process
+        signal.pidfd_send_signal(pidfd, 0)  # the process is still alive, so all of this was about it
     except OSError as e:
         raise Refused("the caller has ended") from e
     finally:
@@ -89,7 +89,7 @@ def of(connected: socket.socket) -> Peer:
 
 
 def _limits(pid: int) -> tuple[tuple[int, int, int], ...]:
-    """From /proc, in the order of the numbers of the limits: prlimit(2) takes CAP_SYS_RESOURCE for another user's."""
+    """From /proc, in numerical order: prlimit(2) needs CAP_SYS_RESOURCE for another user's process."""
     found = []
     for number, line in enumerate(Path(f"/proc/{pid}/limits").read_text().splitlines()[1:]):
         soft, hard = line[_LIMIT_NAME_COLUMNS:].split()[:2]
@@ -101,17 +101,17 @@ def _limit(text: str) -> int:
     return resource.RLIM_INFINITY if text == "unlimited" else int(text)
 
 
-def require_here(pid: int, who: str, instead: Mapping[str, int] | None = None) -> None:
-    """Raise Refused unless the process sees this machine as the helper does; OSError where it has ended.
+def require_here(pid: int, name: str, instead: Mapping[str, int] | None = None) -> None:
+    """Raise Refused unless the process shares the helper's view of the machine; OSError if it has ended.
 
-    ``instead``: the namespaces (inode numbers) that it must be in, where not the helper's own.
+    ``instead``: namespaces (inode numbers) that it must be in instead of the helper's own.
     """
     for kind in KINDS:
         wanted = (instead or {}).get(kind) or os.stat(f"/proc/self/ns/{kind}").st_ino
         if os.stat(f"/proc/{pid}/ns/{kind}").st_ino != wanted:
-            raise Refused(f"{who} is in a namespace of its own ({kind})")
+            raise Refused(f"{name} is in a namespace of its own ({kind})")
     if not os.path.samestat(os.stat(f"/proc/{pid}/root"), os.stat("/")) or os.readlink(f"/proc/{pid}/root") != "/":
-        raise Refused(f"{who} has a root folder of its own")
+        raise Refused(f"{name} has a root folder of its own")
 
 
 def _require_ordinary(rights: Rights, peer: Peer) -> None:

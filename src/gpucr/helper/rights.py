@@ -51,24 +51,24 @@ def rights_of(pid: int, tid: int) -> Rights:
         raise Refused(f"this kernel does not tell what process {pid} may do") from e
 
 
-def require_no_special(rights: Rights, uid: int, groups: Collection[int], bounding: int, who: str) -> None:
+def require_no_special(rights: Rights, uid: int, groups: Collection[int], bounding: int, name: str) -> None:
     """Raise Refused unless this is an ordinary process of the user. ``bounding``: the largest bounding set."""
     if set(rights.uids) != {uid} or len(rights.uids) != 4:
-        raise Refused(f"{who} does not run as uid {uid} alone: {', '.join(map(str, rights.uids))}")
+        raise Refused(f"{name} does not run as uid {uid} alone: {', '.join(map(str, rights.uids))}")
     if len(rights.gids) != 4 or len(set(rights.gids)) != 1 or not set(rights.gids) <= set(groups):
-        raise Refused(f"{who} runs with a group that the user has not: {', '.join(map(str, rights.gids))}")
+        raise Refused(f"{name} runs with a group that the user has not: {', '.join(map(str, rights.gids))}")
     if not rights.groups <= set(groups):
-        raise Refused(f"{who} is in a group that the user is not in: {sorted(rights.groups - set(groups))[0]}")
+        raise Refused(f"{name} is in a group that the user is not in: {sorted(rights.groups - set(groups))[0]}")
     if rights.held:
-        raise Refused(f"{who} has capabilities: {', '.join(capabilities.names_of(rights.held))}")
+        raise Refused(f"{name} has capabilities: {', '.join(capabilities.names_of(rights.held))}")
     if rights.bounding & ~bounding:
-        raise Refused(f"{who} has a larger bounding set than the caller")
+        raise Refused(f"{name} has a larger bounding set than the caller")
     if rights.has_filter and not rights.no_new_privs:
-        raise Refused(f"{who} has a system call filter without no_new_privs")
+        raise Refused(f"{name} has a system call filter without no_new_privs")
 
 
 def label_of(pid: int) -> str:
-    """What the LSM calls a process; empty if there is none, or it says nothing."""
+    """A process's LSM label; empty if there is no LSM or no label."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/attr/current").read_bytes().rstrip(b"\0\n").decode(errors="replace")
     return ""

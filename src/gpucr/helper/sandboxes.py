@@ -1,7 +1,7 @@
-"""Sandboxes that the helper makes for ordinary users: root's namespaces, in which nobody has a right from root.
+"""Sandboxes that the helper makes for ordinary users: root's namespaces, in which nobody has any of root's rights.
 
-What makes them safe to enter again: they are owned by the machine's user namespace, so nobody in there changes their
-mounts or their network; root has noted them; and whoever enters does so by descriptors that were compared with that.
+They are safe to enter again because the machine's user namespace owns them, so nobody inside can change their mounts or
+network; root has recorded them; and they are entered through descriptors that were compared with that record.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from gpucr.records import Count, Record
 
 _RECORDS = ProcessRecords("helper-sandboxes")
 _SHARED = "binfmt_misc"
-"""The one file system below /proc that shows what is the machine's, not what somebody wants to hide."""
+"""The one file system below /proc that is mounted to show something, not to hide something."""
 _SYSTEM_V = ("shm", "sem", "msg")
 _LIMIT_BYTES = 4096
 
 
 class Noted(Record, frozen=True):
-    """What root writes down of a sandbox: whose it is, and its namespaces by their inode numbers."""
+    """Root's record of a sandbox: its owner, and its namespaces by inode number."""
 
     uid: Count
     network: Network
@@ -44,7 +44,7 @@ class Noted(Record, frozen=True):
 
 
 class Sandbox(Struct, frozen=True):
-    """One of the peer's, held open. ``numbers``: of its namespaces; without ``net`` it has the machine's network."""
+    """A sandbox of the peer's, held open. ``numbers``: its namespaces; without ``net`` it has the machine's network."""
 
     keeper: ProcessId
     network: Network
@@ -57,10 +57,10 @@ class Sandbox(Struct, frozen=True):
         return PidNamespace(self.keeper.pid)
 
     def open_root(self) -> int:
-        """Its root folder. Raises Refused where the keeper is not in it any more, OSError where it has ended."""
+        """Open its root folder. Raises Refused if the keeper has left the sandbox, OSError if it has ended."""
         fd = os.open(f"/proc/{self.keeper.pid}/root", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            # Who leaves these namespaces gets into a user namespace of his own by that, and can never come back.
+            # A process leaves these namespaces only by entering its own user namespace, and can never come back.
             for kind in ("user", "mnt"):
                 number = self.numbers.get(kind) or namespaces.namespace_id("self", "user")
                 if os.stat(f"/proc/{self.keeper.pid}/ns/{kind}").st_ino != number:
@@ -71,7 +71,7 @@ class Sandbox(Struct, frozen=True):
         return fd
 
     def require_nothing_in_memory(self) -> None:
-        """Raise Refused where there are System V objects: CRIU would not bring them back."""
+        """Raise Refused if there are System V objects: CRIU would not restore them."""
         found: list[str] = []
 
         def look() -> None:
@@ -89,7 +89,7 @@ class Sandbox(Struct, frozen=True):
 
 @contextlib.contextmanager
 def held(keeper_pid: int, peer: Peer) -> Iterator[Sandbox]:
-    """The sandbox of this keeper for a block. Raises Refused unless the helper has made it for this very peer."""
+    """The sandbox of this keeper, for a block. Raises Refused unless the helper made it for this peer."""
     with contextlib.ExitStack() as opened:
         try:
             stat = processes.read_stat(keeper_pid)
@@ -115,14 +115,14 @@ def held(keeper_pid: int, peer: Peer) -> Iterator[Sandbox]:
 
 
 def make(peer: Peer, network: Network, last_pid: int, keeper_fds: Sequence[int]) -> ProcessId:
-    """Make a sandbox with a keeper that is the peer's. Needs root, in a process of its own: its children go there.
+    """Make a sandbox whose keeper is the peer's. Needs root and its own process, whose children go into the sandbox.
 
-    Returns the keeper, which is noted. Raises Refused, OSError.
+    Returns the keeper, which is recorded. Raises Refused, OSError.
     """
     _require_bare_proc()
     told, tells = os.pipe()
     goes, go = os.pipe()
-    with as_peer_with(peer, capabilities.mask("SYS_ADMIN")):  # so that the namespaces count as his
+    with as_peer_with(peer, capabilities.mask("SYS_ADMIN")):  # so that the namespaces count against his limit
         namespaces.make_new("pid")
     pid = os.fork()
     if pid == 0:
@@ -146,7 +146,7 @@ def make(peer: Peer, network: Network, last_pid: int, keeper_fds: Sequence[int])
 
 
 def _noted(pid: int, peer: Peer, network: Network) -> ProcessId:
-    """Of this process, which is root's still and stands still."""
+    """Record this process, which is still root's and is waiting."""
     keeper = ProcessId(pid, _started(pid))
     numbers = {kind: namespaces.namespace_id(pid, kind) for kind in ("pid", "mnt", "ipc", "net")}
     _RECORDS.remove_ended()
@@ -169,7 +169,7 @@ def _require_made(told: int) -> None:
 def _become_first(
     peer: Peer, network: Network, last_pid: int, keeper_fds: Sequence[int], goes: int, tells: int
 ) -> NoReturn:
-    """In the child: pid 1 of the sandbox, which makes the rest of it, and becomes the peer's for good."""
+    """In the child, pid 1 of the sandbox: set up the rest of it, and become the peer's for good."""
     try:
         os.setsid()
         own_network: tuple[Kind, ...] = ("net",) if network == "own" else ()
@@ -193,7 +193,7 @@ def _become_first(
 
 
 def _require_bare_proc() -> None:
-    """Raise Refused where parts of /proc are hidden, as in containers: a new one would show them."""
+    """Raise Refused if parts of /proc are hidden, as in containers: a new mount would show them."""
     for line in _lines("/proc/self/mountinfo"):
         before, _, after = line.partition(" - ")
         where, kind = before.split()[4], after.split()[0]

@@ -63,7 +63,7 @@ REQUEST_LIMIT_S = 60.0
 
 MAX_LOG_BYTES = 16 << 20
 COPY_FOLDER = Path("/opt/gpucr/helper")
-"""Where the CRIU is that it starts."""
+"""The folder of the CRIU that it starts."""
 
 _FIRST_FREE_FD = 10
 _LOG_NAME = "criu.log"
@@ -71,18 +71,18 @@ _LOG_AT, _KEEPER_AT, _KEEPER_FDS = 1, 2, 3
 
 
 class Stopped(Exception):
-    """The client wants it to end, or is gone."""
+    """The client has asked to stop, or has disconnected."""
 
 
 class Settings(Struct, frozen=True):
-    """Where root's keys are, and where it works."""
+    """The folders of root's keys and of the helper's working files."""
 
     keys: Path = KEYS_FOLDER
     work: Path = folders.WORK_FOLDER
 
 
 def serve(connected: socket.socket, settings: Settings, announce: folders.Announce) -> None:
-    """Serve the one request of this connection. After a restore it becomes the job's keeper, and does not return."""
+    """Serve this connection's one request. After a restore, become the job's keeper and do not return."""
     with Connection(connected) as connection:
         try:
             with limits.place_of(peer.uid_of(connected)) as is_free, descriptor_limit.raised():
@@ -94,7 +94,7 @@ def serve(connected: socket.socket, settings: Settings, announce: folders.Announ
         except Refused as e:
             _tell(connection, Failed("refused", str(e)))
         except CriuError as e:
-            hint = e.hint if e.hint is not None and _LOG_NAME not in e.hint else None  # a path of the helper's
+            hint = e.hint if e.hint is not None and _LOG_NAME not in e.hint else None  # one of the helper's own paths
             _tell(connection, Failed("criu", _cut(e.message), _cut(e.reason or ""), _cut(hint or "") or None, e.code))
         except (GpucrError, OSError, ImageError) as e:
             print(f"gpucr helper: {e!r}", file=sys.stderr)  # noqa: T201 - the journal
@@ -111,7 +111,7 @@ def _cut(text: str) -> str:
 
 
 class _Request:
-    """A request, from the look at its peer on."""
+    """A request, starting with the check of its peer."""
 
     def __init__(self, connection: Connection, settings: Settings, announce: folders.Announce) -> None:
         self._connection = connection
@@ -146,7 +146,7 @@ class _Request:
 
     def _leave_for_peer(self) -> None:
         join_cgroups_of(self._peer.pid)
-        peer.of(self._connection.socket)  # it has not ended meanwhile: those were its own cgroups
+        peer.of(self._connection.socket)  # it is still alive, so those were its own cgroups
         leave_keyring()
 
     def _isolate(self, request: Isolate, fds: Sequence[int]) -> None:
@@ -182,8 +182,8 @@ class _Request:
             leave_running=request.leave_running,
             shell_job=False,
             ghost_limit_bytes=request.ghost_limit_bytes,
-            network_lock="skip",  # which changes the packet filter of the machine
-            link_remap=False,  # which makes names, as root, in folders of the job's
+            network_lock="skip",  # it would change the machine's packet filter
+            link_remap=False,  # it would create names, as root, in the job's folders
         )
         with (
             folders.private_folder(self._settings.work) as private,
@@ -195,7 +195,7 @@ class _Request:
             def on_notify(hook: str, pid: int) -> None:
                 if hook == "post-dump":
                     self._sign_and_hand_over(request.pid, sandbox, own, fds[0])
-                    remove()  # what is left is empty, and would be in the way of whoever reads the user's folder
+                    remove()  # the empty remainder would confuse readers of the user's folder
                 self._ask(hook, pid)
 
             self._criu_in(sandbox, wanted).dump(
@@ -209,7 +209,7 @@ class _Request:
         self._connection.send(Done(request.pid))
 
     def _sign_and_hand_over(self, root_pid: int, sandbox: Sandbox | None, own: int, users: int) -> None:
-        """CRIU holds the tree, and has written all of its images; nobody but root has seen them yet."""
+        """CRIU holds the tree and has written all images; only root has seen them so far."""
         folder = Path(f"/proc/self/fd/{own}")
         inspected.require_inspected(folder, self._peer, require_owned(root_pid, self._peer, sandbox))
         if sandbox is not None:
@@ -245,7 +245,7 @@ class _Request:
         ):
             images = private / "images"
             images.mkdir(0o755)
-            images.chmod(0o755)  # to the peer's CRIU, by its descriptor; its path leads through a folder of root's
+            images.chmod(0o755)  # the peer's CRIU reaches it by descriptor; the path leads through a root-only folder
             folders.copy_verified(fds[0], signed.files, images, self._check)
             has_filter = inspected.require_inspected(images, self._peer)
             inherited = self._fit(images, signed.files, request, given, sandbox)
@@ -278,7 +278,7 @@ class _Request:
             raise
 
     def _receive_files(self, count: int, until: float) -> Mapping[int, int]:
-        """The job's files, by their numbers in the images, at numbers that CRIU can inherit."""
+        """The job's files by their numbers in the images, as descriptors that CRIU can inherit."""
         given: dict[int, int] = {}
         while len(given) < count:
             message, fds = self._connection.receive(Files, until=until)
@@ -299,9 +299,9 @@ class _Request:
         given: Mapping[int, int],
         sandbox: Sandbox | None,
     ) -> Mapping[str, int]:
-        """Have the images name no path of the user's: his descriptors take the place of all, root's that of the root.
+        """Remove the user's paths from the images: his descriptors replace all of them, and root's the root folder.
 
-        Deleted files are among them, so that CRIU makes none.
+        This includes deleted files, so CRIU creates none.
         """
         image = FilesImage.read(images)
         roots = inspected.roots_in([each.name for each in files], images_in(images))
@@ -326,7 +326,7 @@ class _Request:
         return inherited
 
     def _on_restoring(self, hook: str, pid: int, sandbox: Sandbox | None) -> None:
-        """Before the first instruction of the job is run, the kernel is asked what it may do."""
+        """Check the job's privileges with the kernel before its first instruction runs."""
         if hook == "pre-resume":
             require_owned(pid, self._peer, sandbox)
         self._ask(hook, pid)
@@ -349,7 +349,7 @@ class _Request:
         return Criu(self._criu, sandbox.pids, entered=Entered(sandbox.fds, wanted))
 
     def _ask(self, hook: str, pid: int) -> None:
-        """Tell the client of a hook, and wait for its answer, which may take as long as the client lives."""
+        """Report a hook to the client and wait for its answer, without a time limit while the client lives."""
         self._connection.send(Hook(hook, pid))
         message, fds = self._connection.receive(Answer, Stop)
         close_all(fds)
@@ -357,7 +357,7 @@ class _Request:
             raise Stopped("the client has given up")
 
     def _check(self) -> None:
-        """Raise Stopped where the client has said so, or is gone. Called several times a second."""
+        """Raise Stopped if the client has sent it or has disconnected. Called several times a second."""
         try:
             message, fds = self._connection.receive(Stop, until=time.monotonic())
         except TimeoutError:
@@ -376,7 +376,7 @@ def _descriptors_of(request: Ask | Dump | Isolate | Restore) -> int:
 
 
 def _collect_ended() -> None:
-    """What CRIU has killed is this process's to collect: only then its pids are free for the next try."""
+    """Reap the processes that CRIU has killed: only then are their pids free for the next attempt."""
     processes.kill_tree(os.getpid(), including_root=False)
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
@@ -384,13 +384,13 @@ def _collect_ended() -> None:
 
 
 def _to_enter(sandbox: Sandbox | None) -> int:
-    """What it takes to enter a sandbox; CRIU does not get it."""
+    """The capabilities needed to enter a sandbox; CRIU does not get them."""
     return 0 if sandbox is None else capabilities.mask("SYS_ADMIN", "SYS_CHROOT")
 
 
 @contextlib.contextmanager
 def _log_given(private: Path, peer: Peer, fd: int) -> Iterator[Path]:
-    """A path for CRIU's log, for a block; it is given to the user in the end, through the file that he has opened."""
+    """A path for CRIU's log, for a block. At the end the log is copied to the file that the user has opened."""
     folder = folders.make_log_folder(private, peer)
     path = Path(f"/proc/self/fd/{folder}/{_LOG_NAME}")
     try:
@@ -404,7 +404,7 @@ def _log_given(private: Path, peer: Peer, fd: int) -> Iterator[Path]:
 
 
 def found_copy() -> CriuInstall:
-    """The CRIU that users can start, without any capability of its own. Raises CriuUnavailable."""
+    """The CRIU that users can start, with no capabilities. Raises CriuUnavailable."""
     for program in sorted(COPY_FOLDER.glob(f"*/{GRANTED_NAME}")):
         found = probe((str(program),), "helper", program, least_version())
         return replace(found, is_unprivileged=True, has_network=True)
@@ -412,7 +412,7 @@ def found_copy() -> CriuInstall:
 
 
 def prepare_process() -> None:
-    """For a process that serves: signals that ask to end are for the client to send, by hanging up."""
+    """Prepare a serving process: it ignores termination signals; the client ends it by disconnecting."""
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
         signal.signal(number, signal.SIG_IGN)
     os.umask(0o077)

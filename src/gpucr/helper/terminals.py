@@ -1,4 +1,4 @@
-"""Terminals of a job: whether CRIU, with what the helper gives it, can set them up again in a restore."""
+"""Terminals of a job: whether CRIU can restore them with the capabilities that the helper gives it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _TERMIOS_BYTES = 64  # more than a struct termios of the kernel
 
 
 def require_restorable(pids: Iterable[int], wanted: int) -> None:
-    """Raise Refused where one of these has a terminal open that CRIU with these capabilities could not bring back.
+    """Raise Refused if one of these processes has a terminal open that CRIU could not restore with these capabilities.
 
-    Before CRIU starts: it takes what waits to be read out of a terminal, and does not put it back when it fails.
+    Called before CRIU starts: CRIU takes a terminal's unread input, and does not put it back on failure.
     """
     if any(map(_has_terminal, pids)) and not can_lock(wanted):
         raise Refused("the job has terminals, which on this kernel take CAP_SYS_ADMIN (TIOCSLCKTRMIOS)")
@@ -33,7 +33,7 @@ def _has_terminal(pid: int) -> bool:
 
 
 def can_lock(wanted: int) -> bool:
-    """Whether a process with these capabilities may lock settings of a terminal, as CRIU does. Tries it in a child."""
+    """Whether a process with these capabilities may lock a terminal's settings, as CRIU does. Tries it in a child."""
     child = os.fork()
     if child == 0:
         with contextlib.suppress(OSError):

@@ -32,7 +32,7 @@ class CloseToTracers(Action):
         """Tell the agents of running processes."""
         from gpucr.jobs.tracing import set_open  # the agents' client is needed nowhere else here
 
-        for each in filter(processes.goes_on, self.processes):
+        for each in filter(processes.keeps_running, self.processes):
             set_open(each.pid, is_open=False)
         return False
 

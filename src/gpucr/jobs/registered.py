@@ -190,7 +190,7 @@ class DumpNote:
         try:
             registry().update(record, **changes)
         except (OSError, GpucrError) as e:
-            self.warning = f"the record of the job {record.name} does not know of this snapshot: {e}"
+            self.warning = f"the record of the job {record.name} does not list this snapshot: {e}"
 
 
 def restored_name_or_warning(

@@ -193,15 +193,15 @@ class Registry:
 
         Keeps logs that other jobs use, such as one restored under another name. Keeps all of them if the record is
         damaged, since its job may run, and, without ``force``, the log of a dumped job, which a restore continues.
-        Raises as `require_gone`.
+        Raises as `require_forgettable`.
         """
-        self.require_gone(name, force=force)
+        self.require_forgettable(name, force=force)
         with self._locked(name) as folder:
             job = self.look(name)
             if job is None:  # another gpucr has removed it
                 _remove(folder, self._logs_in_use())
                 return self.find(name)
-            _require_gone(job, force=force)
+            _require_forgettable(job, force=force)
             logs = {log.resolve() for log in folder.glob("*.log")}
             in_use = self._logs_in_use(but_of=name)
             is_kept = job.record is not None and job.state.word == "dumped" and not force
@@ -210,17 +210,17 @@ class Registry:
             _remove(folder, logs if job.record is None else logs & in_use)
         if job.record is not None and not is_kept:
             with contextlib.suppress(Unsupported):  # a job is being started there: it owns the log
-                self._remove_what_was_kept_for(job.record)
+                self._remove_leftovers_of(job.record)
         return job
 
-    def require_gone(self, name: str, *, force: bool = False) -> None:
+    def require_forgettable(self, name: str, *, force: bool = False) -> None:
         """Raise InvalidRequest if there is no such job, it runs, or (without ``force``) may run on another machine."""
-        _require_gone(self.find(name), force=force)
+        _require_forgettable(self.find(name), force=force)
 
     def _logs_in_use(self, *, but_of: str | None = None) -> set[Path]:
         return {job.record.log.resolve() for job in self.jobs() if job.record is not None and job.name != but_of}
 
-    def _remove_what_was_kept_for(self, record: JobRecord) -> None:
+    def _remove_leftovers_of(self, record: JobRecord) -> None:
         """Remove its log from the folder of its earlier name, if the job of that name is forgotten."""
         name = record.log.parent.name
         is_kept = record.log.parent.parent == self._folder and name != record.name and record.log.exists()
@@ -337,7 +337,7 @@ def _remove(folder: Path, kept: Collection[Path] = ()) -> None:
     shutil.rmtree(folder)
 
 
-def _require_gone(job: ListedJob, *, force: bool) -> None:
+def _require_forgettable(job: ListedJob, *, force: bool) -> None:
     if job.state.word == "running" or (job.state.word == "elsewhere" and not force):
         raise _in_the_way(job, "it cannot be forgotten")
 

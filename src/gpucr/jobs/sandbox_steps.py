@@ -285,7 +285,7 @@ class StartKeeper:
             self._begun.end()
 
     def _paths(self) -> tuple[str | None, str | None]:
-        """Of the job's log and of its status."""
+        """The paths of the job's log and status."""
         name = self._name
         return (str(name.log_path), str(name.status_path)) if name is not None else (None, None)
 

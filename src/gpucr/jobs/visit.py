@@ -143,7 +143,7 @@ def _wait(child: int) -> int:
 def _wait_or_end(child: int, cancel: Cancellation) -> int:
     """Raises Interrupted if it was cancelled, once the command has ended.
 
-    Without `signal.sigtimedwait`: where a handler of Python's runs until the time is over it returns a signal that
+    Without `signal.sigtimedwait`: if a Python handler runs until the timeout, it returns a signal that
     never came, with an arbitrary number (seen with CPython 3.8 to 3.13).
     """
     kill_at: float | None = None

@@ -137,9 +137,9 @@ def _lock_number(fd: int, number: int) -> bool:
 
 
 def _busy(pid: int, holder: ProcessInfo | None) -> Unsupported:
-    who = f": process {holder.pid} ({holder.name}) of uid {holder.uid}" if holder is not None else ""
+    holder_text = f": process {holder.pid} ({holder.name}) of uid {holder.uid}" if holder is not None else ""
     return Unsupported(
-        f"another gpucr is at work on process {pid}{who}",
+        f"another gpucr is at work on process {pid}{holder_text}",
         hint="wait until it has finished, then try again",
         code="GPUCR-BUSY",
     )

@@ -34,7 +34,7 @@ class Credentials(Struct, frozen=True):
 
 
 def of(pid: int | Literal["self"]) -> Credentials:
-    """Those of a process; ``self``: the caller's, also where it has another pid in /proc.
+    """The credentials of a process; ``self``: the caller's, even if it has another pid in /proc.
 
     Raises FileNotFoundError or ProcessLookupError where it has ended.
     """

@@ -49,7 +49,7 @@ class _Task(threading.Thread):
                 thread.detach(thread.last_stop.signal)
         except OSError as error:
             # PermissionError is also the kernel's answer for a process that is ending, or a zombie.
-            if processes.goes_on(self._inherited.process.id):
+            if processes.keeps_running(self._inherited.process.id):
                 self.error = error
 
 

@@ -155,14 +155,14 @@ def _is_alive(stat: Stat, process: ProcessId) -> bool:
     return process.is_same(ProcessId(process.pid, stat.start_time_ticks)) and stat.status not in "ZX"
 
 
-def wait_for_the_killed(found: Iterable[ProcessId], timeout_s: float) -> None:
+def wait_for_killed(found: Iterable[ProcessId], timeout_s: float) -> None:
     """Wait up to ``timeout_s`` until none of these processes is about to end."""
     end = time.monotonic() + timeout_s
     while any(map(is_about_to_end, found)) and time.monotonic() < end:
         time.sleep(0.01)
 
 
-def goes_on(process: ProcessId) -> bool:
+def keeps_running(process: ProcessId) -> bool:
     """Whether exactly this process is alive, with no SIGKILL pending, and neither exiting nor dumping core.
 
     A killed process can stay for long: the driver frees its device memory first.
@@ -180,7 +180,7 @@ def goes_on(process: ProcessId) -> bool:
 
 def is_about_to_end(process: ProcessId) -> bool:
     """Whether exactly this process was killed (SIGKILL is pending) or is exiting, but still exists."""
-    return is_alive(process) and not goes_on(process)
+    return is_alive(process) and not keeps_running(process)
 
 
 def describe(pid: int) -> ProcessInfo:

@@ -417,7 +417,7 @@ class HeldThreads:
                 raise
             self._held.append(thread)
             if _MACHINE == "x86_64":  # other machines have another call for registers; hold it anyway
-                thread.set_registers(with_call_number(thread.registers(), thread.read_memory).with_whole_timeout())
+                thread.set_registers(with_call_number(thread.registers(), thread.read_memory).with_full_timeout())
 
     def _detach_all(self) -> None:
         for thread in self._held:

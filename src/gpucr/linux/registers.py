@@ -74,7 +74,7 @@ class Registers(ctypes.Structure):
         """Whether the thread was stopped inside a system call that the kernel may restart."""
         return self.orig_rax >> 63 == 0 and -self.result in _RESTARTED
 
-    def with_whole_timeout(self) -> Registers:
+    def with_full_timeout(self) -> Registers:
         """Make an interrupted call that would wait for the rest of its timeout start over with all of it."""
         changed = self.copy()
         if self.is_in_interrupted_call and -self.result == _ERESTART_RESTARTBLOCK:

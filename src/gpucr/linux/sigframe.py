@@ -30,7 +30,7 @@ _TILE_DATA, _TILE_DATA_BYTES = 1 << 18, 8192  # AMX
 
 
 def fpu_state(xsave: bytes) -> bytes:
-    """The floating point state as rt_sigreturn wants it, from what ptrace tells of it (NT_X86_XSTATE)."""
+    """The floating point state as rt_sigreturn wants it, from what ptrace reports (NT_X86_XSTATE)."""
     (features,) = struct.unpack_from("<Q", xsave, _SOFTWARE_OFFSET)  # all features that the kernel lets programs use
     (in_use,) = struct.unpack_from("<Q", xsave, _HEADER_OFFSET)
     state = bytearray(xsave + struct.pack("<I", _MAGIC2))

@@ -37,7 +37,7 @@ def is_allowed(pid: int) -> bool:
 
 
 def limits() -> str:
-    """What on this machine keeps processes from tracing others, for a message; empty if nothing known does."""
+    """The machine's known limits on tracing, for a message; empty if there are none."""
     found = []
     scope = yama_scope()
     if scope is not None and (scope >= 3 or (scope > 0 and not capabilities.own().has("SYS_PTRACE"))):

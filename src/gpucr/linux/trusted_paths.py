@@ -234,8 +234,8 @@ class _Walk:
 
     def _not_ours(self, folder: os.stat_result, entry: os.stat_result) -> PermissionError:
         changed_by = next((f"uid {each.st_uid}" for each in (folder, entry) if each.st_uid not in self._trusted), None)
-        who = changed_by or f"every user (mode {stat.S_IMODE(folder.st_mode):04o})"
-        return PermissionError(errno.EPERM, f"{who} can change {self.name!r} on the way there", self._path)
+        changer = changed_by or f"every user (mode {stat.S_IMODE(folder.st_mode):04o})"
+        return PermissionError(errno.EPERM, f"{changer} can change {self.name!r} on the way there", self._path)
 
 
 def _open_below(folder: int, name: str, flags: int, mode: int) -> int:

@@ -1,9 +1,9 @@
 """Dump a job whose parts are on several nodes: frozen everywhere, saved everywhere, then ended or thawed everywhere.
 
-What decides is one object in the store, created once (store/sets.py). Node 0 creates it when all have saved. A node
-that has saved, and hears no more of node 0, tries to create a tombstone in its place: either it succeeds, and the set
-is given up, or it learns that the set is complete. So every node that reaches the store comes to the same end, whoever
-dies.
+One object in the store, created once, decides the outcome (store/sets.py). Node 0 creates it when all nodes have saved.
+A node that has saved and loses contact with node 0 tries to create a tombstone instead: either it succeeds, and the set
+is abandoned, or it learns that the set is complete. So every node that reaches the store comes to the same outcome,
+whichever node dies.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from gpucr.undo.operation import all_or_nothing
 Answer = TypeVar("Answer")
 
 _FREEZE_S = 60.0
-"""The parts that are frozen already wait for the one that cannot be."""
+"""Parts that are already frozen wait for one that cannot be."""
 _PAUSES_S = (0.2, 0.5, 1.0, 2.0, 4.0)
 _INSIST_S = 10.0
-"""How long a store is asked again. An object store has been tried for minutes when it fails, and the job stands."""
+"""How long a store is retried. An object store has been retried for minutes when it fails, while the job waits."""
 
 
 def dump_part(
@@ -64,15 +64,15 @@ def dump_part(
 ) -> PartReport:
     """Dump this node's part of a job into the set ``STORE#NAME``, together with the other nodes, and end it.
 
-    Every node calls this with the same store and name, and its own part. All parts stand still before the first is
-    saved. Only when all are saved is the set complete, and only then do the parts end, or with ``leave_running`` run
-    again. Where one node fails before that, all parts run as before, and nothing of it stays in the store.
+    Every node calls this with the same store and name, and its own part. All parts are frozen before the first is
+    saved. The set is complete only when all are saved; only then do the parts end, or continue with ``leave_running``.
+    If one node fails before that, all parts continue as before, and nothing stays in the store.
 
-    ``timeout_s``: how long all of it may take, once the nodes are there; a freeze at most a minute of that. The other
+    ``timeout_s``: the time limit once all nodes have arrived; a freeze takes at most a minute of it. The other
     arguments are those of `gpucr.dump`. Needs what `gpucr.dump` needs.
 
-    Raises NodeFailed (another node did, or cannot be reached), DeadlineExceeded, Interrupted and as `gpucr.freeze` and
-    `gpucr.dump` (the job is as it was found); StoreError where it is not known whether the set is complete (the job
+    Raises NodeFailed (another node failed or cannot be reached), DeadlineExceeded, Interrupted and as `gpucr.freeze`
+    and `gpucr.dump` (the job is as it was found); StoreError if it is unknown whether the set is complete (the job
     runs); JobDamaged.
     """
     place = find_target(to, compress=compress, encrypt=encrypt, trust_store=trust_store, key=key)
@@ -95,10 +95,10 @@ def dump_part(
                     leave_running=leave_running,
                     gpu_state=gpu_state,
                     force=force,
-                    tell=on_progress,
+                    on_progress=on_progress,
                 )
             except Interrupted:
-                if meeting.error is not None:  # the reason for which it was cancelled here
+                if meeting.error is not None:  # the reason why it was cancelled
                     raise meeting.error from None
                 raise
         return PartReport(part, place.name, report, time.monotonic() - begin)
@@ -112,7 +112,7 @@ class _Dump:
         self._interrupts = interrupts
         self._saved: SnapshotInStore | None = None
         self._may_count = False
-        """Whether what was saved may be part of a complete set."""
+        """Whether the saved snapshot may be part of a complete set."""
 
     def run(
         self,
@@ -122,7 +122,7 @@ class _Dump:
         leave_running: bool,
         gpu_state: GpuState,
         force: bool,
-        tell: OnProgress | None,
+        on_progress: OnProgress | None,
     ) -> DumpReport:
         meeting = self._meeting
         found = selection.find_job(pid, force=force)
@@ -133,7 +133,7 @@ class _Dump:
             gpu_state=gpu_state,
             timeout_s=min(left_s(deadline), _FREEZE_S),
             force=force,
-            on_progress=tell,
+            on_progress=on_progress,
             cancel=meeting.cancellation,
         )
         try:
@@ -145,7 +145,7 @@ class _Dump:
                     self._place,
                     timeout_s=left_s(deadline),
                     force=force,
-                    on_progress=tell,
+                    on_progress=on_progress,
                     cancel=meeting.cancellation,
                 )
                 assert isinstance(report.snapshot, SnapshotInStore)  # noqa: S101 - it was saved to a store
@@ -153,13 +153,13 @@ class _Dump:
                 not_over_yet()
                 self._settle(self._saved.stored.id, deadline)
                 if leave_running:
-                    frozen.thaw(on_progress=tell)
+                    frozen.thaw(on_progress=on_progress)
                 else:
                     frozen.end()
         except BaseException:
             if self._saved is not None and not self._may_count:
                 forget_saved(frozen)
-                with contextlib.suppress(GpucrError):  # a prune removes it: its set was given up
+                with contextlib.suppress(GpucrError):  # otherwise a prune removes it, since its set was abandoned
                     snapshots.remove(self._place.store, self._saved.stored.id)
             raise
         return report
@@ -167,7 +167,7 @@ class _Dump:
     def _settle(self, snapshot_id: str, deadline: float) -> None:
         """Return when the set is complete.
 
-        Raises where it was given up, and StoreError where that cannot be known.
+        Raises if it was abandoned, and StoreError if that is unknown.
         """
         meeting, store, part = self._meeting, self._place.store, self._part
         if isinstance(meeting, Host):
@@ -180,7 +180,7 @@ class _Dump:
                 raise NodeFailed("another node has given the set up", hint="see what the others say, and try again")
             meeting.announce("complete")
         else:
-            self._may_count = True  # node 0 may complete the set as soon as it knows of this
+            self._may_count = True  # node 0 may complete the set as soon as it knows this
             try:
                 meeting.say("saved", snapshot_id)
                 meeting.wait("complete", deadline)
@@ -195,7 +195,7 @@ class _Dump:
 
 
 def _persistently(ask: Callable[[], Answer]) -> Answer:
-    """Ask the store, again where it does not work: the answer decides what becomes of the job. Raises StoreError."""
+    """Ask the store, retrying on failure: the answer decides what happens to the job. Raises StoreError."""
     end_s = time.monotonic() + _INSIST_S
     for pause_s in _PAUSES_S:
         try:

@@ -67,7 +67,7 @@ class Host(Meeting):
 
     def fail(self, why: str) -> None:
         """See `Meeting.fail`."""
-        self._tell_all(Failed(0, as_text(why)))
+        self._report_to_all(Failed(0, as_text(why)))
 
     def close(self) -> None:
         """See `Meeting.close`: the last messages still arrive."""
@@ -146,7 +146,7 @@ class Host(Meeting):
         tell(channel, failed)
         channel.close()
         if self._lose(node_failed(failed)):
-            self._tell_all(failed)
+            self._report_to_all(failed)
         return None
 
     def _problem_of(self, hello: object) -> str | None:
@@ -171,7 +171,7 @@ class Host(Meeting):
                 if isinstance(message, Failed):
                     failed = Failed(node, message.why)
                     if self._lose(node_failed(failed)):
-                        self._tell_all(failed)
+                        self._report_to_all(failed)
                     continue
                 if not isinstance(message, Here) or node in self._here.get(message.step, {node: ""}):
                     raise RecordError("out of turn")
@@ -181,7 +181,7 @@ class Host(Meeting):
         except (WrongSecret, RecordError, EOFError, OSError):
             error = lost(node)
             if self._lose(error):
-                self._tell_all(Failed(node, error.message))
+                self._report_to_all(Failed(node, error.message))
 
     def _broadcast(self, message: Welcome | Together) -> None:
         with self._sending:
@@ -189,7 +189,7 @@ class Host(Meeting):
                 with contextlib.suppress(OSError):  # its listening thread notices
                     channel.send(message)
 
-    def _tell_all(self, failed: Failed) -> None:
+    def _report_to_all(self, failed: Failed) -> None:
         if self._sending.acquire(timeout=LOOK_S):
             try:
                 for channel in list(self._guests.values()):

@@ -119,8 +119,10 @@ class Meeting(ABC):
 
 def node_failed(failed: Failed) -> NodeFailed:
     """The error for another node's failure message."""
-    who = "another node" if failed.node is None else f"node {failed.node}"
-    return NodeFailed(f"{who} failed: {failed.why}", node=failed.node, hint=f"{who} has said more where it was started")
+    name = "another node" if failed.node is None else f"node {failed.node}"
+    return NodeFailed(
+        f"{name} failed: {failed.why}", node=failed.node, hint=f"{name} has said more where it was started"
+    )
 
 
 def lost(node: int) -> NodeFailed:

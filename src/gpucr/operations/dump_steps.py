@@ -261,8 +261,8 @@ class CriuDump:
         ids = {process.id for process in (*self._context.job.processes, *self._seen)}
         known = sorted(ids, key=lambda each: each.pid)
         if self.snapshot is not None:
-            self._wait_for_the_killed(known)
-        alive = [each.pid for each in known if processes.goes_on(each)]
+            self._wait_for_killed(known)
+        alive = [each.pid for each in known if processes.keeps_running(each)]
         gone = [each.pid for each in known if each.pid not in alive]
         if self.snapshot is not None and not alive:
             return  # CRIU failed after it killed the tree (a last log line, its statistics): the dump is complete
@@ -285,9 +285,9 @@ class CriuDump:
             ) from error
         raise error
 
-    def _wait_for_the_killed(self, known: Sequence[ProcessId]) -> None:
+    def _wait_for_killed(self, known: Sequence[ProcessId]) -> None:
         """CRIU has ended, but the processes that it killed may not have: only the snapshot is left of them."""
-        processes.wait_for_the_killed(known, _KILLED_LIMIT_S)
+        processes.wait_for_killed(known, _KILLED_LIMIT_S)
         sandbox = self._context.sandbox
         if sandbox is not None and not processes.is_alive(self._context.job.root.id):
             # When a job's first process is killed, its sandbox ends: the kernel kills the rest of it, including CRIU.

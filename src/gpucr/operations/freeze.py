@@ -130,7 +130,7 @@ _HELD: dict[FrozenJob, int] = {}
 
 
 @atexit.register
-def _thaw_what_is_left() -> None:
+def _thaw_remaining() -> None:
     for job in [job for job, pid in _HELD.items() if pid == os.getpid()]:  # not a fork, which ends before its parent
         job.thaw()
 
@@ -286,7 +286,7 @@ class FrozenJob:
         became = "could not be thawed or ended" if self._state == "lost" else f"was {self._state}"
         raise InvalidRequest(
             f"the job {self.pid} cannot be {what}: it {became} before",
-            hint="freeze it again" if self._state == "thawed" else "see what `gpucr ps` says of it",
+            hint="freeze it again" if self._state == "thawed" else "see `gpucr ps`",
         )
 
 

@@ -261,7 +261,7 @@ def forget_jobs(
     with all_or_nothing("forget", ", ".join(chosen), cancel) as interrupts, registry_in_use():
         known = registry()
         for name in chosen:
-            known.require_gone(name, force=force)
+            known.require_forgettable(name, force=force)
         interrupts.conclude()
         return tuple(known.forget(name, force=force) for name in chosen)
 

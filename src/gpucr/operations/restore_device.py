@@ -29,7 +29,7 @@ _WAIT_S = 0.2
 
 
 class GpuRestore:
-    """Those of a job that uses CUDA (``gang``), or stood still as a whole (None): it is let go at the end."""
+    """The steps of a job that uses CUDA (``gang``), or of one that was frozen as a whole (None) and runs at the end."""
 
     def __init__(
         self,

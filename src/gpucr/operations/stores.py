@@ -159,7 +159,7 @@ def prune_store(
 
     A later prune frees the space: see `PruneRules`. Raises StoreDamaged, StoreError, WrongKey.
     """
-    _require_whole(store)
+    _require_complete(store)
 
     def work(interrupts: Interrupts, _: Meter) -> PruneReport:
         return prune.prune(open_store(store, key), rules or PruneRules(), dry_run=dry_run, check=interrupts.check)
@@ -189,7 +189,7 @@ def copy_snapshots(
     What the target already has is read once, and copied again if damaged; with ``trust_store`` it is not read.
     Repeating an interrupted copy continues it. Raises InvalidRequest, StoreDamaged, StoreError, WrongKey.
     """
-    _require_whole(target)
+    _require_complete(target)
     opened, named = _named(source, key)
     to = open_store(target, target_key)
     wanted = named if named is not None else snapshots.list_all(opened).intact()
@@ -238,7 +238,7 @@ def store_keys(
     Stored data is not re-encrypted: the user of a removed key may have kept what it opens. Raises WrongKey, and
     StoreError, also for the last key and the one that ``key`` opened.
     """
-    _require_whole(store)
+    _require_complete(store)
     with all_or_nothing("keys", store, cancel) as interrupts:
         opened = open_store(store, key)
         interrupts.conclude()
@@ -260,7 +260,7 @@ def _named(place: Place, key: Secret | None) -> tuple[Store, Sequence[StoredSnap
     return store, None if location.snapshot is None else snapshots.find_parts(store, location.snapshot)
 
 
-def _require_whole(place: Place) -> None:
+def _require_complete(place: Place) -> None:
     if place_of_store(place).snapshot is not None:
         raise InvalidRequest(f"{place} names a snapshot, and a store is meant", hint="leave out what follows the #")
 

@@ -93,7 +93,7 @@ class UnfinishedSnapshot:
 
     @classmethod
     def left_behind(cls, path: Path, mode_before: int | None, fd: int | None = None) -> UnfinishedSnapshot:
-        """What a dead process had made with `create`; ``mode_before`` as it recorded, None: the folder is new.
+        """A folder that a dead process had made with `create`; ``mode_before`` as it recorded, None: the folder is new.
 
         ``fd``: a descriptor of the folder; without one, the folder now at ``path``, if any.
         """
@@ -396,10 +396,10 @@ def _check_target(path: Path) -> None:
             hint="check whether its file system is read-only, or name a folder elsewhere with --to",
         )
     if path.exists():
-        _require_free(path, [] if _is_only_begun(path) else os.listdir(path), path.stat())
+        _require_free(path, [] if _is_unfinished(path) else os.listdir(path), path.stat())
 
 
-def _is_only_begun(path: Path) -> bool:
+def _is_unfinished(path: Path) -> bool:
     """Whether there is only an empty folder for images: `create` finds out who made it."""
     images = path / IMAGES_NAME
     return os.listdir(path) == [IMAGES_NAME] and images.is_dir() and not images.is_symlink() and not os.listdir(images)

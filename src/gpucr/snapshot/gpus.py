@@ -41,5 +41,5 @@ def _users(manifest: Manifest) -> tuple[dict[int, ProcessGpus], list[GpuUser]]:
 
 
 def _chosen(gpus: Sequence[Gpu], uuids: Collection[str]) -> tuple[Gpu, ...]:
-    """Those with these UUIDs."""
+    """The GPUs with these UUIDs."""
     return tuple(gpu for gpu in gpus if gpu.uuid in uuids)

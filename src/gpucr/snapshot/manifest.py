@@ -390,7 +390,7 @@ def decode(data: bytes) -> Manifest:
     if _digest(body) != outer.sha256:
         raise RecordError("its content does not match its own digest")
     manifest = records.convert(_members(body), Manifest)
-    _check_whole(manifest)
+    _check_consistency(manifest)
     return manifest
 
 
@@ -425,7 +425,7 @@ def _with_state(process: Any, where: str) -> Any:
     return {**process, "found_state": int(_STATES[state])}
 
 
-def _check_whole(manifest: Manifest) -> None:
+def _check_consistency(manifest: Manifest) -> None:
     """Checks across members, or of shared record types."""
     pids = {process.pid for process in manifest.processes}
     for root_pid in manifest.root_pids:

@@ -56,7 +56,7 @@ class Sink(Protocol):
 
     @property
     def size_bytes(self) -> int:
-        """What was written so far."""
+        """The bytes written so far."""
 
     def write(self, data: Buffer) -> None:
         """Append. The caller may reuse the buffer when this returns. Raises OSError."""

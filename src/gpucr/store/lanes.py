@@ -41,7 +41,7 @@ class OpenPack:
 
     @property
     def size_bytes(self) -> int:
-        """What was written so far: whole blocks."""
+        """The bytes written so far, in whole blocks."""
         return self._sink.size_bytes
 
     @property

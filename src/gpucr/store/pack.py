@@ -192,7 +192,7 @@ def decode_trailer(data: Buffer, pack_id: bytes, size_bytes: int) -> Trailer:
 
 
 def decode_footer(footer: Buffer, trailer: Trailer, size_bytes: int, cipher: PackCipher | None) -> PackContents:
-    """What the pack holds. Raises CutShort, Changed."""
+    """The pack's contents. Raises CutShort, Changed."""
     if len(footer) < trailer.footer_length:
         raise CutShort("it ends in its footer")
     digest = hashlib.sha256(footer)

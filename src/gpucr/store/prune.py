@@ -121,7 +121,7 @@ class _Prune:
         listing = snapshots.list_all(self._store)
         # The store's clock is unknown, but not earlier than this, so nothing looks older than it is.
         self._now_s = min(self._now_s, max(listing.stored_s.values(), default=0.0))
-        kept, removed = choose_whole(listing, self._rules, self._now_s)
+        kept, removed = choose_complete(listing, self._rules, self._now_s)
         self._live_pieces(kept, retired.inventory(self._store, footers=True))
         self._remove_snapshots(removed)
         return writers.Registration.register(self._store)
@@ -142,7 +142,7 @@ class _Prune:
         batches = retired.batches(self._store, self._on_damaged_batch)
         alive = {key: each for key, each in writers.seen(self._store.backend).items() if key not in {own_id, *dead}}
         listing = snapshots.list_all(self._store)
-        kept, removed = choose_whole(listing, self._rules, self._now_s)
+        kept, removed = choose_complete(listing, self._rules, self._now_s)
         self._complete = listing.sets.keys()
         kept, unfinished = self._without_unfinished(kept, listing)
         removed += unfinished
@@ -354,7 +354,7 @@ class _Prune:
                 sets.remove(self._store, set_id)
 
 
-def choose_whole(
+def choose_complete(
     listing: Listing, rules: PruneRules, now_s: float
 ) -> tuple[list[StoredSnapshot], list[StoredSnapshot]]:
     """Like `choose`. A set counts as one snapshot, its last; parts of an incomplete set are kept, uncounted."""

@@ -15,7 +15,7 @@ DEAD_AFTER_S = 3600.0
 
 
 class PruneRules(Struct, frozen=True):
-    """What to keep, and how patient to be.
+    """Which snapshots to keep, and the grace periods.
 
     A snapshot is kept if one of the ``keep_`` rules says so; without rules all are kept. ``keep_last``: the N latest.
     ``keep_within_s``: younger ones. ``keep_hourly`` and the others: of the N latest hours (days, weeks, months; in UTC)

@@ -185,7 +185,7 @@ class Inventory(Struct, frozen=True):
         return index
 
 
-def whole_index(store: Store, *, footers: bool = False) -> Index:
+def complete_index(store: Store, *, footers: bool = False) -> Index:
     """Where every piece can be read; ``footers`` as in `Inventory.load`. Raises StoreError."""
     return inventory(store, footers=footers).index()
 

@@ -338,7 +338,7 @@ def open_reader(store: Store, snapshot: StoredSnapshot) -> StoreReader:
 
 
 def _complete_reader(store: Store, snapshot: StoredSnapshot, *, footers: bool) -> StoreReader:
-    index = retired.whole_index(store, footers=footers)
+    index = retired.complete_index(store, footers=footers)
     reader = StoreReader(store, index)
     for ref in live_pieces(snapshot, reader):
         if index.find(ref.id) is None:

@@ -34,7 +34,7 @@ from gpucr.undo.cancellation import Cancellation
 
 
 class Look(Struct, frozen=True):
-    """What has become of a job. ``reason`` says how it ended, in words; ``kind`` is the reason of its restart.
+    """The current state of a job. ``reason`` says how it ended, in words; ``kind`` is the reason of its restart.
 
     ``running``; ``lent``: a borrower has its GPUs, and brings it back; ``done``: exit code 0; ``failed``;
     ``dumped``: a dump has ended it, and a snapshot has it.
@@ -148,7 +148,7 @@ class RegisteredJob:
         )
 
     def snapshots(self) -> Sequence[str]:
-        """Those with the job's name."""
+        """The snapshots with the job's name."""
         found = list_snapshots(self._settings.store, key=self._key).snapshots
         return [each.id for each in reversed(found) if each.name == self._name]
 

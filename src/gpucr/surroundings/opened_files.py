@@ -56,7 +56,7 @@ def _entries(folder: str) -> list[str]:
 
 
 def _inodes(names: Iterable[str]) -> set[tuple[int, int]]:
-    """What these names stand for if nobody else can change that."""
+    """The inodes of these names, if nobody else can change them."""
     found: set[tuple[int, int]] = set()
     for name in names:
         with suppress(OSError):

@@ -134,12 +134,12 @@ class Listener:
         """
         self._tell("progress", progress)
 
-    def tell_ignored(self, reason: str) -> None:
+    def report_ignored(self, reason: str) -> None:
         """Report a signal that changes nothing."""
-        self.try_to_tell(Progress("signal-ignored", "signal", reason))
+        self.try_to_report(Progress("signal-ignored", "signal", reason))
 
-    def try_to_tell(self, progress: Progress) -> None:
-        """For an undo. Not even a listener that exits the program may leave a job half-way."""
+    def try_to_report(self, progress: Progress) -> None:
+        """For an undo. Not even a listener that exits the program may leave a job midway."""
         with contextlib.suppress(BaseException):
             self.tell(progress)
 

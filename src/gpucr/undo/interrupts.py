@@ -129,7 +129,7 @@ class Interrupts:
         self.check()
         self.commit()
         if self.requested and not self._is_told:  # it came in the last step, which cannot be interrupted
-            self._tell_too_late()
+            self._report_too_late()
 
     @contextlib.contextmanager
     def undoing(self) -> Iterator[None]:
@@ -146,12 +146,12 @@ class Interrupts:
         if self._undoing:
             self._tell(BRINGING_BACK)
         elif self.is_committed:
-            self._tell_too_late()
+            self._report_too_late()
         elif self._raise_at_once:
             self._raise_at_once = False  # a second signal must not interrupt the cleanup after the first
             raise KeyboardInterrupt
 
-    def _tell_too_late(self) -> None:
+    def _report_too_late(self) -> None:
         self._is_told = True
         self._tell(TOO_LATE)
 

@@ -102,7 +102,7 @@ def operation(
     listener = Listener(on_progress, name, subject)
     with (
         descriptor_limit.raised(),
-        Interrupts(listener.tell_ignored, cancel=cancel) as interrupts,
+        Interrupts(listener.report_ignored, cancel=cancel) as interrupts,
         listener.announced(),
     ):
         running = Operation(listener, interrupts)

@@ -140,8 +140,10 @@ def _try(part: Callable[[], object], failures: list[str]) -> None:
 
 def _lost(tree: Sequence[ProcessId]) -> str:
     """Which processes of a job that should run have ended, and how. Only reported: nothing can bring them back."""
-    ends.wait_until_they_ran(filter(processes.goes_on, tree))
+    ends.wait_until_they_ran(filter(processes.keeps_running, tree))
     missing = [
-        f"process {each.pid} {ends.how(ends.wait_status(each, None))}" for each in tree if not processes.goes_on(each)
+        f"process {each.pid} {ends.how(ends.wait_status(each, None))}"
+        for each in tree
+        if not processes.keeps_running(each)
     ]
     return f"its job has lost processes: {'; '.join(missing)}" if missing else ""

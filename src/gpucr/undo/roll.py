@@ -59,8 +59,8 @@ class Roll:
     def call_after_undo(self) -> tuple[Ended, ...]:
         """Which have ended, after everything was undone. Waits until released processes have run."""
         ids = [process.id for process in self._known]
-        ends.wait_until_they_ran(filter(processes.goes_on, ids))
-        processes.wait_for_the_killed(ids, END_LIMIT_S)
+        ends.wait_until_they_ran(filter(processes.keeps_running, ids))
+        processes.wait_for_killed(ids, END_LIMIT_S)
         return tuple(self._ended(self._known))
 
     def require_gang(self, state: str, *, hint: str | None = None) -> None:
@@ -75,5 +75,5 @@ class Roll:
 
     def _ended(self, known: Sequence[ProcessInfo]) -> Iterator[Ended]:
         for process in known:
-            if not processes.goes_on(process.id):
+            if not processes.keeps_running(process.id):
                 yield Ended(process, ends.wait_status(process.id, self._pidfds.get(process.pid)))

@@ -126,7 +126,7 @@ class Step(Protocol):
         ...
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
-        """Do it. Returns the bytes moved. May fail half-way: then undo is called too.
+        """Do it. Returns the bytes moved. May fail midway: then undo is called too.
 
         A step that moves many bytes reports them to ``meter``, and calls ``interrupts.check()`` where it can be
         interrupted.
@@ -198,7 +198,7 @@ def run_steps(
     """
     listener = listener or Listener(on_progress)
     if interrupts is None:
-        with Interrupts(listener.tell_ignored) as interrupts:
+        with Interrupts(listener.report_ignored) as interrupts:
             return run_steps(steps, deadline=deadline, listener=listener, interrupts=interrupts)
     interrupts.postpone()
     begun: list[Step] = list(begun_before)
@@ -236,18 +236,18 @@ def _run_one(step: Step, interrupts: Interrupts, listener: Listener) -> Phase:
         phase = Phase(step.name, meter.seconds, size_bytes)
     end = Progress("end", step.name, step.describe(), phase.seconds, size_bytes)
     if interrupts.is_committed:  # a failing listener must not turn something irreversible into a failure
-        listener.try_to_tell(end)
+        listener.try_to_report(end)
     else:
         listener.tell(end)
     return phase
 
 
 def _undo(begun: Sequence[Step], listener: Listener) -> tuple[list[str], list[str]]:
-    """What could not be undone, and what was left behind."""
+    """Undo the steps. Returns what could not be undone, and what was left behind."""
     failures: list[str] = []
     left: list[str] = []
     for step in reversed(begun):
-        listener.try_to_tell(Progress("undo", step.name, step.describe()))
+        listener.try_to_report(Progress("undo", step.name, step.describe()))
         try:
             step.undo()
         except LeftBehind as error:

@@ -235,7 +235,7 @@ def loader() -> Step:
     """A training that two worker processes of a DataLoader feed."""
     torch = _seeded()
 
-    class Rows(torch.utils.data.Dataset):  # type: ignore[misc, name-defined]  # torch is not there where types are checked
+    class Rows(torch.utils.data.Dataset):  # type: ignore[misc, name-defined]  # torch is missing where types are checked
         def __len__(self) -> int:
             return 640
 

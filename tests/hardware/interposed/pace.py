@@ -22,7 +22,7 @@ def wait_for(step: int, file: str | Path | None = None) -> None:
         time.sleep(0.005)
 
 
-def let_go_on(file: Path, steps: int) -> None:
+def let_continue(file: Path, steps: int) -> None:
     """Let the program do so many steps, or as many as it may already."""
     with file.open("ab") as limit:
         limit.truncate(max(steps, limit.tell()))

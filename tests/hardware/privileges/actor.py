@@ -113,7 +113,7 @@ def main(*arguments: str) -> None:
         seen = {**driver_actions(child.pid), **kernel_actions(child.pid)}
         child.stdin.write("\n")
         child.stdin.flush()
-        seen["goes on"] = child.stdout.readline().strip()
+        seen["continues"] = child.stdout.readline().strip()
         print(json.dumps(seen))
         child.stdin.close()
 

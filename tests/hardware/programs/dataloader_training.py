@@ -18,7 +18,7 @@ from tests.hardware.programs.recorder import Recorder
 WIDTH = 256
 
 
-class GeneratedImages(Dataset[torch.Tensor]):  # type: ignore[misc]  # torch is not there where types are checked
+class GeneratedImages(Dataset[torch.Tensor]):  # type: ignore[misc]  # torch is missing where types are checked
     """Items that depend on their index only, made in the workers."""
 
     def __len__(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-# Read when JAX starts. By default it takes three quarters of the GPU's memory, all of which a dump would carry.
+# Read when JAX starts. By default it takes three quarters of the GPU's memory, and a dump would carry all of it.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 os.environ.setdefault("XLA_FLAGS", "--xla_gpu_deterministic_ops=true")
 

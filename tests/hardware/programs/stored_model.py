@@ -1,4 +1,4 @@
-"""A model in device memory of which a part is trained, or nothing: what a snapshot has in common with the next one.
+"""A model in device memory, partly trained or not at all: what a snapshot has in common with the next one.
 
 Every step notes a checksum of all weights. The weights are the same in every run, so two processes are replicas. With
 ``--driver`` it uses the bare driver API, and trains by replacing bytes: for machines without torch, and the simulator.
@@ -79,7 +79,7 @@ def driver_model(size_mib: int, trained_mib: int) -> Callable[[int], int]:
 
 def main() -> None:
     """Make a step, note the checksum, and so on."""
-    recorder = Recorder("a model of which a part is trained", "--driver", mib=8192, trained_mib=0)
+    recorder = Recorder("a model that is partly trained", "--driver", mib=8192, trained_mib=0)
     make = driver_model if recorder.flag("driver") else torch_model
     step = make(recorder.number("mib"), recorder.number("trained_mib"))
     for number in range(recorder.steps):

@@ -12,7 +12,7 @@ from gpucr.quantities import counted, format_bytes
 
 
 def check_handed_over(pids: Collection[int]) -> list[Finding]:
-    """Of processes whose memory goes through the driver's custom storage. None of them: nothing."""
+    """Findings about processes whose memory goes through the driver's custom storage."""
     if not pids:
         return []
     return [

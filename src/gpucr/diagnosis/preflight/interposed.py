@@ -29,7 +29,7 @@ def knows_all(job: JobTraits) -> bool:
 
 
 def check_interposed(job: JobTraits, measured: Measurements, *, may_share: bool = False) -> list[Finding]:
-    """For a job with all counters known: live objects that do not come back.
+    """Findings about live objects that do not come back, for a job with all counters known.
 
     ``may_share``: they restore memory that the processes share.
     """

@@ -78,7 +78,7 @@ def _on_one_gpu(job: JobTraits, known: str) -> list[Finding]:
 
 
 def _holders(job: JobTraits) -> list[tuple[str, list[CudaTraits]]]:
-    """What tells that processes may hold memory on the same GPU, and which ones.
+    """The evidence that processes may hold memory on the same GPU, and which ones.
 
     Processes outside the job count too if it is part of their tree: `--only`, or a child that was named.
     """

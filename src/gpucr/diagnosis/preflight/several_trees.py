@@ -39,7 +39,7 @@ def check_between_trees(job: Job, remedy: str) -> list[Finding]:
 
 
 def _shared(process: ProcessInfo) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """What this process has, and how the other end would look."""
+    """This process's shared objects, and how their other ends would look."""
     folder = PROC / str(process.pid)
     # Missing entries belong to ended processes.
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):

@@ -32,7 +32,7 @@ def check_ptrace(pids: Iterable[int]) -> list[Finding]:
 
 
 def check_dump_by_user(job: Job, install: CriuInstall, *, in_sandbox: bool = False) -> list[Finding]:
-    """What of a job an ordinary user's CRIU cannot dump. Nothing where root's CRIU is used. ``in_sandbox``: of gpucr's.
+    """What an ordinary user's CRIU cannot dump of a job. Nothing where root's CRIU is used. ``in_sandbox``: of gpucr's.
 
     The privileged helper's CRIU attaches to any process; gpucr itself has to, if there is device memory.
     """

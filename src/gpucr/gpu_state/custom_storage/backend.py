@@ -131,7 +131,7 @@ class CustomStorage:
         self._carrier.place(self.process, [self._file.fd], max(self._file.size_bytes, PAGE_BYTES))
         self._carrier.of("copy", self.process)
 
-    def wait_begun(self) -> None:
+    def wait_started(self) -> None:
         """The driver's call has done it."""
 
     def wait_saved(self) -> None:
@@ -161,7 +161,7 @@ class CustomStorage:
         try:
             yield
         except (CustomStorageError, DriverError) as e:
-            if processes.goes_on(self.process):
+            if processes.keeps_running(self.process):
                 raise
             pid = self.part.pid
             raise JobChanged(
@@ -223,7 +223,7 @@ def files_of(saver: Saver | None, held: Mapping[int, Mapping[str, int]], *, may_
 
 
 class CustomStorages:
-    """Those of an operation. ``gpus`` are this machine's; each ``held`` one needs room for the carrier's context.
+    """The backends of an operation. ``gpus`` are this machine's; each ``held`` one needs room for a carrier.
 
     ``saver``: see `files_of`. ``to_process``: the job is suspended, and gpucr exits. ``tell_guard`` gets the carrier,
     and the processes whose memory it may have.

@@ -116,7 +116,7 @@ class Holding:
     @property
     def is_alive(self) -> bool:
         """Whether the process still lives."""
-        return processes.goes_on(self.process)
+        return processes.keeps_running(self.process)
 
     def checkpoint(self, storage: CustomStorage) -> None:
         """LOCKED → CHECKPOINTING."""

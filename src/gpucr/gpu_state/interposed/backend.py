@@ -11,7 +11,7 @@ from gpucr.driver.api import Driver
 from gpucr.errors import GpucrError
 from gpucr.gpu_state.backend import INTERPOSED
 from gpucr.gpu_state.interposed.blocks import BlocksSource, HostRoom, can_leave, gpu_of
-from gpucr.gpu_state.interposed.coming_back import bring_back, let_go_on
+from gpucr.gpu_state.interposed.coming_back import bring_back, let_continue
 from gpucr.gpu_state.interposed.guarded import Guarded
 from gpucr.gpu_state.interposed.host_copy import FILE_NAME
 from gpucr.gpu_state.interposed.keeping import Keeping, Way
@@ -37,7 +37,7 @@ class Interposed:
 
     ``to_host``: at `complete` the bytes are in host memory, which the process itself holds for a later resume.
     ``keeping``: the process runs again before its memory is saved. ``before_first``: called before any memory leaves;
-    from then on `Interposers.share_anew` follows `give_back`.
+    from then on `Interposers.share_again` follows `give_back`.
     """
 
     kind = INTERPOSED
@@ -163,14 +163,14 @@ class Interposed:
             self._source = BlocksSource(self.part, self._held, self._uuids, self._vaults)
             self.extents = self._source.extents
             self._is_out = True
-            agent.drop(imported_too=True)  # where it ends half-way, `give_back` gives back what is away
+            agent.drop(imported_too=True)  # if it fails midway, `give_back` returns what is away
         meter.note(f"process {pid}: {format_bytes(self._source.size_bytes)} taken out by its interposer")
         if self._keeping is not None and self._way is not None:
             meter.note(self._keeping.choice().reason)
         if self._to_host or self._way is Way.IN_HOST_MEMORY:
             self._copying = Work(self._copy_to_host)
 
-    def wait_begun(self) -> None:
+    def wait_started(self) -> None:
         """Done by `begin`."""
 
     def _copy_to_host(self) -> None:
@@ -253,7 +253,7 @@ class Interposed:
 
     def go_on(self) -> None:
         """It has everything: open its gate; the driver's lock holds it."""
-        let_go_on(self.line)
+        let_continue(self.line)
         self._is_out = False
 
     def moved(self, gpu_map: GpuMap) -> None:

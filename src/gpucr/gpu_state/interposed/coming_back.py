@@ -1,4 +1,4 @@
-"""What is away of a process comes back: from descriptors, or from what the process keeps."""
+"""Restore a process's memory that is away, from descriptors or from what the process keeps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gpucr.driver.api import Driver
 from gpucr.errors import InterposerError
 from gpucr.gpu_state.interposed.blocks import HostRoom, can_leave, extents_of, vault_of, writes
 from gpucr.gpu_state.interposed.line import Line, spoken, unlocked
-from gpucr.gpu_state.interposed.shared import by_part, share_anew
+from gpucr.gpu_state.interposed.shared import by_part, share_again
 from gpucr.interposer.client import Agent, Held
 from gpucr.interposer.protocol import BadAnswer, Block, Code, Flag, Refused
 from gpucr.interposer.vault import Shown, Vault, Vaults, in_parallel
@@ -54,7 +54,7 @@ def bring_back(
 
     ``filled``: memory filled with what it keeps.
 
-    The gate stays closed, and the process keeps its copy, until `let_go_on`. Does nothing if nothing is away. Raises
+    The gate stays closed, and the process keeps its copy, until `let_continue`. Does nothing if nothing is away. Raises
     InterposerError, VaultFailed, JobChanged, DriverError; memory that is not back yet is where it was.
     """
     with spoken(line.pid, "take its memory back"), contextlib.ExitStack() as opened:
@@ -90,23 +90,23 @@ class GoesOn(NamedTuple):
 def bring_all_back(driver: Driver, back: Sequence[GoesOn], ended: Sequence[tuple[int, Sequence[Held]]]) -> None:
     """Each gets its own memory, then what it shared, then all continue. LOCKED → LOCKED, gates open.
 
-    ``ended``: what we hold of processes that have ended, by pid. Raises as `bring_back` and `share_anew`.
+    ``ended``: what we hold of processes that have ended, by pid. Raises as `bring_back` and `share_again`.
     """
     vaults = Vaults()
     try:
         for each in back:
             bring_back(driver, each.line, each.uuids, vaults, each.held)
         held = {part: one for pid, those in ended for part, one in by_part(pid, those).items()}
-        share_anew(driver, [each.line for each in back], held)
+        share_again(driver, [each.line for each in back], held)
         for each in back:
-            let_go_on(each.line)
+            let_continue(each.line)
     finally:
         for each in back:
             each.line.hang_up()
         vaults.close()
 
 
-def let_go_on(line: Line) -> None:
+def let_continue(line: Line) -> None:
     """Everything is back: free what the process keeps, and open its gate. Now the driver's lock holds it."""
     with spoken(line.pid, "open its gate"):
         line.agent.keep(None)

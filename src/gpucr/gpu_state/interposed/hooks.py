@@ -72,7 +72,7 @@ class BeforeFreeze:
         self._hooks = hooks
 
     def describe(self) -> str:
-        """Whose will be called."""
+        """The processes whose hooks will be called."""
         return f"call what {_names(self._hooks.processes)} registered to be called before a freeze"
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
@@ -95,7 +95,7 @@ class AfterRestore:
         self._hooks = hooks
 
     def describe(self) -> str:
-        """Whose will be called."""
+        """The processes whose hooks will be called."""
         return f"call what {_names(self._hooks.processes)} registered to be called afterwards"
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:

@@ -16,7 +16,7 @@ from gpucr.gpu_state.interposed.line import GatedLock
 from gpucr.gpu_state.interposed.shared import (
     find_shares,
     keep_shares,
-    share_anew,
+    share_again,
 )
 from gpucr.gpu_state.ways import GpuState, refused
 from gpucr.interposer.client import Agent, Held
@@ -113,7 +113,7 @@ class Interposers:
             yield agent
 
     def rank(self, pid: int) -> GatedLock | None:
-        """What holds this process."""
+        """The locks that hold this process."""
         found = self._backends.get(pid) or next(iter(self.over(pid)), None)
         return found.lock if found is not None else None
 
@@ -176,8 +176,8 @@ class Interposers:
         self._looked_at |= new.keys()
         self.shares += shares
 
-    def share_anew(self, state: Callable[[int], CudaState | None]) -> None:
-        """Those that have their own memory again get what they shared, and their gates open.
+    def share_again(self, state: Callable[[int], CudaState | None]) -> None:
+        """Give processes that have their own memory again what they shared, and open their gates.
 
         Call it after all were tried, before any runs. ``state`` returns a process's state (None: it has ended). Raises
         GpucrError: then none of them continues.
@@ -191,7 +191,7 @@ class Interposers:
         for each in out:
             if states[each.part.pid] is None:
                 held |= each.held
-        share_anew(self._driver, [each.line for each in back], held)
+        share_again(self._driver, [each.line for each in back], held)
         self._guarded.going_on([each.part.pid for each in back])
         for each in back:
             each.go_on()

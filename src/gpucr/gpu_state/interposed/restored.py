@@ -13,10 +13,10 @@ from gpucr.driver.api import Driver
 from gpucr.errors import InterposerError
 from gpucr.gpu_state.backend import WaitForBytes
 from gpucr.gpu_state.interposed.blocks import writes
-from gpucr.gpu_state.interposed.coming_back import let_go_on
+from gpucr.gpu_state.interposed.coming_back import let_continue
 from gpucr.gpu_state.interposed.host_copy import require_sizes
 from gpucr.gpu_state.interposed.line import Line, spoken, unlocked
-from gpucr.gpu_state.interposed.shared import share_anew
+from gpucr.gpu_state.interposed.shared import share_again
 from gpucr.gpu_state.interposed.work import Work
 from gpucr.interposer.client import GIVEN_AT_ONCE, Agent, Held
 from gpucr.interposer.protocol import Block, Flag
@@ -192,9 +192,9 @@ class RestoredBlocks:
         only_importers = {each.imported.pid for each in here} - lines.keys()
         lines |= {pid: Line(pid) for pid in only_importers}
         try:
-            share_anew(self._driver, list(lines.values()), {}, here)
+            share_again(self._driver, list(lines.values()), {}, here)
             for line in lines.values():
-                let_go_on(line)
+                let_continue(line)
         finally:
             for line in lines.values():
                 line.hang_up()

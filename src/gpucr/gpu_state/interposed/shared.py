@@ -85,7 +85,7 @@ def _torn(why: str, hint: str) -> Unsupported:
 
 
 def keep_shares(lines: Iterable[Line], shares: Sequence[Share]) -> None:
-    """Let each process keep its part. From here on its gate stays closed until `let_go_on`."""
+    """Let each process keep its part. From here on its gate stays closed until `let_continue`."""
     for line in lines:
         mine = [each for each in shares if line.pid in (each.imported.pid, each.owner.pid)]
         if mine:
@@ -115,7 +115,7 @@ def kept_shares(line: Line) -> tuple[Share, ...]:
             os.close(fd)
 
 
-def has_gone_on(line: Line, others: Iterable[Line]) -> bool:
+def has_continued(line: Line, others: Iterable[Line]) -> bool:
     """Whether this process has everything and only its gate is still closed: a partner keeps nothing any more.
 
     Raises InterposerError, JobChanged.
@@ -141,7 +141,7 @@ def by_part(pid: int, held: Iterable[Held]) -> dict[Part, Held]:
     return {Part(pid, each.block.index, each.block.generation): each for each in held if each.descriptor >= 0}
 
 
-def share_anew(
+def share_again(
     driver: Driver, lines: Sequence[Line], held: Mapping[Part, Held], known: Sequence[Share] | None = None
 ) -> None:
     """All have their own memory: now each gets what it shared. LOCKED → LOCKED, gates closed.
@@ -194,7 +194,7 @@ def _require_all(shares: Sequence[Share], lines: Mapping[int, Line]) -> None:
 
 
 class _Left:
-    """What importers still have to get."""
+    """The blocks that importers still need."""
 
     def __init__(self, lines: Mapping[int, Line], shares: Sequence[Share]) -> None:
         self._lines = lines

@@ -11,10 +11,10 @@ from msgspec.structs import replace
 from gpucr.errors import GpucrError
 from gpucr.gang import Gang
 from gpucr.gpu_state.interposed.blocks import HostRoom, can_leave, extents_of, gpu_of, vault_of
-from gpucr.gpu_state.interposed.coming_back import bring_back, let_go_on, take_out_again
+from gpucr.gpu_state.interposed.coming_back import bring_back, let_continue, take_out_again
 from gpucr.gpu_state.interposed.line import Line
 from gpucr.gpu_state.interposed.restored import TWICE_BYTES, BlocksDestination
-from gpucr.gpu_state.interposed.shared import has_gone_on, share_anew
+from gpucr.gpu_state.interposed.shared import has_continued, share_again
 from gpucr.gpu_state.recovery import GangProtection
 from gpucr.interposer.client import ask_status
 from gpucr.interposer.presence import is_interposed
@@ -140,7 +140,7 @@ class SuspendedBlocks:
             self._guarded.going_on([line.pid for line in lines], members)
             for line in lines:
                 try:
-                    let_go_on(line)
+                    let_continue(line)
                 except GpucrError as error:  # the others have everything, nothing is away any more
                     errors.append(error)
             if errors:
@@ -161,14 +161,14 @@ class SuspendedBlocks:
                 errors.append(error)
         for line in lines:
             try:
-                if not has_gone_on(line, lines):
+                if not has_continued(line, lines):
                     back.append(line)
                     filled = self._filled.get(line.pid)
                     bring_back(self._driver, line, self._places(line.pid), self._vaults, filled=filled)
             except GpucrError as error:
                 errors.append(error)
         if not errors:
-            share_anew(self._driver, back, {})
+            share_again(self._driver, back, {})
 
     def take_out_again(self, pid: int) -> None:
         """The driver is about to checkpoint it again (`Gang.before_climb`)."""

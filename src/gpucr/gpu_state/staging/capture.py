@@ -75,7 +75,7 @@ class Capture:
         return tuple(self._extents)
 
     def begin(self) -> None:
-        """Start to watch; `wait_begun` before the driver's call."""
+        """Start to watch; `wait_started` before the driver's call."""
         if self.file is None and not memory.private_huge_pages():
             # Small pages faulted one by one cost more than those that the driver populates at once (5.3 s, 5.1 s).
             self.reason = "transparent huge pages are off"
@@ -83,7 +83,7 @@ class Capture:
             return
         self._tracer.start()
 
-    def wait_begun(self) -> None:
+    def wait_started(self) -> None:
         """Returns when the thread is watched, or known to be unwatchable."""
         self._ready.wait()
 

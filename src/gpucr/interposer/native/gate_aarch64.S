@@ -1,4 +1,4 @@
-/* The stubs of the gate on aarch64; what they do and why is told in gate_x86_64.S. */
+/* The stubs of the gate on aarch64; gate_x86_64.S explains what they do and why. */
 #define STACK_WORDS 16
 
     .text

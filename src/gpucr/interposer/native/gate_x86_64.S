@@ -111,8 +111,8 @@ gate_free_stubs:
     .cfi_endproc
 
 /*
- * What is not for the interposer goes to the C library by a jump: RTLD_NEXT and RTLD_DEFAULT mean the caller, and where
- * dlopen searches is the caller's, which the C library finds by the return address.
+ * Look-ups that do not concern the interposer jump to the C library: RTLD_NEXT, RTLD_DEFAULT and the search path of
+ * dlopen depend on the caller, which the C library finds by the return address.
  */
 #define LOOK_UP(called, ours, theirs) \
     .balign 16 ;\

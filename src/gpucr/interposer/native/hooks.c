@@ -91,7 +91,7 @@ uint32_t hooks_call(uint64_t kind, uint64_t wait_ms, uint64_t *count, uint64_t *
     pthread_mutex_lock(&mutex);
     *count = registered[kind];
     if (running)
-        code = TOO_SLOW; /* from the last time */
+        code = TOO_SLOW; /* left from the last call */
     else if (*count > 0 && !begin((enum hooks)kind))
         code = NO_MEMORY;
     while (code == DONE && running)

@@ -143,7 +143,7 @@ class Keeper:
                 return
         elif not self._wait_to_adopt():
             if not self._specification["isolate"]:
-                self._end_what_is_below()
+                self._end_descendants()
             return
         self._let_go_of_gpucr()
         if not self._wait_for([self._root]):
@@ -298,7 +298,7 @@ class Keeper:
             for fd in high:
                 os.close(fd)
 
-    def _end_what_is_below(self) -> None:
+    def _end_descendants(self) -> None:
         """gpucr has ended before the job was complete: kill a task, which makes CRIU fail and end the others.
 
         CRIU gets time for that, because only CRIU can undo its changes to the network.

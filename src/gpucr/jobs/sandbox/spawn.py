@@ -140,7 +140,7 @@ def helped_keepers(*, log_path: str | None, status_path: str | None, ends_with_c
 def _specification(
     log_path: str | None, status_path: str | None, ends_with_caller: bool, **given: object
 ) -> dict[str, object]:
-    """What a keeper is told; without more it waits for a restore, in no sandbox. ``ends_with_caller``: see `start`."""
+    """Settings for a keeper; by default it waits for a restore, unsandboxed. ``ends_with_caller``: see `start`."""
     return {
         "command": [],
         "log_path": log_path or "",

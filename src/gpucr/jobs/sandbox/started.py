@@ -154,7 +154,7 @@ class StartedKeeper:
 
     @contextlib.contextmanager
     def _fds(self, socket_fd: int) -> Iterator[tuple[int, int, int]]:
-        """What a keeper is started with."""
+        """The descriptors that a keeper is started with."""
         with contextlib.ExitStack() as opened:
             specification_fd = os.memfd_create("gpucr-specification", os.MFD_CLOEXEC)
             opened.callback(os.close, specification_fd)
@@ -214,7 +214,7 @@ class KeeperByHelper(StartedKeeper):
         self._theirs = self._make_ready(specification)
 
     def given(self) -> contextlib.AbstractContextManager[tuple[int, int, int]]:
-        """What it is started with, for a block."""
+        """The descriptors that it is started with, for a block."""
         return self._fds(self._theirs.fileno())
 
     def begin(self) -> None:
@@ -224,7 +224,7 @@ class KeeperByHelper(StartedKeeper):
         self._identify()
 
     def close(self) -> None:
-        """As of any other one."""
+        """Close it like any other keeper."""
         self._theirs.close()
         super().close()
 
@@ -247,6 +247,6 @@ class SandboxByHelper(StartedKeeper):
 
 
 def identity(pid: int) -> ProcessId | None:
-    """Of a process by its pid; None where it has ended."""
+    """The identity of a process by its pid; None if it has ended."""
     stat = processes.read_stat(pid)
     return None if stat is None else ProcessId(pid, stat.start_time_ticks)

@@ -1,6 +1,6 @@
 /*
  * Modules, kernels and streams. A kernel is identified by its entry name in the PTX; the simulator runs the built-in
- * with that name. Work takes effect at submission, but every call that could observe that waits until its time is over.
+ * with that name. Work takes effect at submission, but every call that could observe that waits until its time has passed.
  */
 #include "sim.h"
 

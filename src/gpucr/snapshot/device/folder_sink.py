@@ -68,7 +68,7 @@ class FolderSink:
         return name
 
     def sync(self) -> None:
-        """Make all files durable. An error is final: the kernel tells of lost bytes only once."""
+        """Make all files durable. An error is final: the kernel reports lost bytes only once."""
         paths = [self.folder, self.folder.parent] if self._made_folder else []
         fds = [fd for stripes in self._stripes.values() for fd in stripes.fds]
         with self._explained():

@@ -108,7 +108,7 @@ SAME_GPU = Fact(
 )
 IMEX = Fact(
     what="{process} can share device memory with other machines",
-    consequence="memory that is shared so has not been measured; if it does not come back, the job is lost",
+    consequence="such sharing has not been measured; if it does not come back, the job is lost",
     remedy="set NCCL_MNNVL_ENABLE=0 for a job on one machine",
     severity="warning",
 )

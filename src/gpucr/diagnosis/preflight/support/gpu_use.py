@@ -19,14 +19,14 @@ MPS = Fact(
 )
 PROFILER = Fact(
     what="{process} runs under a profiler or checker",
-    consequence="nobody has measured whether such a process comes back, and its measurements would be wrong if it does",
+    consequence="it was not measured whether such a process comes back, and its own measurements would be wrong",
     remedy="start the job without it",
     severity="warning",
     kinds=("Nsight", "compute-sanitizer", "cuda-gdb"),
 )
 CUSTOM_STORAGE = Fact(
     what="device memory of {processes} leaves by the driver's custom storage",
-    consequence="what the driver has begun cannot be called off: gpucr brings the job back when it fails or is killed, "
+    consequence="what the driver has begun cannot be cancelled: gpucr brings the job back when it fails or is killed, "
     "but where the carrier, the process that the driver handed the memory to, is killed meanwhile they are ended",
     remedy="`--gpu-state captured` goes through the driver's staging, which is slower and has run on hardware",
     severity="warning",
@@ -53,7 +53,7 @@ GPU_FULL = Fact(
 )
 OLD_DRIVER = Fact(
     what="this driver cannot restore to other GPUs",
-    consequence="it would ignore the GPU map in silence, or refuse it after the job was started",
+    consequence="it would silently ignore the GPU map, or refuse it after the job was started",
     remedy="install NVIDIA driver 580 (CUDA 13.0) or newer, or restore without a GPU map",
     code="GPUCR-OLD-DRIVER",
 )

@@ -29,7 +29,7 @@ IMPORTED = Fact(
 )
 UNOWNED = Fact(
     what="{process} has device memory of a process outside of the job mapped",
-    consequence="what shares memory has to stand still, and come back, together",
+    consequence="processes that share memory must be stopped, and come back, together",
     remedy="name a process above both, or end one of them",
     code="GPUCR-CUDA-IPC",
 )
@@ -54,7 +54,7 @@ MULTICAST = Fact(
 )
 DMA_BUF = Fact(
     what="{process} has device memory registered with a network card or another device (dma-buf)",
-    consequence="the device would keep writing to memory that the process no longer has",
+    consequence="the device would keep writing to memory that the process no longer owns",
     remedy="end the connections between machines first, or keep NCCL from GPUDirect RDMA with NCCL_NET_GDR_LEVEL=LOC",
     code="GPUCR-MEMORY-OUTSIDE",
 )

@@ -39,7 +39,7 @@ DISK_OF_STORE = Fact(
 )
 NO_ROOM_TO_HAND_OVER = Fact(
     what="neither host memory nor a disk has room for {size} of device memory",
-    consequence="what the driver hands over has to be somewhere until it is saved",
+    consequence="the memory that the driver hands over must be kept somewhere until it is saved",
     remedy="free host memory, or name a folder on a larger disk with TMPDIR; dumps into a folder need neither",
     code="GPUCR-HOST-MEMORY",
     case="custom storage",
@@ -76,13 +76,13 @@ CLOCKS_JUMP = Fact(
 )
 CLOCKS = Fact(
     what="the job's clocks cannot be set",
-    consequence="CRIU continues them from their values at the dump, and gives up where it is not permitted to",
+    consequence="CRIU continues them from their values at the dump, and fails if it may not",
     remedy="give the container CAP_SYS_TIME, or restore outside it; the machine's own clock stays as it is",
     code="GPUCR-CLOCKS",
 )
 CAPABILITIES = Fact(
     what="the job had {capabilities} that a restore here cannot give it",
-    consequence="CRIU fails, or waits without end where the job has several threads",
+    consequence="CRIU fails, or hangs if the job has several threads",
     remedy="restore with the privileges of the dump: outside the container, or give it these capabilities",
     code="GPUCR-CAPABILITIES",
 )

@@ -26,7 +26,7 @@ CONNECTIONS_KEPT = Fact(
 )
 CONNECTIONS_STALE = Fact(
     what=_HAD + ", which kept running after the dump",
-    consequence="what the restored job sends is taken for old data: the other ends would see it garbled or not at all",
+    consequence="the other ends would take the restored job's data for old data, garbled or ignored",
     remedy="restore with --tcp close, the default",
     code="GPUCR-CONNECTIONS",
     case="with `--tcp keep`",
@@ -46,14 +46,14 @@ PORT_IN_USE = Fact(
 )
 CLONE_SOCKETS = Fact(
     what="the clone takes over the names of the job's local sockets",
-    consequence="who connects to one from now on reaches the clone",
+    consequence="new connections to one of them reach the clone",
     remedy="let programs that are to be cloned use sockets of the network, or names of their own",
     severity="warning",
 )
 
 FILES_MISSING = Fact(
     what="{files} of the job are missing",
-    consequence="the job had them open, and CRIU restores no job without them",
+    consequence="the job had them open, and CRIU cannot restore it without them",
     remedy="put them where they were",
     code="GPUCR-FILE-MISSING",
 )
@@ -61,8 +61,8 @@ _CHANGED = "{file} is {change} than at the dump"
 _PUT_BACK = "put the file back as it was"
 READ_ONLY_CHANGED = Fact(
     what=_CHANGED,
-    consequence="the job only read it: it may be another file by now, and positions in it mean something else",
-    remedy=_PUT_BACK + ", or insist if what is new was added at its end",
+    consequence="the job only read it: it may be another file now, in which positions mean something else",
+    remedy=_PUT_BACK + ", or use `--force` if data was only appended",
     code="GPUCR-FILE-CHANGED",
     case="the job only read it",
 )
@@ -75,14 +75,14 @@ PROGRAM_CHANGED = Fact(
 )
 MAPPED_SHORTER = Fact(
     what=_CHANGED,
-    consequence="memory of the job is pages of it that are gone",
+    consequence="part of the job's memory is pages of it that are gone",
     remedy=_PUT_BACK,
     code="GPUCR-FILE-CHANGED",
     case="shorter; the job had it mapped and wrote to it",
 )
 KEPT_LONGER = Fact(
     what=_CHANGED,
-    consequence="it is left as it is, and the job appends to it",
+    consequence="it stays unchanged, and the job appends to it",
     remedy="--files rewind cuts it back to what it was",
     severity="warning",
     case="longer; the job wrote to it",
@@ -96,7 +96,7 @@ KEPT_SHORTER = Fact(
 )
 CUT_BACK = Fact(
     what=_CHANGED,
-    consequence="it is cut back, and what is cut off is kept beside it",
+    consequence="it is cut back, and the rest is kept beside it",
     remedy="--files keep",
     severity="warning",
     case="longer; the job wrote to it; with `--files rewind`",
@@ -116,7 +116,7 @@ REWIND_IN_USE = Fact(
 )
 SHARED_MEMORY_IN_USE = Fact(
     what="the shared memory file {file} is in use",
-    consequence="the job needs that name, with the content of the dump",
+    consequence="the job needs that name, with the content at the dump",
     remedy="end that program; if it is the job itself, it is still running and needs no restore",
     code="GPUCR-FILE-IN-USE",
 )
@@ -129,13 +129,13 @@ DATABASE = Fact(
 )
 DATABASE_CHANGED = Fact(
     what="the SQLite database {file} was changed after the dump",
-    consequence="it stays as it is, and the job takes what is new for the work of another program",
+    consequence="it stays unchanged, and to the job new rows look like another program's work",
     remedy="to have it as it was, put back a copy of all its files from the time of the dump",
     severity="warning",
 )
 DATABASE_REWIND = Fact(
     what=DATABASE_CHANGED.what,
-    consequence="its pages are changed in place, so that cutting its files back would only damage it",
+    consequence="its pages are changed in place, so cutting its files back would only damage it",
     remedy="restore with --files keep, or put back a copy of all its files from the time of the dump (--force rewinds "
     "the other files, and leaves the database as it is)",
     code="GPUCR-DATABASE",

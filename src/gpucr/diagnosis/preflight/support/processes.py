@@ -93,7 +93,7 @@ UNDUMPABLE = Fact(
 GPU_HELD = Fact(
     what="{process} holds an NVIDIA device without a CUDA context",
     consequence="CRIU cannot dump it",
-    remedy="leave programs that draw with GPUs, or watch them, out of the tree; restart a worker that was "
+    remedy="keep programs that render on GPUs, or monitor them, out of the tree; restart a worker that was "
     "forked from a CUDA process which another tool than gpucr has checkpointed since",
     code="GPUCR-GPU-HELD",
 )
@@ -101,7 +101,7 @@ _LINKED = "a file whose name is gone, but which has another one"
 LINKED_WRITTEN = Fact(
     what="{process} writes to " + _LINKED,
     consequence="what the restored job writes would go to a copy of it that has no name",
-    remedy="let the process close it, or open it again under the name that it has now",
+    remedy="let the process close it, or reopen it under its current name",
     code="GPUCR-LINKED-FILE",
 )
 LINKED_NOT_SAVED = Fact(
@@ -118,7 +118,7 @@ DELETED_TOO_LARGE = Fact(
     remedy="close the file, or give it a name",
     code="GPUCR-GHOST-TOO-LARGE",
 )
-_VERY_PID = "the restored process needs that very pid"
+_VERY_PID = "the restored process needs exactly that pid"
 PID_TAKEN = Fact(
     what="pid {pid} is taken by {name}",
     consequence=_VERY_PID,

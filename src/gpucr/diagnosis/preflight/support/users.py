@@ -15,7 +15,7 @@ YAMA = Fact(
 )
 CONNECTION = Fact(
     what="the job has a TCP connection",
-    consequence="CRIU takes connections apart with CAP_NET_ADMIN, which root has not granted to this user",
+    consequence="CRIU needs CAP_NET_ADMIN to dump connections, which root has not granted to this user",
     remedy="let it use local (AF_UNIX) sockets, or wait until it has closed them; have root grant it to a group of "
     "yours (`sudo gpucr criu --grant --network --group GROUP`); or " + _REMEDY,
     code="GPUCR-ONLY-ROOT",
@@ -28,19 +28,19 @@ OTHER_USER = Fact(
 )
 SYSTEM_CALL_FILTER = Fact(
     what="{process} has a system call filter",
-    consequence="only root can read it out of the kernel (CAP_SYS_ADMIN)",
+    consequence="only root can read it from the kernel (CAP_SYS_ADMIN)",
     remedy="start the job without one, outside sandboxes of containers and browsers; or " + _REMEDY,
     code="GPUCR-ONLY-ROOT",
 )
 NAMESPACES = Fact(
     what="{process} is in namespaces of its own ({namespaces})",
-    consequence="only root can make them again",
+    consequence="only root can recreate them",
     remedy=_REMEDY,
     code="GPUCR-ONLY-ROOT",
 )
 HAD_CONNECTION = Fact(
     what="the job had a TCP connection",
-    consequence="CRIU puts connections together with CAP_NET_ADMIN, which root has not granted to this user",
+    consequence="CRIU needs CAP_NET_ADMIN to restore connections, which root has not granted to this user",
     remedy="restore it with sudo, or have root grant it to a group of yours (`sudo gpucr criu --grant --network "
     "--group GROUP`)",
     code="GPUCR-ONLY-ROOT",
