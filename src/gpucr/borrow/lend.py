@@ -6,7 +6,7 @@ import contextlib
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -19,6 +19,7 @@ from gpucr.diagnosis.traps import findings_of_traps
 from gpucr.driver import own_use
 from gpucr.driver.gpus import gpu_processes
 from gpucr.errors import GpucrError, InvalidRequest, JobDamaged, NotACudaProcess, Unsupported
+from gpucr.gpu_state import at_work
 from gpucr.gpu_state.ways import uses_files
 from gpucr.jobs import selection
 from gpucr.jobs.record import JobRecord, Lent
@@ -45,7 +46,8 @@ _FREE_S, _PAUSE_S, _ENDING_S = 10.0, 0.25, 10.0
 class Seen(Struct, frozen=True):
     """What uses GPUs: registered jobs, including lent ones, and processes outside of them.
 
-    ``busy``: jobs without GPUs only because another gpucr works on them; afterwards they are back.
+    ``busy``: jobs without GPUs only because another gpucr works on them; afterwards they are back, perhaps on a wanted
+    one.
     """
 
     jobs: tuple[Occupant, ...]
@@ -60,8 +62,8 @@ class Way(Struct, frozen=True):
     place: str | None
 
 
-def look() -> Seen:
-    """The current users of GPUs. Raises DriverUnavailable, Unsupported."""
+def look(wanted: Collection[str] = ()) -> Seen:
+    """The current users of GPUs, and who may come back to a ``wanted`` one. Raises DriverUnavailable, Unsupported."""
     with registry_in_use():
         listed = [job.record for job in registry().jobs() if job.record is not None]
     here = {record.pid: record for record in listed if processes.is_alive(record.root)}
@@ -87,7 +89,8 @@ def look() -> Seen:
         for record in listed
         if record.lent is not None
     ]
-    waited_for = tuple(here[pid].name for pid in sorted(busy - gpus.keys()) if here[pid].lent is None)
+    away = [here[pid] for pid in sorted(busy - gpus.keys()) if here[pid].lent is None]
+    waited_for = tuple(record.name for record in away if at_work.may_be_on(record.root, wanted))
     return Seen(tuple(jobs), _that_stay(strangers), waited_for)
 
 
