@@ -1,7 +1,7 @@
 """Run a job under a batch system: start it or bring it back, and dump it when its place is taken away.
 
-The operations run in a thread of their own, so that signals reach nothing but `_Notice`: the second SIGTERM of a batch
-system that loses patience must not cut off the dump that the first one has asked for.
+The operations run in a thread of their own, so that signals reach nothing but `EndNotice`: the second SIGTERM of a
+batch system that loses patience must not cut off the dump that the first one has asked for.
 """
 
 from __future__ import annotations
@@ -78,17 +78,21 @@ class BatchJob:
     only_while: tuple[int, ...] = ()
 
 
-def run_batch(job: BatchJob, say: Callable[[str], None], *, key: Secret | None = None) -> int:
+def run_batch(
+    job: BatchJob, say: Callable[[str], None], *, key: Secret | None = None, notice: EndNotice | None = None
+) -> int:
     """Run it to its end, or to the end of its place. Returns the exit code for the batch system.
 
     The job's own code (128 and the signal's number where a signal ended it), or ``requeue_exit`` where it was dumped,
     or ended without a new dump, and has to be started again with the same id. A snapshot of the id is restored, and
-    removed when the job has ended well. ``say`` gets a line for each event that belongs into the job's log.
+    removed when the job has ended well. ``say`` gets a line for each event that belongs into the job's log. ``notice``:
+    the caller listens already.
 
     Needs what `gpucr.run_job`, `gpucr.dump` and `gpucr.restore` need. Raises as they do, and InvalidRequest for a
     snapshot of another command line.
     """
-    with _Notice(job.signals) as notice:
+    with contextlib.ExitStack() as opened:
+        notice = notice or opened.enter_context(EndNotice(job.signals))
         place = job.allocation
         # Where the batch system would have brought the store and there is none, there was no snapshot.
         travels = place.has_alone(job.store)
@@ -96,15 +100,16 @@ def run_batch(job: BatchJob, say: Callable[[str], None], *, key: Secret | None =
         return _Run(job, say, notice, snapshots).to_its_end()
 
 
-class _Notice:
-    """Whether the end of the place was announced, by a signal."""
+class EndNotice:
+    """Whether the end of the place was announced, by a signal. While it ``raises``, the first one interrupts."""
 
     def __init__(self, signals: Collection[signal.Signals]) -> None:
         self._signals = signals
         self._before: dict[signal.Signals, Any] = {}
+        self.raises = False
         self.reason: str | None = None
 
-    def __enter__(self) -> _Notice:
+    def __enter__(self) -> EndNotice:
         self._before = {number: signal.signal(number, self._take) for number in self._signals}
         return self
 
@@ -113,11 +118,13 @@ class _Notice:
             signal.signal(number, handler)
 
     def _take(self, number: int, _frame: FrameType | None) -> None:
-        self.reason = self.reason or signal.Signals(number).name
+        is_first, self.reason = self.reason is None, self.reason or signal.Signals(number).name
+        if self.raises and is_first:
+            raise KeyboardInterrupt(self.reason)
 
 
 class _Run:
-    def __init__(self, job: BatchJob, say: Callable[[str], None], notice: _Notice, snapshots: JobSnapshots) -> None:
+    def __init__(self, job: BatchJob, say: Callable[[str], None], notice: EndNotice, snapshots: JobSnapshots) -> None:
         self._job = job
         self._say = say
         self._notice = notice
@@ -125,20 +132,27 @@ class _Run:
         self._next_s = time.monotonic() + (job.every_s or 0)
 
     def to_its_end(self) -> int:
+        if self._notice.reason is not None:
+            with contextlib.suppress(GpucrError, OSError):  # the next start is no first one, and says what is wrong
+                self._aside(self._snapshots.make_store)
+            return self._not_begun(self._notice.reason)
         # Keepers and restored processes become our children, and so belong to the batch system's step.
         libc.check(libc.function("prctl")(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "prctl")
         cancellation = Cancellation()
         try:
             record, relay = self._aside(lambda: self._begin(cancellation), cancellation)
         except Interrupted:
-            self._say(f"{cancellation.reason} came before the job ran: it has to be started again")
-            return self._job.requeue_exit
+            return self._not_begun(cancellation.reason)
         with relay:
             try:
                 return self._watch(record)
             except BaseException:  # nobody would watch it any more, nor hear of the end of its place
                 end_processes(record)
                 raise
+
+    def _not_begun(self, reason: str | None) -> int:
+        self._say(f"{reason} came before the job ran: it has to be started again")
+        return self._job.requeue_exit
 
     def _begin(self, cancel: Cancellation) -> tuple[JobRecord, Relay]:
         latest = self._snapshots.latest(self._job.command)
