@@ -354,8 +354,8 @@ def _exit_code(name: str, *, dumped: int) -> int | None:
     with registry_in_use():
         found = registry().find(name)
     state = found.state
-    if state.word in ("running", "suspended") or (found.record is not None and found.record.lent is not None):
-        return None  # what was dumped for a borrower comes back
+    if state.word in ("running", "suspended"):
+        return None
     if state.word == "dumped":
         return dumped
     if state.signal is not None:
