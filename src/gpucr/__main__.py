@@ -5,22 +5,27 @@ Imported before anything that could fail, so that a failure to load gpucr is rep
 
 import gc
 import os
+import sys
 
 
 def main() -> None:
     """Load the command line and run it. If it cannot be loaded: exit code 4, or 130 after Ctrl-C."""
     gc.disable()  # off while modules load, which make no garbage: saves a sixth of the start
     try:
+        if sys.argv[1:2] == ["batch"]:
+            _block_signals()
         _load_msgspec()
         from gpucr.cli.main import main as run
     except KeyboardInterrupt:
-        _end(130, "interrupted", "nothing was done", "GPUCR-INTERRUPTED")
+        _end_interrupted()
     except Exception as error:  # noqa: BLE001 - anything: memory, open files, a missing file
         what = str(error) or type(error).__name__
         hint = "see its limits (ulimit -a), or reinstall it"
         _end(4, f"gpucr cannot be loaded: {what}", hint, "GPUCR-BROKEN-INSTALL")
     try:
         run()
+    except KeyboardInterrupt:  # before its first line, or after its last
+        _end_interrupted()
     except MemoryError:  # not covered by the code that turns errors into messages
         _end(1, "gpucr has too little memory", "`gpucr ps` shows where the job is", "GPUCR-NO-MEMORY")
     except SystemExit as end:
@@ -31,10 +36,15 @@ def main() -> None:
         raise
 
 
+def _block_signals() -> None:
+    """Until the command listens (`gpucr.cli.batch`): a batch system takes an end by a signal for the job's own."""
+    import signal
+
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+
+
 def _load_msgspec() -> None:
     """It would load all of typing_extensions, if installed, for names that `typing` has too."""
-    import sys
-
     if "typing_extensions" in sys.modules:
         return
     sys.modules["typing_extensions"] = None  # type: ignore[assignment]
@@ -47,7 +57,6 @@ def _load_msgspec() -> None:
 def _end_at_once(end: SystemExit) -> None:
     """Exit without destroying every object, a fifth of a short command's time; not while a thread works."""
     import contextlib
-    import sys
     import threading
 
     if not isinstance(end.code, int):
@@ -59,6 +68,10 @@ def _end_at_once(end: SystemExit) -> None:
         with contextlib.suppress(OSError, ValueError, MemoryError):  # lost output already has its exit code
             stream.flush()
     os._exit(end.code)
+
+
+def _end_interrupted() -> None:
+    _end(130, "interrupted", "nothing was done", "GPUCR-INTERRUPTED")
 
 
 def _end(exit_code: int, message: str, hint: str, code: str) -> None:

@@ -31,7 +31,17 @@ def counter_command(devices: str = "0", mib: int = 4) -> list[str]:
 class SharedJob:
     """A counter of the registry."""
 
-    def __init__(self, folder: Path, name: str, *, priority: int, devices: str, mib: int, faults: str | None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        *,
+        priority: int,
+        devices: str,
+        mib: int,
+        faults: str | None,
+        ends_with_caller: bool,
+    ) -> None:
         self.name = name
         faults_set = {} if faults is None else {"GPUCR_SIM_FAULTS": faults}
         gpucr.run_job(
@@ -41,6 +51,7 @@ class SharedJob:
             priority=priority,
             cwd=folder,
             environment={**os.environ, **faults_set},
+            ends_with_caller=ends_with_caller,
         )
         self._port = 0
         wait_until(self._is_ready, f"{name} to become ready")
@@ -89,10 +100,25 @@ class Machine:
         self.borrowers: list[subprocess.Popen[str]] = []
 
     def job(
-        self, name: str, *, priority: int = 0, devices: str = "0", mib: int = 4, faults: str | None = None
+        self,
+        name: str,
+        *,
+        priority: int = 0,
+        devices: str = "0",
+        mib: int = 4,
+        faults: str | None = None,
+        ends_with_caller: bool = False,
     ) -> SharedJob:
         """Start a job."""
-        return SharedJob(self.folder, name, priority=priority, devices=devices, mib=mib, faults=faults)
+        return SharedJob(
+            self.folder,
+            name,
+            priority=priority,
+            devices=devices,
+            mib=mib,
+            faults=faults,
+            ends_with_caller=ends_with_caller,
+        )
 
     def borrow(self, *words: object, gpu: str = "0", priority: int = 10) -> subprocess.Popen[str]:
         """Start `gpucr borrow`: options, ``--``, command."""

@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -225,6 +225,14 @@ def test_a_checkpoint_is_waited_for_and_its_vault_is_not_a_stranger(
     assert job.ask() == 101
 
 
+def test_work_on_another_gpu_is_not_waited_for(shared: Machine) -> None:
+    job, lines = shared.job("train", devices="1"), list[str]()
+    with gpucr.freeze("train"):
+        assert gpucr.borrow_gpus(["true"], "0", isolate=False, say=lines.append) == 0
+    assert [line.split()[1] for line in lines] == ["runs"]
+    assert job.ask() == 101
+
+
 def test_a_job_another_gpucr_does_not_release(
     shared: Machine, machine: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -246,8 +254,8 @@ def test_a_checkpoint_that_begins_after_the_job_was_seen(
     job, look, take = shared.job("train"), lend.look, selection.claimed_job
     others: list[OtherGpucr] = []
 
-    def look_and_begin() -> lend.Seen:
-        seen = look()
+    def look_and_begin(wanted: Collection[str] = ()) -> lend.Seen:
+        seen = look(wanted)
         if not others:
             others.append(opened.enter_context(checkpoint_of(job.record.pid, machine[1])))
         return seen

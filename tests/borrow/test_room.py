@@ -11,6 +11,7 @@ import pytest
 import gpucr
 from gpucr.borrow import lend
 from gpucr.errors import StoreError
+from gpucr.jobs.registered import registry
 from tests.borrow.jobs import Machine
 from tests.storm import later
 
@@ -53,6 +54,36 @@ def test_without_a_destination_nothing_is_touched(shared: Machine, in_room: Call
     assert (caught.value.code, "--to" in str(caught.value.hint)) == ("GPUCR-HOST-MEMORY", True)
     assert lines == []
     assert (first.ask(), second.ask()) == (101, 101)
+
+
+def test_a_job_that_ends_with_its_caller_is_never_dumped(
+    shared: Machine, in_room: Callable[[int], None], tmp_path: Path
+) -> None:
+    """Brought back by a borrower it would outlive its caller, as `gpucr batch`. So another is dumped in its place."""
+    first, tied = shared.job("first", priority=5, mib=120), shared.job("tied", ends_with_caller=True)
+    in_room(250 << 20)
+    lines: list[str] = []
+    assert borrow(to=str(tmp_path / "snapshots"), lines=lines) == 0
+    assert [line.split(" s: it is in ")[1] == "host memory" for line in lines if "made room" in line] == [False, True]
+    assert (first.ask(), tied.ask()) == (101, 101)
+    in_room(0)
+    with pytest.raises(gpucr.Unsupported, match="the job tied: host memory is short") as caught:
+        borrow(to=str(tmp_path / "snapshots"))
+    assert "free host memory" in str(caught.value.hint)
+    assert (first.ask(), tied.ask()) == (102, 102)
+
+
+@pytest.mark.parametrize("ends", [True, False])
+@pytest.mark.parametrize("isolate", [later(True), False])
+def test_a_restore_says_anew_whether_a_job_ends_with_its_caller(shared: Machine, isolate: bool, ends: bool) -> None:
+    command = [sys.executable, "-I", "-S", "-c", "import time\nwhile True: time.sleep(0.05)"]
+    started = gpucr.run_job(command, name="tied", isolate=isolate, ends_with_caller=not ends, cwd=shared.folder)
+    assert started.record.ends_with_caller is not ends
+    gpucr.dump("tied", shared.folder / "s")
+    gpucr.restore(shared.folder / "s", ends_with_caller=ends)
+    record = registry().find("tied").record
+    assert record is not None
+    assert record.ends_with_caller is ends
 
 
 def test_a_full_store_leaves_all_jobs_unchanged(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterable
 
 import pytest
@@ -14,9 +15,13 @@ from gpucr.cli import main
 from gpucr.cli.output import JsonWanted
 from gpucr.driver.cuda import CudaDriver
 from gpucr.driver.gpus import gpu_processes
-from gpucr.linux import claims
+from gpucr.gpu_state import at_work
+from gpucr.gpu_state.at_work import AtWork
+from gpucr.gpu_state.steps import CheckpointGang
+from gpucr.jobs import selection
+from gpucr.linux import claims, processes
 from gpucr.linux.claims import claimed
-from gpucr.model import CudaState, ProcessInfo
+from gpucr.model import CudaState, GangMember, ProcessInfo
 from tests.borrow.at_work import checkpoint_of
 from tests.command import run, run_json
 from tests.counter import Counter, CounterFactory, processes_of_this_test
@@ -107,6 +112,79 @@ def test_a_job_in_use_by_another_gpucr_is_waited_for(
         raise gpucr.resume_jobs([job.pid])[0].error or AssertionError
     assert gpucr.resume_jobs()[0].error is None
     assert job.ask() == 101
+
+
+class Clock:
+    """The time of `chosen`, whose waiting calls a function instead."""
+
+    def __init__(self, wait: Callable[[], object]) -> None:
+        self.sleep = lambda _: wait()
+        self.monotonic = time.monotonic
+
+
+@pytest.mark.usefixtures("alone")
+def test_work_on_other_gpus_is_not_waited_for(
+    counter: CounterFactory, driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    zero, one, suspended = on(counter, "0"), on(counter, "1"), on(counter, "1")
+    gpucr.suspend(suspended.pid)
+    monkeypatch.setattr(chosen, "time", Clock(lambda: pytest.fail("it waits")))
+    with gpucr.freeze(zero.pid):
+        assert [(each.job, each.error) for each in gpucr.suspend_jobs(gpus="1")] == [(str(one.pid), None)]
+        assert [each.job for each in gpucr.resume_jobs(gpus="1")] == sorted(map(str, (one.pid, suspended.pid)), key=int)
+    with gpucr.freeze(zero.pid) as away:
+        monkeypatch.setattr(chosen, "time", Clock(away.thaw))
+        assert [(each.job, each.error) for each in gpucr.suspend_jobs(gpus="0")] == [(str(zero.pid), None)]
+    assert states(driver, zero, one, suspended) == [CHECKPOINTED, RUNNING, RUNNING]
+    with gpucr.freeze(zero.pid) as away:  # which was on GPU 0 before its suspend
+        monkeypatch.setattr(chosen, "time", Clock(lambda: pytest.fail("it waits")))
+        assert gpucr.resume_jobs(gpus="1") == ()
+        monkeypatch.setattr(chosen, "time", Clock(away.thaw))
+        assert [(each.job, each.error) for each in gpucr.resume_jobs(gpus="0")] == [(str(zero.pid), None)]
+    assert [job.ask() for job in (zero, one, suspended)] == [101] * 3
+
+
+def test_where_a_job_belongs_while_it_is_worked_on(counter: CounterFactory, machine: list[str]) -> None:
+    """Unless that is known for certain, it may be anywhere."""
+    counted = on(counter, "0")
+    job = selection.find_job(counted.pid).job
+    root, held = job.root.id, {counted.pid: {machine[0]: 1}}
+    assert at_work.may_be_on(root, machine[1:]), "nobody says"
+    for unknown in (AtWork(job, held, moves=True), AtWork(job, {}, moves=False)):
+        unknown.begin()
+        assert at_work.may_be_on(root, machine[1:])
+    known = AtWork(job, held, moves=False)
+    known.begin()
+    assert (at_work.may_be_on(root, machine[1:]), at_work.may_be_on(root, machine)) == (False, True)
+    unknown.end()
+    assert not at_work.may_be_on(root, machine[1:]), "it is not its record"
+    known.end()
+    assert at_work.may_be_on(root, machine[1:])
+    with sleeper() as killed:
+        at_work.RECORDS.write(root, at_work.WorkRecord(processes.describe(killed.pid).id, (machine[0],)))
+        assert not at_work.may_be_on(root, machine[1:])
+    assert at_work.may_be_on(root, machine[1:]), "its writer is gone: what others do there since, it does not say"
+    known.begin()
+    assert not at_work.may_be_on(root, machine[1:])
+    known.end()
+
+
+def test_a_job_that_moves_and_one_with_a_newcomer_are_anywhere(
+    counter: CounterFactory, machine: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, other, seen = on(counter, "0"), on(counter, "1"), list[bool]()
+    root, newcomers = processes.describe(job.pid).id, list(selection.find_job(other.pid).job.gang)
+
+    def see(_: CheckpointGang) -> list[GangMember]:
+        seen.append(at_work.may_be_on(root, machine[1:]))
+        return [newcomers.pop()] if len(seen) == 2 else []
+
+    monkeypatch.setattr(CheckpointGang, "_late_members", see)
+    for change in (gpucr.suspend, gpucr.resume) * 2:
+        change(job.pid)
+    assert seen == [False, False, True], "with the newcomer"
+    gpucr.move(job.pid, gpu="1")
+    assert seen[3:] == [True], "which is on its way"
 
 
 def test_a_job_that_ends_after_discovery_is_an_error_only_if_named(

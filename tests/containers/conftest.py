@@ -55,16 +55,18 @@ def container(
 ) -> Iterator[StartContainer]:
     """Start containers: ``container("--mib", "4", counters=3)``. They are ended with the test.
 
-    ``criu``: another CRIU than the one that gpucr would take.
+    ``criu``: another CRIU than the one that gpucr would take. ``kind``: of which class.
     """
     started: list[Container] = []
 
-    def start(*arguments: str, criu: CriuInstall = criu_install, **options: Any) -> Container:
+    def start(
+        *arguments: str, criu: CriuInstall = criu_install, kind: type[Container] = Container, **options: Any
+    ) -> Container:
         folder = tmp_path / f"container-{len(started)}"
         folder.mkdir()
         # It names a cgroup, and the kernel has one tree of them for all who run these tests on the machine.
         name = f"gpucr-{tmp_path.name}-{secrets.token_hex(4)}".replace("_", "-")
-        made = Container(folder, name, runtime, criu, arguments, **options)
+        made = kind(folder, name, runtime, criu, arguments, **options)
         started.append(made)
         made.start()
         return made

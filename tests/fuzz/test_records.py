@@ -22,7 +22,7 @@ from gpucr.criu.options import DumpOptions
 from gpucr.diagnosis.canaries import store as canaries
 from gpucr.diagnosis.canaries.results import MeasuredMachine
 from gpucr.errors import GpucrError, SnapshotDamaged
-from gpucr.gpu_state import placement, suspended
+from gpucr.gpu_state import at_work, placement, suspended
 from gpucr.jobs import record as records
 from gpucr.jobs.registry import Registry
 from gpucr.jobs.sandbox import label
@@ -76,7 +76,7 @@ def job_status(data: bytes) -> None:
 
 
 def process_note(data: bytes) -> None:
-    """The notes of GPUs and of suspends in /run/gpucr."""
+    """The notes of GPUs, of suspends and of work in /run/gpucr."""
     with tempfile.TemporaryDirectory() as folder:
         kept = ProcessRecords.folder
         ProcessRecords.folder = lambda self: Path(folder)  # type: ignore[method-assign]
@@ -84,6 +84,7 @@ def process_note(data: bytes) -> None:
             suspended.RECORDS.path(ME).write_bytes(data)
             found = suspended.recall(ME)
             assert found is None or all(isinstance(each, int) for each in found.device_bytes.values())
+            assert at_work.may_be_on(ME, ["GPU-0"]) in (True, False)
             gpus = placement._recall(ME)
             assert gpus is None or all(isinstance(gpu.uuid, str) for gpu in gpus.known)
         finally:

@@ -58,7 +58,7 @@ def test_a_restored_job_keeps_its_name_and_log(snapshot: Snapshot) -> None:
         assert name.log_path == Path(launch.log_path)
         assert name.log_path.read_bytes() == b"", "CRIU opens it by its name"
         assert registered.registry().jobs() == ()
-        assert name.register_or_warn(ME, None, isolated=True, network="own") == ()
+        assert name.register_or_warn(ME, None, isolated=True, network="own", ends_with_caller=False) == ()
     record = _look("trainer-1")
     assert (record.root, record.keeper, record.isolated, record.network) == (ME, None, True, "own")
     assert (record.command, record.cwd, dict(record.environment)) == (launch.command, "/srv", dict(launch.environment))
@@ -82,14 +82,14 @@ def test_a_clone_has_its_own_name_and_log(snapshot: Snapshot, state: Path) -> No
             with restored_name(snapshot, clone=True) as name:
                 assert name is not None
                 assert (name.name, name.log_path.parent) == (expected, state / expected)
-                name.register_or_warn(child.id, None, isolated=True, network="own")
+                name.register_or_warn(child.id, None, isolated=True, network="own", ends_with_caller=False)
         assert _look("trainer-1-2").log_path != _look("trainer-1-3").log_path
 
 
 def test_the_user_names_a_clone(snapshot: Snapshot) -> None:
     with restored_name(snapshot, clone=True, name="copy") as name:
         assert name is not None
-        name.register_or_warn(ME, None, isolated=True, network="own")
+        name.register_or_warn(ME, None, isolated=True, network="own", ends_with_caller=False)
     with pytest.raises(InvalidRequest, match="its name is taken"), restored_name(snapshot, name="copy"):
         pass
 

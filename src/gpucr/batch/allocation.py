@@ -34,8 +34,8 @@ class Allocation:
     scratch: Path | None = None
 
     @classmethod
-    def of(cls, environment: Mapping[str, str], given_id: str | None = None) -> Allocation:
-        """Read the environment. Raises InvalidRequest if there is no usable id."""
+    def of(cls, environment: Mapping[str, str], given_id: str | None = None, *, asks_slurm: bool = True) -> Allocation:
+        """Read the environment, and ask Slurm what it does not tell. Raises InvalidRequest if there is no usable id."""
         condor = _numbers_of_condor(environment)
         found = given_id or _id_in(environment, condor)
         if found is None:
@@ -53,7 +53,7 @@ class Allocation:
         return cls(
             found,
             environment.get("CUDA_VISIBLE_DEVICES") or None,
-            end_of_place(environment),
+            end_of_place(environment) if asks_slurm else None,
             {name: value for name, value in environment.items() if name.startswith(_PREFIXES)},
             environment.get("SLURM_RESTART_COUNT", "0") == "0" and condor.get("NumShadowStarts", 1) <= 1,
             Path(scratch).resolve() if (scratch := environment.get("_CONDOR_SCRATCH_DIR")) else None,

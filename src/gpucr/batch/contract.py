@@ -1,7 +1,7 @@
 """Run a job under a batch system: start or restore it, and dump it when its allocation ends.
 
-The operations run in a separate thread, so that signals reach only `_Notice`: a second SIGTERM from an impatient batch
-system must not interrupt the dump that the first one requested.
+The operations run in a separate thread, so that signals reach only `EndNotice`: a second SIGTERM from an impatient
+batch system must not interrupt the dump that the first one requested.
 """
 
 from __future__ import annotations
@@ -77,17 +77,21 @@ class BatchJob:
     only_while: tuple[int, ...] = ()
 
 
-def run_batch(job: BatchJob, say: Callable[[str], None], *, key: Secret | None = None) -> int:
+def run_batch(
+    job: BatchJob, say: Callable[[str], None], *, key: Secret | None = None, notice: EndNotice | None = None
+) -> int:
     """Run the job until it or its allocation ends. Returns the exit code for the batch system.
 
     This is the job's own code (128 + the signal's number if a signal ended it), or ``requeue_exit`` if the job was
     dumped, or ended without a new dump, and has to be started again with the same id. An existing snapshot of the id is
     restored, and removed when the job succeeds. ``say`` gets a line for each event that belongs in the job's log.
+    ``notice``: the caller is listening already.
 
     Needs what `gpucr.run_job`, `gpucr.dump` and `gpucr.restore` need. Raises as they do, and InvalidRequest for a
     snapshot of another command line.
     """
-    with _Notice(job.signals) as notice:
+    with contextlib.ExitStack() as opened:
+        notice = notice or opened.enter_context(EndNotice(job.signals))
         place = job.allocation
         # If the batch system would have brought the store and there is none, there was no snapshot.
         travels = place.has_alone(job.store)
@@ -95,15 +99,16 @@ def run_batch(job: BatchJob, say: Callable[[str], None], *, key: Secret | None =
         return _Run(job, say, notice, snapshots).to_its_end()
 
 
-class _Notice:
-    """Whether a signal has announced the end of the allocation."""
+class EndNotice:
+    """Whether a signal has announced the end of the allocation. While it ``raises``, the first one interrupts."""
 
     def __init__(self, signals: Collection[signal.Signals]) -> None:
         self._signals = signals
         self._before: dict[signal.Signals, Any] = {}
+        self.raises = False
         self.reason: str | None = None
 
-    def __enter__(self) -> _Notice:
+    def __enter__(self) -> EndNotice:
         self._before = {number: signal.signal(number, self._take) for number in self._signals}
         return self
 
@@ -112,11 +117,13 @@ class _Notice:
             signal.signal(number, handler)
 
     def _take(self, number: int, _frame: FrameType | None) -> None:
-        self.reason = self.reason or signal.Signals(number).name
+        is_first, self.reason = self.reason is None, self.reason or signal.Signals(number).name
+        if self.raises and is_first:
+            raise KeyboardInterrupt(self.reason)
 
 
 class _Run:
-    def __init__(self, job: BatchJob, say: Callable[[str], None], notice: _Notice, snapshots: JobSnapshots) -> None:
+    def __init__(self, job: BatchJob, say: Callable[[str], None], notice: EndNotice, snapshots: JobSnapshots) -> None:
         self._job = job
         self._say = say
         self._notice = notice
@@ -124,20 +131,27 @@ class _Run:
         self._next_s = time.monotonic() + (job.every_s or 0)
 
     def to_its_end(self) -> int:
+        if self._notice.reason is not None:
+            with contextlib.suppress(GpucrError, OSError):  # the next start is not the first, and reports it
+                self._aside(self._snapshots.make_store)
+            return self._not_begun(self._notice.reason)
         # Keepers and restored processes become our children, and so part of the batch system's step.
         libc.check(libc.function("prctl")(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "prctl")
         cancellation = Cancellation()
         try:
             record, relay = self._aside(lambda: self._begin(cancellation), cancellation)
         except Interrupted:
-            self._say(f"{cancellation.reason} came before the job ran: it has to be started again")
-            return self._job.requeue_exit
+            return self._not_begun(cancellation.reason)
         with relay:
             try:
                 return self._watch(record)
             except BaseException:  # nobody would watch the job, or learn of the end of its allocation
                 end_processes(record)
                 raise
+
+    def _not_begun(self, reason: str | None) -> int:
+        self._say(f"{reason} came before the job ran: it has to be started again")
+        return self._job.requeue_exit
 
     def _begin(self, cancel: Cancellation) -> tuple[JobRecord, Relay]:
         latest = self._snapshots.latest(self._job.command)
@@ -339,8 +353,8 @@ def _exit_code(name: str, *, dumped: int) -> int | None:
     with registry_in_use():
         found = registry().find(name)
     state = found.state
-    if state.word in ("running", "suspended") or (found.record is not None and found.record.lent is not None):
-        return None  # a job dumped for a borrower will be restored
+    if state.word in ("running", "suspended"):
+        return None
     if state.word == "dumped":
         return dumped
     if state.signal is not None:

@@ -43,7 +43,7 @@ class JobSnapshots:
         Raises InvalidRequest for that of another one and for a folder that is no store, StoreError if the store is
         missing although the job was started before, and as `gpucr.list_snapshots` and `gpucr.open_snapshot` do.
         """
-        self._make_store()
+        self.make_store()
         self._look()
         if not self.known:
             return None
@@ -60,7 +60,7 @@ class JobSnapshots:
             )
         return snapshot
 
-    def _make_store(self) -> None:
+    def make_store(self) -> None:
         """Make a store in the folder if there is none; all tasks of an array may try at once."""
         if "://" in self._store or is_store(self._store):
             return

@@ -169,7 +169,7 @@ class _Borrower:
             time.sleep(_LOOK_EVERY_S)
 
     def _look(self) -> Seen:
-        seen = look()
+        seen = look(self._me.gpus)
         strangers = sorted({use.pid for use in seen.strangers if use.gpu_uuid in self._me.gpus})
         if strangers:
             raise Unsupported(

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 from gpucr.borrow.lend import BUSY_S, lent_jobs
 from gpucr.driver.gpus import list_gpus
 from gpucr.errors import InvalidRequest
-from gpucr.gpu_state import suspended
+from gpucr.gpu_state import at_work, suspended
 from gpucr.gpu_state.gpu_choice import find_gpu
 from gpucr.jobs.selector import JobSelector
 from gpucr.linux import claims, processes
@@ -62,7 +62,7 @@ def running_on(gpus: str | None) -> list[Target]:
     def fits(each: ProcessState) -> bool:
         return each.state is not CudaState.CHECKPOINTED and _touches(each.device_bytes, uuids)
 
-    return _own_jobs(fits)
+    return _own_jobs(fits, uuids)
 
 
 def suspended_on(gpus: str | None) -> list[Target]:
@@ -75,24 +75,25 @@ def suspended_on(gpus: str | None) -> list[Target]:
         record = suspended.recall(each.process.id)
         return uuids is None or (record is not None and _touches(record.device_bytes, uuids))
 
-    return [job for job in _own_jobs(fits) if job not in lent_jobs()]
+    return [job for job in _own_jobs(fits, uuids) if job not in lent_jobs()]
 
 
 def _touches(device_bytes: Collection[str], uuids: Collection[str] | None) -> bool:
     return uuids is None or any(uuid in uuids for uuid in device_bytes)
 
 
-def _own_jobs(fits: Callable[[ProcessState], bool]) -> list[Target]:
+def _own_jobs(fits: Callable[[ProcessState], bool], uuids: Collection[str] | None) -> list[Target]:
     """The caller's jobs with a matching process, except those that contain this process.
 
     Processes started by one process, such as ranks of a launcher without CUDA, are one job. Waits for another gpucr's
-    work on a job, such as a supervisor's checkpoint: afterwards the job is as it was found.
+    work on a job that may be on these GPUs (None: any), such as a supervisor's checkpoint: afterwards it is as it was
+    found.
     """
     own, end_s = _jobs_of_the_caller(), time.monotonic() + BUSY_S
     while True:
-        busy = set(claims.at_work_on(job.pid for job in own))
+        busy = _is_busy(own, uuids)
         own = _jobs_of_the_caller()  # after the last one has finished
-        if not busy.union(claims.at_work_on(job.pid for job in own)) or time.monotonic() > end_s:
+        if not (busy or _is_busy(own, uuids)) or time.monotonic() > end_s:
             break
         time.sleep(_PAUSE_S)
     found: list[Target] = []
@@ -101,6 +102,11 @@ def _own_jobs(fits: Callable[[ProcessState], bool]) -> list[Target]:
         if any(fits(each) for member in own if member.pid in ranks for each in member.processes):
             found.append(job.name or (job.pid if len(ranks) == 1 else JobSelector(*ranks)))
     return list(dict.fromkeys(found))
+
+
+def _is_busy(jobs: Sequence[GpuJob], uuids: Collection[str] | None) -> bool:
+    busy = claims.at_work_on(job.pid for job in jobs)
+    return any(job.pid in busy and (uuids is None or at_work.may_be_on(job.root.id, uuids)) for job in jobs)
 
 
 def _jobs_of_the_caller() -> list[GpuJob]:

@@ -6,7 +6,7 @@ import contextlib
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -19,6 +19,7 @@ from gpucr.diagnosis.traps import findings_of_traps
 from gpucr.driver import own_use
 from gpucr.driver.gpus import gpu_processes
 from gpucr.errors import GpucrError, InvalidRequest, JobDamaged, NotACudaProcess, Unsupported
+from gpucr.gpu_state import at_work
 from gpucr.gpu_state.ways import uses_files
 from gpucr.jobs import selection
 from gpucr.jobs.record import JobRecord, Lent
@@ -45,7 +46,8 @@ _FREE_S, _PAUSE_S, _ENDING_S = 10.0, 0.25, 10.0
 class Seen(Struct, frozen=True):
     """What uses GPUs: registered jobs, including lent ones, and processes outside of them.
 
-    ``busy``: jobs without GPUs only because another gpucr works on them; afterwards they are back.
+    ``busy``: jobs without GPUs only because another gpucr works on them; afterwards they are back, perhaps on a wanted
+    one.
     """
 
     jobs: tuple[Occupant, ...]
@@ -60,8 +62,8 @@ class Way(Struct, frozen=True):
     place: str | None
 
 
-def look() -> Seen:
-    """The current users of GPUs. Raises DriverUnavailable, Unsupported."""
+def look(wanted: Collection[str] = ()) -> Seen:
+    """The current users of GPUs, and who may come back to a ``wanted`` one. Raises DriverUnavailable, Unsupported."""
     with registry_in_use():
         listed = [job.record for job in registry().jobs() if job.record is not None]
     here = {record.pid: record for record in listed if processes.is_alive(record.root)}
@@ -87,7 +89,8 @@ def look() -> Seen:
         for record in listed
         if record.lent is not None
     ]
-    waited_for = tuple(here[pid].name for pid in sorted(busy - gpus.keys()) if here[pid].lent is None)
+    away = [here[pid] for pid in sorted(busy - gpus.keys()) if here[pid].lent is None]
+    waited_for = tuple(record.name for record in away if at_work.may_be_on(record.root, wanted))
     return Seen(tuple(jobs), _that_stay(strangers), waited_for)
 
 
@@ -105,15 +108,22 @@ def _that_stay(uses: Sequence[GpuUse]) -> tuple[GpuUse, ...]:
 def plan(jobs: Sequence[Occupant], to: str | None, key_file: str | None, cancel: Cancellation) -> tuple[Way, ...]:
     """How each job makes room: the first ones in host memory while there is some. Changes no job.
 
+    Those first that have no other way: they end with the program that runs them (`gpucr batch`). Restored by a borrower
+    they would outlive it, and be outside the allocation that their batch system has given them.
+
     Dumps come first: they need host memory too, and free it again. Waits for a job that another gpucr works on.
 
-    Raises Unsupported if one of them cannot be suspended, or host memory is short and ``to`` is None, and as
+    Raises Unsupported if one of them cannot be suspended, or host memory is short and there is no other way, and as
     `plan_dump` does.
     """
     needs, ways = list[preflight.MemoryNeed](), list[Way]()
-    for job in jobs:
+    tied = {job.name for job in jobs if (record := _running_record(job.name)) is not None and record.ends_with_caller}
+    for job in sorted(jobs, key=lambda job: job.name not in tied):
         with _named(job.name):
-            own = when_free(partial(_host_memory_of, job, needs, may_be_short=to is not None), cancel)
+            remedy = None if to is not None else "name a folder or a store for it with --to"
+            if job.name in tied:
+                remedy = "free host memory: it ends with the program that runs it, and can go nowhere else"
+            own = when_free(partial(_host_memory_of, job, needs, remedy), cancel)
             if own is not None:
                 needs.extend(own)
                 ways.append(Way(job, None))
@@ -127,21 +137,20 @@ def plan(jobs: Sequence[Occupant], to: str | None, key_file: str | None, cancel:
 
 
 def _host_memory_of(
-    job: Occupant, needs: Sequence[preflight.MemoryNeed], *, may_be_short: bool
+    job: Occupant, needs: Sequence[preflight.MemoryNeed], remedy: str | None
 ) -> Sequence[preflight.MemoryNeed] | None:
-    """The host memory its device memory needs; None if that does not fit beside the other ``needs``."""
+    """The host memory its device memory needs; None if that does not fit beside the other ``needs``.
+
+    With a ``remedy``, that raises instead.
+    """
     with selection.claimed_job(job.name) as found:  # its state when nobody works on it
         uses = gpu_processes()
         own = preflight.needs_of_suspend(preflight.device_bytes_in_use(found.job, uses), in_files=uses_files("auto"))
         findings = [*preflight.check_states(found.job), *findings_of_traps(found.job, found.driver, uses)]
     preflight.require_no_blocking(findings)
     short = [each for each in preflight.check_host_memory([*needs, *own]) if each.severity == "blocking"]
-    if short and not may_be_short:
-        raise Unsupported(
-            f"host memory is short: {short[0].sentence()}",
-            hint="name a folder or a store for it with --to",
-            code="GPUCR-HOST-MEMORY",
-        )
+    if short and remedy is not None:
+        raise Unsupported(f"host memory is short: {short[0].sentence()}", hint=remedy, code="GPUCR-HOST-MEMORY")
     return None if short else own
 
 

@@ -67,7 +67,8 @@ def suspend_jobs(
     """Like `suspend` for several jobs, one after the other; a failure does not affect the others.
 
     ``jobs``: pids, names and selectors; None: all jobs of the caller that use one of the ``gpus`` (indices and UUIDs
-    separated by commas; None: any). ``timeout_s`` applies to each. Waits for unnamed jobs that another gpucr works on.
+    separated by commas; None: any). ``timeout_s`` applies to each. Waits for unnamed jobs that another gpucr works on,
+    if they may be on these GPUs.
     After an interruption no other is begun.
 
     Raises InvalidRequest for missing GPUs, DriverUnavailable. What happens to a job is in its outcome.

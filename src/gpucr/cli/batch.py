@@ -11,7 +11,7 @@ from typing import get_args
 import click
 
 from gpucr.batch.allocation import Allocation
-from gpucr.batch.contract import REQUEUE_EXIT, BatchJob, run_batch
+from gpucr.batch.contract import REQUEUE_EXIT, BatchJob, EndNotice, run_batch
 from gpucr.batch.snapshots import require_store
 from gpucr.cli.durations import Duration
 from gpucr.cli.keys import given_key, key_file_option
@@ -97,26 +97,35 @@ def command(
       trap '' USR1
       exec gpucr batch --to /shared/snapshots --grace 110s -- python train.py
     """
-    try:
-        allocation = Allocation.of(os.environ, job_id)  # Slurm is asked, which may take a while
-    except KeyboardInterrupt:
-        say("gpucr batch: a signal came before the job ran: it has to be started again")
-        sys.exit(requeue_exit)
-    if before_limit is not None and allocation.end_s is None:
-        say("warning: --before-limit has no effect: nothing tells when the place ends")
-    if checkpoint_exit is not None and every is None:
-        raise InvalidRequest("--checkpoint-exit needs --every", hint="say how often: --every 1h")
-    options = {name: value for name, value in (("isolate", isolate), ("network", network)) if value is not None}
-    job = BatchJob(
-        command=command_line,
-        store=require_store(to),
-        allocation=allocation,
-        grace_s=grace,
-        before_end_s=before_limit,
-        every_s=every,
-        checkpoint_exit=checkpoint_exit,
-        signals=tuple({*(signal.Signals[f"SIG{name}"] for name in on or ("USR1",)), signal.SIGTERM}),
-        requeue_exit=requeue_exit,
-        run_options=tuple(options.items()),
-    )
-    sys.exit(run_batch(job, lambda line: say(f"gpucr batch: {printable(line)}"), key=given_key(key_file)))
+    signals = {*(signal.Signals[f"SIG{name}"] for name in on or ("USR1",)), signal.SIGTERM}
+    with EndNotice(signals) as notice:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, signal.valid_signals())  # blocked in `gpucr.__main__`
+        try:
+            notice.raises = True
+            allocation = Allocation.of(os.environ, job_id, asks_slurm=notice.reason is None)  # which may take a while
+            notice.raises = False
+        except KeyboardInterrupt:
+            if notice.reason is None:  # Ctrl-C, which was not to announce anything
+                raise
+            allocation = Allocation.of(os.environ, job_id, asks_slurm=False)
+        if before_limit is not None and allocation.end_s is None:
+            say("warning: --before-limit has no effect: nothing tells when the place ends")
+        if checkpoint_exit is not None and every is None:
+            raise InvalidRequest("--checkpoint-exit needs --every", hint="say how often: --every 1h")
+        options = {name: value for name, value in (("isolate", isolate), ("network", network)) if value is not None}
+        job = BatchJob(
+            command=command_line,
+            store=require_store(to),
+            allocation=allocation,
+            grace_s=grace,
+            before_end_s=before_limit,
+            every_s=every,
+            checkpoint_exit=checkpoint_exit,
+            signals=tuple(signals),
+            requeue_exit=requeue_exit,
+            run_options=tuple(options.items()),
+        )
+        code = run_batch(
+            job, lambda line: say(f"gpucr batch: {printable(line)}"), key=given_key(key_file), notice=notice
+        )
+    sys.exit(code)

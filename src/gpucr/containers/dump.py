@@ -27,6 +27,7 @@ from gpucr.gpu_state.cuda_work import CudaWork, cuda_work
 from gpucr.jobs import selection
 from gpucr.jobs.taken import taken_job
 from gpucr.linux import cgroups, processes
+from gpucr.linux.terminal import makes_terminals
 from gpucr.model import ProcessId
 from gpucr.operations.dump_steps import (
     JobDump,
@@ -222,6 +223,7 @@ class RuntimeDump:
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
         """Answer pre-dump, commit at post-dump, and wait until CRIU has ended. Returns the bytes that were saved."""
+        self._save_before_terminals(interrupts)
         self._part.begin()
         expect_criu(self._context, self._hooks.criu)
         self._hooks.answer(None)
@@ -246,6 +248,20 @@ class RuntimeDump:
 
     def undo(self) -> None:
         """Nothing: CRIU has ended, and released the tree if its dump failed; PrepareTarget removes the folder."""
+
+    def _save_before_terminals(self, interrupts: Interrupts) -> None:
+        """Where CRIU is to end a job that has made terminals, leave no long work for its last hook.
+
+        If that fails or is called off, CRIU has emptied the terminals and made them non-blocking for good
+        (`FoundJob.is_frozen_for`). Whether CRIU is to end the job is up to the runtime.
+        """
+        if not any(map(makes_terminals, self._context.job.pids)) or _asks_to_leave_running(self._hooks.criu):
+            return
+        self._context.writer.limit_threads(None)
+        while not self._context.writer.wait(_LOOK_EVERY_S):
+            interrupts.check()
+            if abandoned.is_told_to_end(self._hooks.criu):
+                raise self._failure()
 
     def _wait_for_post_dump(self, interrupts: Interrupts) -> None:
         while not self._hooks.wait_for_call(_LOOK_EVERY_S):

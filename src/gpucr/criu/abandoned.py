@@ -50,6 +50,15 @@ def end_dump(criu: ProcessId) -> None:
             processes.kill_and_wait([criu])
 
 
+def is_told_to_end(criu: ProcessId) -> bool:
+    """Whether `end_dump` has been called for it, or it has ended: also while it waits for a hook."""
+    if not processes.is_alive(criu):
+        return True
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        return resource.prlimit(criu.pid, resource.RLIMIT_FSIZE)[0] == 0
+    return False
+
+
 def end_restore(criu: ProcessId, pids: Collection[int]) -> None:
     """Make a restore fail: kill all tasks of the tree with these pids, and CRIU ends.
 

@@ -11,6 +11,7 @@ from gpucr.driver.gpus import list_gpus
 from gpucr.gang import Gang
 from gpucr.gang.threads import GangThreads
 from gpucr.gpu_state import kinds
+from gpucr.gpu_state.at_work import AtWork
 from gpucr.gpu_state.backend import Backend
 from gpucr.gpu_state.custom_storage.backend import CustomStorages, files_of
 from gpucr.gpu_state.gang_staging import AllocateStaging, GangStaging
@@ -52,6 +53,7 @@ class CudaWork(Struct, frozen=True, kw_only=True):
     interposers: Interposers
     custom: CustomStorages
     guarded: GangProtection
+    at_work: AtWork
     checkpoint: CheckpointGang
     hooks: ProgramHooks
 
@@ -73,7 +75,8 @@ class CudaWork(Struct, frozen=True, kw_only=True):
         return self.interposers.keeping is not None and any(self.interposers.over(m.pid) for m in self.gang.members)
 
     def close(self) -> None:
-        """Free what holds device memory."""
+        """Free what holds device memory, which is back or saved."""
+        self.at_work.end()
         self.staging.close()
         self.interposers.close()
         self.custom.close()
@@ -101,7 +104,7 @@ class CudaWork(Struct, frozen=True, kw_only=True):
 
     def steps_off_gpu(self) -> list[Step]:
         """The steps after which device memory is in host memory, and the GPUs are free."""
-        return [*self.hooks.steps_before(), LockGang(self.gang, self.guarded), self.checkpoint]
+        return [*self.hooks.steps_before(), LockGang(self.gang, self.guarded, self.at_work), self.checkpoint]
 
     def steps_to_freeze(self, others: StopOthers | None = None) -> tuple[list[Step], list[Step]]:
         """The steps after which CRIU may begin, and those after which the job runs as it was found.
@@ -146,6 +149,7 @@ def cuda_work(
         raise ValueError("the job does not use CUDA")
     gang = Gang(driver, job.gang, deadline=deadline)
     threads, guarded = GangThreads(agent_threads), GangProtection(protection)
+    at_work = AtWork(job, held, moves=moves)
     gpus = list_gpus()
 
     def uuids_of(process: ProcessId) -> list[str]:
@@ -192,11 +196,13 @@ def cuda_work(
         interposers=interposers,
         custom=custom,
         guarded=guarded,
+        at_work=at_work,
         checkpoint=CheckpointGang(
             gang,
             job.root_pids,
             staging,
             guarded,
+            at_work,
             expected_bytes=expected_bytes,
             whole_tree=whole_tree,
             threads=threads if saver is not None else None,

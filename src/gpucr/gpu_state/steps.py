@@ -13,6 +13,7 @@ from gpucr.errors import CudaStarted, DriverError, GpucrError, JobChanged
 from gpucr.gang import Gang
 from gpucr.gang.threads import GangThreads, explained
 from gpucr.gpu_state import staging
+from gpucr.gpu_state.at_work import AtWork
 from gpucr.gpu_state.gang_staging import GangStaging
 from gpucr.gpu_state.interposed.host_copy import HostCopy
 from gpucr.gpu_state.placement import Placement
@@ -34,9 +35,10 @@ class LockGang:
 
     name = "lock"
 
-    def __init__(self, gang: Gang, protection: GangProtection) -> None:
+    def __init__(self, gang: Gang, protection: GangProtection, at_work: AtWork) -> None:
         self._gang = gang
         self._protection = protection
+        self._at_work = at_work
 
     def describe(self) -> str:
         """What will be locked."""
@@ -45,6 +47,7 @@ class LockGang:
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
         """Lock all members that run."""
         self._protection.members(self._gang.members)
+        self._at_work.begin()
         lock = self._gang.lock(interrupts.check)
         if lock.attempts > 1:
             meter.note(f"the {lock.processes} processes were locked in {lock.attempts} attempts, {lock.seconds:.3f} s")
@@ -71,6 +74,7 @@ class CheckpointGang:
         root_pids: Sequence[int],
         staged: GangStaging,
         protection: GangProtection,
+        at_work: AtWork,
         *,
         expected_bytes: int = 0,
         whole_tree: bool = True,
@@ -80,6 +84,7 @@ class CheckpointGang:
         self._root_pids = tuple(root_pids)
         self._staged = staged
         self._protection = protection
+        self._at_work = at_work
         self._expected_bytes = expected_bytes
         self._whole_tree = whole_tree
         self._threads = threads
@@ -115,6 +120,7 @@ class CheckpointGang:
             if not late:
                 return self._staged.total_bytes
             interrupts.check()
+            self._at_work.end()
             self._gang.add(late)
             self._protection.members(self._gang.members)
             self._gang.lock(interrupts.check)

@@ -123,10 +123,10 @@ def _home() -> Path:
 
 def _put(folder: Path) -> None:
     """Write it under another name first, so that no program ever sees a partial file."""
-    for each in reversed(folder.parents):
-        if not os.path.isdir(each):
-            with contextlib.suppress(FileExistsError):
-                trusted_paths.make_folder_for(each, mode=0o755, uid=os.geteuid(), gid=os.getegid())
+    missing = [each for each in folder.parents if not os.path.isdir(each)]
+    trusted_paths.make_private(folder.parent)  # no harm if another process makes them at the same time
+    for each in missing:
+        each.chmod(0o755)
     work = Path(tempfile.mkdtemp(prefix="new-", dir=folder.parent))
     try:
         if _SHIPPED.exists():

@@ -64,6 +64,7 @@ class JobRecord(Record, frozen=True):
     for it (None: restored without one, so its exit status will be unknown). Both are valid under ``boot_id`` of
     ``host`` and in one pid namespace. ``environment``: what gpucr set in it. ``snapshot`` is its last one, and
     ``dumped`` says that this ended it. Jobs of a higher ``priority`` may borrow its GPUs; ``lent``: one has.
+    ``ends_with_caller``: it is killed when the process that started or restored it ends, as that of `gpucr batch`.
     """
 
     name: Text
@@ -85,6 +86,7 @@ class JobRecord(Record, frozen=True):
     dumped: bool = False
     priority: Priority = DEFAULT_PRIORITY
     lent: Lent | None = None
+    ends_with_caller: bool = False
     format_version: int = FORMAT_VERSION
 
     @property

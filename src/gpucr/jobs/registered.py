@@ -232,7 +232,7 @@ class RestoredName:
         self._reservation = reservation
 
     def register_or_warn(
-        self, root: ProcessId, keeper: ProcessId | None, *, isolated: bool, network: Network
+        self, root: ProcessId, keeper: ProcessId | None, *, isolated: bool, network: Network, ends_with_caller: bool
     ) -> tuple[str, ...]:
         """The job runs: give it the name. Returns a warning if that cannot be written."""
         record = JobRecord(
@@ -250,6 +250,7 @@ class RestoredName:
             status_path=str(self.status_path),
             snapshot=self._snapshot.where,
             priority=self._launch.priority,
+            ends_with_caller=ends_with_caller,
         )
         try:
             self._reservation.register(record)

@@ -261,7 +261,12 @@ class Registry:
         deadline = time.monotonic() + LOCK_TIMEOUT_S
         with contextlib.ExitStack() as held:
             while True:
-                fd = held.enter_context(_lock_file(folder))
+                try:
+                    fd = held.enter_context(_lock_file(folder))
+                except FileNotFoundError:  # it was just removed
+                    if time.monotonic() > deadline:
+                        raise
+                    continue
                 try:
                     locks.lock(fd, wait_s=deadline - time.monotonic())
                 except BlockingIOError as e:

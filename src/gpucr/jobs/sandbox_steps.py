@@ -163,7 +163,8 @@ class RestoreSite(Struct, frozen=True):
     """Where a job is restored: its keeper, and how to start CRIU there.
 
     ``shared_root`` is the folder of shared memory that the job will see; ``outputs``: which files take the place of
-    others in it. ``helper``: that same CRIU, where it is the privileged helper's.
+    others in it. ``helper``: that same CRIU, where it is the privileged helper's. ``ends_with_caller``: the keeper was
+    told so.
     """
 
     keeper: EmptySandbox | BareKeeper | HelpedKeepers
@@ -173,6 +174,7 @@ class RestoreSite(Struct, frozen=True):
     shared_root: Path = ROOT
     outputs: Mapping[Path, Path] = field(default_factory=dict)
     helper: HelperCriu | None = None
+    ends_with_caller: bool = False
 
 
 class StartSandbox:
@@ -228,7 +230,8 @@ class StartSandbox:
 
             helper = HelperCriu(self._install, found.pids)
         criu = helper or Criu(self._install, found.pids)
-        self.site.set(RestoreSite(made, criu, True, plan.network, shared, plan.outputs, helper))
+        ends = self._ends_with_caller
+        self.site.set(RestoreSite(made, criu, True, plan.network, shared, plan.outputs, helper, ends))
         return 0
 
     def undo(self) -> None:
@@ -299,13 +302,16 @@ class StartKeeper:
                 log_path=log_path, status_path=status_path, ends_with_caller=self._ends_with_caller
             )
             criu = HelperCriu(self._install, keepers=helped)
-            self.site.set(RestoreSite(helped, criu, False, "host", helper=criu))
+            self.site.set(
+                RestoreSite(helped, criu, False, "host", helper=criu, ends_with_caller=self._ends_with_caller)
+            )
             return 0
         if (made := self._begun) is None:
             raise AssertionError("the keeper was not begun")
         made.wait_ready()
         self._made = made
-        self.site.set(RestoreSite(made, Criu(self._install, parent=made), False, "host"))
+        below = Criu(self._install, parent=made)
+        self.site.set(RestoreSite(made, below, False, "host", ends_with_caller=self._ends_with_caller))
         return 0
 
     def undo(self) -> None:
@@ -351,7 +357,11 @@ class KeepJob:
         if self._name is not None:
             self.warnings = tuple(
                 self._name.register_or_warn(
-                    tree.processes[0], site.keeper.id, isolated=site.isolated, network=site.network
+                    tree.processes[0],
+                    site.keeper.id,
+                    isolated=site.isolated,
+                    network=site.network,
+                    ends_with_caller=site.ends_with_caller,
                 )
             )
         if self._protection is not None:

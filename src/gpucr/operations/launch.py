@@ -204,6 +204,7 @@ def _start(
             log_path=str(reservation.log_path),
             status_path=str(reservation.status_path),
             priority=priority,
+            ends_with_caller=ends_with_caller,
         )
         records.append(reservation.register(record))
         interrupts.check()  # the last check: what the job does from here on cannot be undone

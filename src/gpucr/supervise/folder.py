@@ -104,9 +104,12 @@ class SupervisedFolder:
 
     def state(self) -> SupervisedState:
         """The state; the initial one if there is no such file."""
-        if not (self.path / _STATE).exists():
-            return SupervisedState()
-        return self._read(_STATE, SupervisedState)
+        try:
+            return self._read(_STATE, SupervisedState)
+        except InvalidRequest as e:
+            if isinstance(e.__cause__, FileNotFoundError):
+                return SupervisedState()
+            raise
 
     def write_settings(self, settings: Supervision) -> None:
         """Store these settings and reset the state. Raises Unsupported."""
@@ -144,8 +147,11 @@ class SupervisedFolder:
     def held(self, *, wait_s: float = 0.0) -> Iterator[None]:
         """Be the job's only supervisor for this block. Raises InvalidRequest if it has one, Unsupported.
 
-        ``wait_s``: wait for an ended supervisor's child, which holds the lock until it calls exec.
+        ``wait_s``: wait for an ended supervisor's child, which holds the lock until it calls exec. Without a supervisor
+        others hold it for a moment only, and are waited for in any case.
         """
+        if self.supervisor() is None:
+            wait_s = max(wait_s, _ENDED_S)
         with _writing(self.path):
             trusted_paths.make_private(self.path)
             fd = trusted_paths.open_file(self.path / _LOCK, os.O_RDWR | os.O_CREAT)

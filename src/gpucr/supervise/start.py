@@ -12,7 +12,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from gpucr.diagnosis import preflight
-from gpucr.errors import BrokenInstall, DeadlineExceeded, GpucrError, InvalidRequest
+from gpucr.errors import BrokenInstall, DeadlineExceeded, GpucrError, InvalidRequest, StoreError
 from gpucr.jobs.names import check_name as check_job_name
 from gpucr.jobs.record import Network
 from gpucr.jobs.registered import find_by_pid_or_name
@@ -20,7 +20,7 @@ from gpucr.linux import own_python, processes, trusted_paths
 from gpucr.operations.launch import StartedJob, run_job
 from gpucr.operations.stores import init_store
 from gpucr.records import DEFAULT_PRIORITY
-from gpucr.snapshot.location import open_store_for_jobs, place_of_store
+from gpucr.snapshot.location import is_store, open_store_for_jobs, place_of_store
 from gpucr.store.keys import Secret
 from gpucr.store.snapshots import check_name
 from gpucr.supervise.clock import Wish
@@ -44,7 +44,11 @@ def require_store(place: str, key: Secret | None) -> str:
         )
     path = location.path
     if path is not None and (not path.exists() or (path.is_dir() and not any(path.iterdir()))):
-        return init_store(path.absolute(), key=key).backend.url
+        try:
+            return init_store(path.absolute(), key=key).backend.url
+        except StoreError:
+            if not is_store(path):  # otherwise another job's start was faster
+                raise
     return open_store_for_jobs(place if path is None else path.absolute(), key).backend.url
 
 

@@ -51,11 +51,8 @@ class MakeFolders:
         """
         for record in self._folders:
             try:
-                with contextlib.suppress(FileNotFoundError):
-                    os.close(trusted_paths.open_file(record.path, os.O_PATH | os.O_DIRECTORY))
-                    continue
-                trusted_paths.make_folder_for(record.path, mode=record.mode, uid=record.uid, gid=record.gid)
-                self._made.append(record.path)
+                if not _is_there(record.path):
+                    self._make(record)
             except OSError as e:
                 what = f"the folder {record.path}, in which the job has a socket, cannot be used: {e.strerror}"
                 if e.errno == errno.ELOOP:
@@ -64,8 +61,25 @@ class MakeFolders:
                 raise Unsupported(what, hint="make it, or restore where it can be made") from e
         return 0
 
+    def _make(self, record: FolderRecord) -> None:
+        try:
+            trusted_paths.make_folder_for(record.path, mode=record.mode, uid=record.uid, gid=record.gid)
+            self._made.append(record.path)
+        except FileExistsError:  # made by the restore of another job with a socket there
+            if not _is_there(record.path):
+                raise
+
     def undo(self) -> None:
         """Remove the new ones that are empty."""
         while self._made:
             with contextlib.suppress(OSError):
                 trusted_paths.remove_empty_folder(self._made.pop())
+
+
+def _is_there(path: str) -> bool:
+    """Whether there is such a folder. Raises OSError if it is something else, or behind another user's link."""
+    try:
+        os.close(trusted_paths.open_file(path, os.O_PATH | os.O_DIRECTORY))
+    except FileNotFoundError:
+        return False
+    return True
