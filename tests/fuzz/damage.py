@@ -8,9 +8,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from hypothesis import settings
 from hypothesis import strategies as st
 
+from tests.storm import IS_STORM
+
 CORPUS = Path(__file__).parent / "corpus"
+
+EXAMPLES = 3000 if IS_STORM else 60
+"""Of each test. It has a second for them, in a storm a minute."""
+
+settings.register_profile("fuzz", database=None, deadline=None, max_examples=EXAMPLES)
+settings.load_profile("fuzz")
 
 _INTERESTING = (
     *(b"\0", b"\xff", b"\0\0\0\0", b"\xff\xff\xff\xff", b"\x7f" * 8, b"\x80" * 10),

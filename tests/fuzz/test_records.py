@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -35,9 +35,6 @@ from gpucr.undo.guard_process import Post
 from tests.fuzz.damage import STRANGE, damaged_bytes, damaged_json, seeds, written
 
 ME = ProcessId(os.getpid(), 1)
-
-settings.register_profile("fuzz", database=None, deadline=None, max_examples=60)
-settings.load_profile("fuzz")
 
 
 def _in_a_file(name: str, use: Callable[[Path], object]) -> Callable[[bytes], None]:

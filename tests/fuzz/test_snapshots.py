@@ -8,7 +8,7 @@ import io
 import json
 from typing import BinaryIO
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gpucr.criu import images, images_pb2
@@ -22,9 +22,6 @@ from gpucr.snapshot import manifest as manifests
 from tests.fuzz.damage import Json, damaged_bytes, damaged_json, written
 from tests.unit.samples import DEVICE_DATA, manifest
 from tests.unit.test_image_contents import READ_WRITE, image, job, mapping, run
-
-settings.register_profile("fuzz", database=None, deadline=None, max_examples=60)
-settings.load_profile("fuzz")
 
 SOUND = manifests.encode(manifest(device_data=DEVICE_DATA))
 BODY: Json = json.loads(SOUND)["manifest"]

@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from gpucr.errors import DriverUnavailable
+from gpucr.linux import proc_text
 from gpucr.model import Gpu, GpuActivity, GpuUse
 
 _DEVICES = Path("/dev")
@@ -208,8 +209,8 @@ def _device_files() -> Mapping[str, str]:
     """The names of the GPUs' device files, by UUID."""
     names: dict[str, str] = {}
     for path in sorted(_DRIVER_FACTS.glob("*/information")):
-        with suppress(OSError, UnicodeDecodeError):
-            facts = dict(line.partition(":")[::2] for line in path.read_text().splitlines())
+        with suppress(OSError):
+            facts = dict(line.partition(":")[::2] for line in proc_text.lines(path))
             names[facts.get("GPU UUID", "").strip()] = f"nvidia{facts.get('Device Minor', '').strip()}"
     return names
 

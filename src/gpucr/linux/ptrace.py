@@ -27,7 +27,7 @@ from typing import overload
 from msgspec import Struct
 
 from gpucr.errors import ProcessNotFound
-from gpucr.linux import libc, processes
+from gpucr.linux import libc, proc_text, processes
 from gpucr.linux.interrupted_calls import with_call_number
 from gpucr.linux.registers import Registers
 
@@ -286,8 +286,7 @@ class TracedThread:
     def status(self) -> dict[str, str]:
         """``/proc/TID/status`` (proc_pid_status(5))."""
         with self._open("status", os.O_RDONLY) as fd:
-            text = os.read(fd, _STATUS_BYTES).decode(errors="replace")
-        return {key: value.strip() for key, _, value in (line.partition(":") for line in text.splitlines())}
+            return proc_text.in_status(os.read(fd, _STATUS_BYTES))
 
     def drop_signal(self) -> None:
         """Drop this stop's signal, even if gpucr dies now."""
