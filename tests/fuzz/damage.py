@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from hypothesis import settings
 from hypothesis import strategies as st
 
+from gpucr.errors import GpucrError
 from tests.storm import IS_STORM
+
+Target = Callable[[bytes], bool]
+"""Reads a format, and returns whether it took these bytes for sound. It raises nothing."""
 
 CORPUS = Path(__file__).parent / "corpus"
 
-EXAMPLES = 3000 if IS_STORM else 60
-"""Of each test. It has a second for them, in a storm a minute."""
+EXAMPLES = 600 if IS_STORM else 12
+"""Of each test, other ones in every run."""
 
 settings.register_profile("fuzz", database=None, deadline=None, max_examples=EXAMPLES)
 settings.load_profile("fuzz")
@@ -44,6 +48,13 @@ STRANGE: st.SearchStrategy[Json] = st.integers(0, len(_STRANGE) - 1).map(lambda 
 def written(value: Json, **options: Any) -> bytes:
     """A value as JSON text. ``options``: those of `json.dumps`."""
     return json.dumps(value, **options).replace(f'"{_DEEP}"', "[" * 900 + "]" * 900).encode()
+
+
+def refused(error: GpucrError, *codes: str) -> bool:
+    """A target's answer where gpucr refused with one of these codes. Any other is none of the format's."""
+    assert error.code in codes, error
+    assert error.message
+    return False
 
 
 def seeds(target: str) -> list[bytes]:

@@ -270,11 +270,14 @@ class Agent:
             if answer.code != Code.DONE:
                 _close_all(descriptors)
                 raise Refused(Operation.EXPORT, answer.code)
-            blocks = answer.blocks()
-            total += len(blocks)
-            if len(blocks) != len(descriptors) or (not blocks and not answer.b) or total > MOST_BLOCKS:
+            try:
+                blocks = answer.blocks()
+                total += len(blocks)
+                if len(blocks) != len(descriptors) or (not blocks and not answer.b) or total > MOST_BLOCKS:
+                    raise BadAnswer("the agent's descriptors are not those of its records")
+            except BadAnswer:
                 _close_all(descriptors)
-                raise BadAnswer("the agent's descriptors are not those of its records")
+                raise
             first, last = answer.a, answer.b
             yield [Held(block, descriptor) for block, descriptor in zip(blocks, descriptors, strict=True)]
 

@@ -320,6 +320,8 @@ class TracedThread:
             raise
         except OSError as e:
             raise OSError(errno.EFAULT, f"memory of thread {self.tid} at {address:#x}: {e.strerror}") from e
+        except OverflowError as e:  # a register can hold anything
+            raise OSError(errno.EFAULT, f"memory of thread {self.tid} at {address:#x}: no address") from e
 
     @contextlib.contextmanager
     def _open(self, name: str, flags: int) -> Iterator[int]:

@@ -19,7 +19,7 @@ import msgspec
 
 from gpucr.linux import ends, processes
 from gpucr.model import ProcessId
-from gpucr.records import decoder
+from gpucr.records import UNREADABLE, decoder
 from gpucr.undo.logs import append_to_log, remove_logs_of
 
 _KIND = re.compile(r"(gpucr(?:\.[a-z_]+)*\.recovery):([A-Za-z]+)")
@@ -82,7 +82,7 @@ def decode(data: bytes) -> Record:
     """The inverse of `encode`. Raises ValueError for anything else."""
     try:
         return decoder(Record).decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
+    except UNREADABLE as e:
         raise ValueError(f"not a recovery record: {e}") from e
 
 
@@ -100,7 +100,7 @@ def _action(each: Entry) -> Action:
         raise ValueError(f"{each.kind!r} is not a recovery action")
     try:
         return decoder(cls).decode(each.data)
-    except msgspec.MsgspecError as e:
+    except UNREADABLE as e:
         raise ValueError(f"the data of {each.kind}: {e}") from e
 
 
