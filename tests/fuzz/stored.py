@@ -30,6 +30,7 @@ from gpucr.helper.rights import Refused
 from gpucr.jobs import record as records
 from gpucr.jobs.registry import Registry
 from gpucr.jobs.sandbox import label
+from gpucr.linux import unit_files
 from gpucr.linux.process_records import ProcessRecords
 from gpucr.model import ProcessId
 from gpucr.records import RecordError, encode
@@ -202,6 +203,16 @@ def helper_signature(data: bytes) -> bool:
     return True
 
 
+def unit_file(data: bytes) -> bool:
+    """A unit of systemd, which gpucr writes over whatever is there."""
+    with tempfile.TemporaryDirectory() as name:
+        path = Path(name) / "gpucr.service"
+        path.write_bytes(data)
+        assert unit_files.write(path, "[Unit]\n").what == ("unchanged" if data == b"[Unit]\n" else "changed")
+        assert path.read_bytes() == b"[Unit]\n"
+    return data == b"[Unit]\n"
+
+
 def criu_conf(data: bytes) -> bool:
     """CRIU's configuration, which gpucr changes in place: all that is somebody else's stays.
 
@@ -233,6 +244,7 @@ TARGETS: dict[str, Target] = {
     each.__name__: each
     for each in (
         job_record, registry, job_status, process_note, sandbox_note, canary_results, guard_record, keeper_tag,
-        container, supervision_settings, supervision_state, borrower, helper_signature, criu_conf,
+        container, supervision_settings, supervision_state, borrower, helper_signature,
+        unit_file, criu_conf,
     )
 }  # fmt: skip

@@ -158,6 +158,15 @@ def test_every_target_is_there() -> None:
 _ALL = {*test_formats.TARGETS, *FORMATS}
 
 
+def test_what_programs_say_need_not_be_text() -> None:
+    for path in _SOURCE.rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        if "text=True" in text and path.relative_to(_SOURCE).parts[0] not in _NOT_IN_USE:
+            for call in (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)):
+                given = {keyword.arg for keyword in call.keywords}
+                assert "text" not in given or "errors" in given, f"{path}:{call.lineno}"
+
+
 def test_every_kind_of_record_is_read_by_a_target() -> None:
     """From its corpus: records that are read by way of something general, too."""
     for path in _SOURCE.rglob("*.py"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -12,9 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpucr.containers import action
+from gpucr.containers import action, record
 from gpucr.criu.options import DumpOptions
-from gpucr.errors import GpucrError
+from gpucr.errors import GpucrError, SnapshotDamaged
+from gpucr.interposer.library import why_not_loaded
 from gpucr.linux import scheduling
 from gpucr.records import RecordError, convert
 from gpucr.undo.guard_process import Post
@@ -97,3 +99,11 @@ def test_messages_to_the_guard(message: str, descriptors: int) -> None:
 def test_what_criu_calls_the_action_script_with(environment: dict[str, str]) -> None:
     with contextlib.suppress(GpucrError):
         assert action.read_call(environment).root_pid >= 0
+
+
+def test_a_named_pipe_in_the_place_of_a_record_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "container.json")
+    with pytest.raises(SnapshotDamaged, match="no plain file"):
+        record.read_record(tmp_path)
+    os.mkfifo(tmp_path / "program")
+    assert why_not_loaded(str(tmp_path / "program")) is None

@@ -25,7 +25,13 @@ def _time_left_s(job_id: str) -> float | None:
     command = ["squeue", "--noheader", "--format=%L", f"--jobs={job_id}"]
     try:
         done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_ASK_LIMIT_S, check=True
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_ASK_LIMIT_S,
+            check=True,
         )
     except (OSError, subprocess.SubprocessError):  # another batch system that sets Slurm's variables, or no controller
         return None

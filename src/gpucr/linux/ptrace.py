@@ -41,7 +41,6 @@ _OPTIONS = _O_TRACESYSGOOD
 _EVENT_STOP, _SYSCALL_STOP = 128, signals.SIGTRAP | 0x80
 _INFO_ENTRY, _INFO_BYTES = 1, 88  # struct ptrace_syscall_info
 _WALL = 0x40000000  # include/uapi/linux/wait.h: also threads that are not the caller's children
-_STATUS_BYTES = 1 << 16
 _SIGINFO_BYTES, _SI_KERNEL = 128, 0x80  # include/uapi/asm-generic/siginfo.h
 
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 20e-6, 1e-3
@@ -285,8 +284,8 @@ class TracedThread:
 
     def status(self) -> dict[str, str]:
         """``/proc/TID/status`` (proc_pid_status(5))."""
-        with self._open("status", os.O_RDONLY) as fd:
-            return proc_text.in_status(os.read(fd, _STATUS_BYTES))
+        with self._open("status", os.O_RDONLY) as fd, open(fd, "rb", closefd=False) as file:
+            return proc_text.in_status(file.read())
 
     def drop_signal(self) -> None:
         """Drop this stop's signal, even if gpucr dies now."""
