@@ -6,15 +6,19 @@ import contextlib
 import hashlib
 import io
 import json
-from typing import BinaryIO
+import os
+from pathlib import Path
+from typing import Any, BinaryIO
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gpucr.criu import images, images_pb2
 from gpucr.criu.contents import read_contents
 from gpucr.criu.image_entries import ImageError
-from gpucr.criu.page_images import PageMap
+from gpucr.criu.linked_files import _read_remaps
+from gpucr.criu.page_images import PageMap, cuts
 from gpucr.criu.pids import pids_in
 from gpucr.linux.sock_diag import outside_connections
 from gpucr.records import RecordError
@@ -79,3 +83,14 @@ def test_a_named_pipe_that_is_its_own_file() -> None:
     entry.fifo.pipe_id = 1
     entry.fifo.regf_id = 1
     read_all({**IMAGES, "files.img": image(images.MAGIC, entry)})
+
+
+@pytest.mark.parametrize("name", ["files.img", "remap-fpath.img", "pagemap-7.img"])
+def test_a_named_pipe_in_the_place_of_an_image_is_not_waited_for(name: str, tmp_path: Path) -> None:
+    for image_name, data in IMAGES.items():
+        if image_name != name:
+            (tmp_path / image_name).write_bytes(data)
+    os.mkfifo(tmp_path / name)
+    readers: dict[str, Any] = {"files.img": images.FilesImage.read, "remap-fpath.img": _read_remaps}
+    with pytest.raises(OSError, match="not a plain file"):
+        readers.get(name, lambda folder: cuts(folder, 4096))(tmp_path)
