@@ -111,7 +111,7 @@ def _damage(data: st.DataObject, path: Path) -> None:
             path.mkdir()
 
 
-@settings(max_examples=EXAMPLES // 4)
+@settings(max_examples=EXAMPLES)
 @given(st.data())
 def test_damaged_stripes(sound: Path, data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as name:
@@ -127,7 +127,7 @@ def test_damaged_stripes(sound: Path, data: st.DataObject) -> None:
                 assert check is check_shape or found is not None, "it is checked, and cannot be loaded"
 
 
-@settings(max_examples=EXAMPLES // 2)
+@settings(max_examples=EXAMPLES)
 @given(st.data())
 def test_a_manifest_of_other_stripes(sound: Path, data: st.DataObject) -> None:
     """The files are sound, and what is said of them is not: sizes, pieces, files, digests."""
