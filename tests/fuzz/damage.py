@@ -27,7 +27,7 @@ settings.load_profile("fuzz")
 
 _INTERESTING = (
     *(b"\0", b"\xff", b"\0\0\0\0", b"\xff\xff\xff\xff", b"\x7f" * 8, b"\x80" * 10),
-    *(b"null", b"[", b"\r\n", b"\xed\xa0\x80"),
+    *(b"null", b"[", b"\r\n", b"\xed\xa0\x80", b"9" * 5000, "\u00b2\u0663".encode()),
 )
 
 Json = Any

@@ -25,12 +25,15 @@ from gpucr.criu.options import DumpOptions
 from gpucr.criu.relocated import NotRelocatable, relocated
 from gpucr.driver import gpus
 from gpucr.errors import GpucrError
+from gpucr.gpu_state.gpu_choice import find_gpu
 from gpucr.helper import opened
 from gpucr.interposer.library import why_not_loaded
 from gpucr.linux.interrupted_calls import RESTART_SYSCALL, with_call_number
 from gpucr.linux.registers import Registers
+from gpucr.model import Gpu
 from gpucr.records import convert
 from tests.fuzz.damage import Target, refused, seeds
+from tests.unit import samples
 
 OPTIONS = json.loads(seeds("container")[0])["criu_options"]
 
@@ -156,6 +159,20 @@ def gpu_facts(data: bytes) -> bool:
     return next(iter(found)) != ""
 
 
+def environment(data: bytes) -> bool:
+    """What a process was started with: the GPUs that it sees, the ranks of its job."""
+    text = os.fsdecode(data.replace(b"\0", b""))
+    known = [
+        Gpu(index, uuid, "NVIDIA H200", 1 << 30, 1 << 30) for index, uuid in enumerate((samples.GPU_A, samples.GPU_B))
+    ]
+    found = gpus.visible_gpus(known, {"CUDA_VISIBLE_DEVICES": text})
+    assert set(found) <= set(known)
+    for name in text.split(","):
+        with contextlib.suppress(GpucrError):
+            assert find_gpu(name, known, "here") in known
+    return bool(found)
+
+
 def interrupted_call(data: bytes) -> bool:
     """The code of a program that is interrupted in a call, and its stack: both can hold anything."""
     stack, code = 0x30000, 0x10000
@@ -192,6 +209,6 @@ TARGETS: dict[str, Target] = {
     each.__name__: each
     for each in (
         criu_log, criu_message, container_log, criu_starts, container_state, apt_sources, ubuntu_series, batch_place,
-        elf_program, gpu_facts, interrupted_call, ghost_image,
+        elf_program, gpu_facts, environment, interrupted_call, ghost_image,
     )
 }  # fmt: skip

@@ -167,6 +167,22 @@ def test_what_programs_say_need_not_be_text() -> None:
                 assert "text" not in given or "errors" in given, f"{path}:{call.lineno}"
 
 
+def test_digits_of_others_are_read_in_one_way() -> None:
+    """`quantities.whole_number`: 5000 digits are no number for `int`, and other scripts have digits too."""
+    known = {
+        *("jobs/names.py", "cli/candidates.py", "cli/ps.py", "cli/kill.py", "operations/end_job.py"),  # no int()
+        *("jobs/sandbox/keeper.py", "linux/namespaces.py", "linux/processes.py", "linux/cgroups.py"),  # the kernel's
+        "quantities.py",
+    }
+    found = {
+        str(path.relative_to(_SOURCE))
+        for path in _SOURCE.rglob("*.py")
+        if path.relative_to(_SOURCE).parts[0] not in _NOT_IN_USE
+        and re.search(r"\.is(decimal|digit|numeric)\(", path.read_text(encoding="utf-8"))
+    }
+    assert found == known
+
+
 def test_every_kind_of_record_is_read_by_a_target() -> None:
     """From its corpus: records that are read by way of something general, too."""
     for path in _SOURCE.rglob("*.py"):

@@ -16,6 +16,7 @@ from gpucr.errors import BrokenInstall, GpucrError
 from gpucr.linux import processes, trusted_paths
 from gpucr.linux.process_records import ProcessRecords
 from gpucr.model import ProcessId
+from gpucr.quantities import whole_number
 from gpucr.records import Record, RecordError
 
 MEETINGS = ProcessRecords("hooks")
@@ -96,9 +97,9 @@ def socket_path(criu: ProcessId) -> Path:
 def _remove_ended(folder: Path) -> None:
     """Remove leftovers of killed attendants."""
     for path in folder.glob("*.sock"):
-        pid, _, start_time_ticks = path.stem.partition("-")
-        if pid.isdecimal() and start_time_ticks.isdecimal():
-            criu = ProcessId(int(pid), int(start_time_ticks))
+        pid, start_time_ticks = (whole_number(part) for part in path.stem.partition("-")[::2])
+        if pid is not None and start_time_ticks is not None:
+            criu = ProcessId(pid, start_time_ticks)
             if not processes.is_alive(criu):
                 forget(criu)
 

@@ -16,6 +16,7 @@ from typing import Any
 from gpucr.errors import DriverUnavailable
 from gpucr.linux import proc_text
 from gpucr.model import Gpu, GpuActivity, GpuUse
+from gpucr.quantities import whole_number
 
 _DEVICES = Path("/dev")
 _DRIVER_FACTS = Path("/proc/driver/nvidia/gpus")
@@ -236,8 +237,9 @@ def visible_gpus(gpus: Sequence[Gpu], environment: Mapping[str, str]) -> tuple[G
 
 
 def _named(name: str, gpus: Sequence[Gpu]) -> list[Gpu]:
-    if name.isascii() and name.isdecimal():
-        return list(gpus[int(name) : int(name) + 1])
+    index = whole_number(name)
+    if index is not None:
+        return list(gpus[index : index + 1])
     return [gpu for gpu in gpus if name.startswith("GPU-") and gpu.uuid.startswith(name)]
 
 
