@@ -17,6 +17,7 @@ from typing import ClassVar
 
 import msgspec
 
+from gpucr.errors import InvalidRequest
 from gpucr.linux import ends, processes
 from gpucr.model import ProcessId
 from gpucr.records import UNREADABLE, decoder
@@ -69,8 +70,15 @@ def kind_of(action: Action | type[Action]) -> str:
 
 
 def entry(action: Action, descriptors: Sequence[int]) -> Entry:
-    """An action and the guard's numbers for its descriptors."""
-    return Entry(kind_of(action), msgspec.Raw(msgspec.json.encode(action)), tuple(descriptors))
+    """An action and the guard's numbers for its descriptors. Raises InvalidRequest for a path that is not UTF-8."""
+    try:
+        data = msgspec.json.encode(action)
+    except UnicodeEncodeError as e:
+        raise InvalidRequest(
+            f"the name {e.object!r} is not UTF-8, and gpucr's guard cannot be told of it",
+            hint="name a folder with --to whose path is UTF-8",
+        ) from e
+    return Entry(kind_of(action), msgspec.Raw(data), tuple(descriptors))
 
 
 def encode(record: Record) -> bytes:
