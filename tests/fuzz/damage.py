@@ -51,7 +51,7 @@ def written(value: Json, **options: Any) -> bytes:
 
 
 def refused(error: GpucrError, *codes: str) -> bool:
-    """A target's answer where gpucr refused with one of these codes. Any other is none of the format's."""
+    """A target's answer where gpucr refused with one of these codes. Any other code is wrong here."""
     assert error.code in codes, error
     assert error.message
     return False

@@ -189,7 +189,7 @@ _KEY = bytes(32)
 
 
 def helper_signature(data: bytes) -> bool:
-    """Nobody signs without the key: what is taken is what was signed, whatever it looks like."""
+    """Nobody signs without the key: only what was signed is taken."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "own.key").write_text(_KEY.hex())
         (Path(folder) / "own.key").chmod(0o600)
@@ -204,7 +204,7 @@ def helper_signature(data: bytes) -> bool:
 
 
 def unit_file(data: bytes) -> bool:
-    """A unit of systemd, which gpucr writes over whatever is there."""
+    """A unit of systemd, which gpucr writes over any other content."""
     with tempfile.TemporaryDirectory() as name:
         path = Path(name) / "gpucr.service"
         path.write_bytes(data)

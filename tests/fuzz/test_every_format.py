@@ -27,7 +27,7 @@ KERNEL = "the kernel says it"
 OWN_MEMORY = "a program's own memory says it, and what is wrong there harms that program alone"
 NOT_READ = "a canary's own numbers on a GPU; packages, which dpkg reads"
 
-_IMAGES = "unit/test_image_contents.py test_no_damage_is_more_than_a_problem"
+_IMAGES = "fuzz/test_snapshots.py test_damaged_images"
 _READERS: Mapping[str, str] = {
     "batch/place.py main": "ray_start",
     "borrow/ledger.py _read": "borrower",
@@ -158,7 +158,7 @@ def test_every_target_is_there() -> None:
 _ALL = {*test_formats.TARGETS, *FORMATS}
 
 
-def test_what_programs_say_need_not_be_text() -> None:
+def test_output_of_programs_may_be_any_bytes() -> None:
     for path in _SOURCE.rglob("*.py"):
         text = path.read_text(encoding="utf-8")
         if "text=True" in text and path.relative_to(_SOURCE).parts[0] not in _NOT_IN_USE:

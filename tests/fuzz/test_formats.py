@@ -76,7 +76,7 @@ def test_cpu_lists(text: str) -> None:
 
 
 @given(st.text("abcdehlopr 0123456789\x00-", max_size=40), st.integers(0, 3))
-def test_messages_to_the_guard(message: str, descriptors: int) -> None:
+def test_arbitrary_messages_to_the_guard(message: str, descriptors: int) -> None:
     """It ends, or answers: it never does anything else for lack of a meaning."""
     fds = [os.memfd_create("fuzz") for _ in range(descriptors)]
     post = Post(1)
@@ -96,12 +96,12 @@ def test_messages_to_the_guard(message: str, descriptors: int) -> None:
         st.text(st.characters(exclude_characters="\0"), max_size=30),
     )
 )
-def test_what_criu_calls_the_action_script_with(environment: dict[str, str]) -> None:
+def test_arguments_of_the_action_script(environment: dict[str, str]) -> None:
     with contextlib.suppress(GpucrError):
         assert action.read_call(environment).root_pid >= 0
 
 
-def test_a_named_pipe_in_the_place_of_a_record_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_named_pipe_instead_of_a_record_is_refused_at_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "container.json")
     with pytest.raises(SnapshotDamaged, match="no plain file"):
         record.read_record(tmp_path)

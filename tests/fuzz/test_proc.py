@@ -79,7 +79,7 @@ class NotAName(Exception):
 
 
 class Target:
-    """A process that names things as it is told. Root's has a mount namespace of its own."""
+    """A process that names things at the test's request. Root's has a mount namespace of its own."""
 
     def __init__(self, folder: Path) -> None:
         self._process = subprocess.Popen(
@@ -161,7 +161,7 @@ def test_names_of_processes(target: Target, name: bytes) -> None:
     )  # fmt: skip
     assert pids_of(pid) == (pid,)
     assert processes.thread_group_leader(pid) == pid
-    assert processes.goes_on(found.id)
+    assert processes.tracer_pid(pid) == 0
     assert credentials.of(pid).uids == (uid,) * 3
     assert rights_of(pid, pid).uids == (uid,) * 4
     assert _is_owned_by(pid, uid)

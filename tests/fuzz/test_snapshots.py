@@ -86,7 +86,7 @@ def test_a_named_pipe_that_is_its_own_file() -> None:
 
 
 @pytest.mark.parametrize("name", ["files.img", "remap-fpath.img", "pagemap-7.img"])
-def test_a_named_pipe_in_the_place_of_an_image_is_not_waited_for(name: str, tmp_path: Path) -> None:
+def test_a_named_pipe_instead_of_an_image_is_refused_at_once(name: str, tmp_path: Path) -> None:
     for image_name, data in IMAGES.items():
         if image_name != name:
             (tmp_path / image_name).write_bytes(data)

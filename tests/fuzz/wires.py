@@ -78,7 +78,7 @@ def _bytes_of(*parts: bytes) -> socket.socket:
 
 
 def nodes_message(data: bytes) -> bool:
-    """From a node that knows the secret; one that does not only gets as far as a MAC."""
+    """From a node that knows the secret; one that does not is stopped by the MAC."""
     key = bytes(32)
     ours, theirs = socket.socketpair()
     with ours, theirs:

@@ -122,7 +122,7 @@ def test_a_wait_ends_with_its_time_or_the_other_end() -> None:
             theirs.send(Ask())
 
 
-def test_what_cannot_be_text_is_told_as_it_can_be() -> None:
+def test_a_refusal_with_a_name_that_is_not_utf_8() -> None:
     """Names of a user's files are in what the helper refuses with."""
     ours, theirs = pair()
     with ours, theirs:
