@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from typing import NoReturn
 
 MAX_DEPTH = 32
 """Maximum nesting of lists and objects. gpucr's own formats need eight levels; Python fails at about 1000."""
@@ -11,20 +13,26 @@ MAX_DEPTH = 32
 def parse(data: bytes | str, *, least: int = -(1 << 63)) -> object:
     """The value. Raises ValueError with the reason if it is not JSON or is nested more than MAX_DEPTH deep.
 
-    Integers must be ``least`` to 2^64 - 1.
+    Integers must be ``least`` to 2^64 - 1, and other numbers finite.
     """
     try:
-        value: object = json.loads(data)
+        value: object = json.loads(data, parse_constant=_refuse)
     except RecursionError as e:
         raise ValueError(f"it is nested more than {MAX_DEPTH} deep") from e
     level = [value]
     for _ in range(MAX_DEPTH):
         if any(type(each) is int and not least <= each < 1 << 64 for each in level):
             raise ValueError("a number is out of range")
+        if any(type(each) is float and math.isinf(each) for each in level):
+            raise ValueError("a number is out of range")
         level = [inner for each in level if isinstance(each, list | dict) for inner in _inside(each)]
         if not level:
             return value
     raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
+
+
+def _refuse(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number")
 
 
 def _inside(value: list[object] | dict[str, object]) -> list[object]:

@@ -1,6 +1,14 @@
-"""Human-readable sizes, times and counts, the same in messages, tables and progress."""
+"""Human-readable sizes, times and counts, the same in messages, tables and progress; numbers in others' texts."""
 
 from __future__ import annotations
+
+
+def whole_number(text: str) -> int | None:
+    """The number that these digits write; None if they write none of 0 to 10^18.
+
+    `str.isdecimal` is true for other scripts' digits too, and `int` fails for more than 4300.
+    """
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= 18 else None
 
 
 def format_bytes(size_bytes: int) -> str:

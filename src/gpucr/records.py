@@ -24,6 +24,10 @@ HIGHEST_PRIORITY = 1000
 Priority = Annotated[int, Meta(ge=0, le=HIGHEST_PRIORITY)]
 """A job's, relative to others that want its GPUs."""
 DEFAULT_PRIORITY = 100
+Moment = Annotated[float, Meta(ge=0, lt=253402300800)]
+"""Seconds since 1970, up to the year 9999."""
+Duration = Annotated[float, Meta(ge=0, lt=253402300800)]
+"""In seconds."""
 Text = Annotated[str, Meta(pattern=r"\A[^\0]*\Z")]
 """Text that can be a path, an argument or an environment variable."""
 
@@ -74,6 +78,10 @@ def of_format(value: object, **expected: str | int) -> dict[str, Any]:
     return value
 
 
+UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What a `decoder` raises. `decode` raises RecordError."""
+
+
 def decoder(kind: type[T]) -> msgspec.json.Decoder[T]:
     """msgspec's decoder of a type, one for all.
 
@@ -120,6 +128,9 @@ def _require_same(value: Any, whole: Any, where: str) -> None:
                 what = "an unknown field" if key in value else "no"
                 raise RecordError(f"{where or 'it'}: there is {what} `{key}`")
             _require_same(value[key], whole[key], f"{where}.{key}" if where else key)
-    elif isinstance(whole, list | tuple) and whole and isinstance(whole[0], dict | list | tuple):
-        for number, (item, each) in enumerate(zip(value, whole, strict=True)):
-            _require_same(item, each, f"{where}[{number}]")
+    elif isinstance(whole, list | tuple):
+        if len(value) != len(whole):  # a struct that is written as a list
+            raise RecordError(f"{where or 'it'}: there are {len(value)} values, and not {len(whole)}")
+        if whole and isinstance(whole[0], dict | list | tuple):
+            for number, (item, each) in enumerate(zip(value, whole, strict=True)):
+                _require_same(item, each, f"{where}[{number}]")

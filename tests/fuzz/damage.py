@@ -4,17 +4,30 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from hypothesis import settings
 from hypothesis import strategies as st
+
+from gpucr.errors import GpucrError
+from tests.storm import IS_STORM
+
+Target = Callable[[bytes], bool]
+"""Reads a format, and returns whether it took these bytes for sound. It raises nothing."""
 
 CORPUS = Path(__file__).parent / "corpus"
 
+EXAMPLES = 600 if IS_STORM else 12
+"""Of each test, other ones in every run."""
+
+settings.register_profile("fuzz", database=None, deadline=None, max_examples=EXAMPLES)
+settings.load_profile("fuzz")
+
 _INTERESTING = (
     *(b"\0", b"\xff", b"\0\0\0\0", b"\xff\xff\xff\xff", b"\x7f" * 8, b"\x80" * 10),
-    *(b"null", b"[", b"\r\n", b"\xed\xa0\x80"),
+    *(b"null", b"[", b"\r\n", b"\xed\xa0\x80", b"9" * 5000, "\u00b2\u0663".encode()),
 )
 
 Json = Any
@@ -35,6 +48,13 @@ STRANGE: st.SearchStrategy[Json] = st.integers(0, len(_STRANGE) - 1).map(lambda 
 def written(value: Json, **options: Any) -> bytes:
     """A value as JSON text. ``options``: those of `json.dumps`."""
     return json.dumps(value, **options).replace(f'"{_DEEP}"', "[" * 900 + "]" * 900).encode()
+
+
+def refused(error: GpucrError, *codes: str) -> bool:
+    """A target's answer where gpucr refused with one of these codes. Any other code is wrong here."""
+    assert error.code in codes, error
+    assert error.message
+    return False
 
 
 def seeds(target: str) -> list[bytes]:

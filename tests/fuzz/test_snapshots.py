@@ -6,15 +6,19 @@ import contextlib
 import hashlib
 import io
 import json
-from typing import BinaryIO
+import os
+from pathlib import Path
+from typing import Any, BinaryIO
 
-from hypothesis import given, settings
+import pytest
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gpucr.criu import images, images_pb2
 from gpucr.criu.contents import read_contents
 from gpucr.criu.image_entries import ImageError
-from gpucr.criu.page_images import PageMap
+from gpucr.criu.linked_files import _read_remaps
+from gpucr.criu.page_images import PageMap, cuts
 from gpucr.criu.pids import pids_in
 from gpucr.linux.sock_diag import outside_connections
 from gpucr.records import RecordError
@@ -22,9 +26,6 @@ from gpucr.snapshot import manifest as manifests
 from tests.fuzz.damage import Json, damaged_bytes, damaged_json, written
 from tests.unit.samples import DEVICE_DATA, manifest
 from tests.unit.test_image_contents import READ_WRITE, image, job, mapping, run
-
-settings.register_profile("fuzz", database=None, deadline=None, max_examples=60)
-settings.load_profile("fuzz")
 
 SOUND = manifests.encode(manifest(device_data=DEVICE_DATA))
 BODY: Json = json.loads(SOUND)["manifest"]
@@ -82,3 +83,14 @@ def test_a_named_pipe_in_its_own_file() -> None:
     entry.fifo.pipe_id = 1
     entry.fifo.regf_id = 1
     read_all({**IMAGES, "files.img": image(images.MAGIC, entry)})
+
+
+@pytest.mark.parametrize("name", ["files.img", "remap-fpath.img", "pagemap-7.img"])
+def test_a_named_pipe_instead_of_an_image_is_refused_at_once(name: str, tmp_path: Path) -> None:
+    for image_name, data in IMAGES.items():
+        if image_name != name:
+            (tmp_path / image_name).write_bytes(data)
+    os.mkfifo(tmp_path / name)
+    readers: dict[str, Any] = {"files.img": images.FilesImage.read, "remap-fpath.img": _read_remaps}
+    with pytest.raises(OSError, match="not a plain file"):
+        readers.get(name, lambda folder: cuts(folder, 4096))(tmp_path)

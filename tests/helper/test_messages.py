@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpucr.helper import messages
+from gpucr.helper import messages, served
 from gpucr.helper.messages import Answer, Ask, BadMessage, Connection, Dump, Files, HungUp, Isolate, Restore, Stop
 
 KINDS = (Ask, Dump, Isolate, Restore, Files, Answer, Stop)
@@ -120,3 +120,12 @@ def test_a_wait_ends_on_timeout_or_disconnect() -> None:
             theirs.receive(Ask)
         with pytest.raises(HungUp):
             theirs.send(Ask())
+
+
+def test_a_refusal_with_a_name_that_is_not_utf_8() -> None:
+    """Names of a user's files are in what the helper refuses with."""
+    ours, theirs = pair()
+    with ours, theirs:
+        served._tell(ours, messages.Failed("refused", served._cut("CRIU's image \udcff.img " + "x" * 5000)))
+        found, _ = theirs.receive(messages.Failed)
+        assert found.message.startswith("CRIU's image \\udcff.img x")

@@ -479,3 +479,14 @@ def test_reports_have_a_short_repr(counter: CounterFactory, tmp_path: Path) -> N
     for report in reports:
         assert len(repr(report)) < 800, repr(report)
     assert str(job.pid) in repr(suspended)
+
+
+@pytest.mark.criu
+def test_a_folder_whose_path_is_not_utf_8(counter: CounterFactory, tmp_path: Path, driver: CudaDriver) -> None:
+    process = counter("--mib", "4")
+    folder = tmp_path / os.fsdecode(b"sn\xffap")
+    said = refused(2, "dump", process.pid, "--to", folder)
+    assert "is not UTF-8" in said
+    assert not folder.exists()
+    assert driver.state(process.pid) is CudaState.RUNNING
+    assert process.ask() == 101

@@ -32,9 +32,13 @@ from gpucr.store.opened import Store
 from gpucr.store.session import WriteSession
 from tests.store.dumps import NEVER_S
 from tests.store.formats import CORPUS, DEEP, FORMATS, Format, as_json
+from tests.storm import IS_STORM
 from tests.unit import samples
 
-_EXAMPLES = settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+_EXAMPLES = settings(
+    max_examples=1000 if IS_STORM else 40,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
 _ODD: st.SearchStrategy[Any] = st.sampled_from(
     [
         None, True, False, 0, 1, -1, 4096, 1 << 31, 1 << 62, 1 << 63, 1 << 64, 10**400, 0.5, 1e308, float("nan"),
@@ -129,7 +133,7 @@ def _forged(value: Any, data: st.DataObject) -> Any:
 
 
 @pytest.mark.parametrize("name", [name for name, form in FORMATS.items() if form.members is not None])
-@settings(_EXAMPLES, max_examples=100)
+@settings(_EXAMPLES, max_examples=2000 if IS_STORM else 100)
 @given(data=st.data())
 def test_forged_members_with_digests_that_fit(name: str, data: st.DataObject) -> None:
     form = FORMATS[name]
@@ -164,7 +168,7 @@ _COMMANDS = [
 ]  # fmt: skip
 
 
-@settings(_EXAMPLES, max_examples=12)
+@settings(_EXAMPLES, max_examples=200 if IS_STORM else 12)
 @given(data=st.data())
 def test_commands_on_a_forged_snapshot(data: st.DataObject) -> None:
     """A writer of an unencrypted store can put anything there, with matching digests."""

@@ -350,9 +350,12 @@ def test_memory_reads_and_writes_succeed_or_raise(thread: TracedThread) -> None:
     address = thread.registers().rsp - 4096
     thread.write_memory(address, b"content")
     assert thread.read_memory(address, 7) == b"content"
-    for act in (lambda: thread.read_memory(4096, 8), lambda: thread.write_memory(4096, b"content")):
+    for nowhere in (4096, 1 << 63, (1 << 64) - 8):  # a register can hold anything
         with pytest.raises(OSError, match="memory of thread") as failure:
-            act()
+            thread.read_memory(nowhere, 8)
+        assert failure.value.errno == errno.EFAULT
+        with pytest.raises(OSError, match="memory of thread") as failure:
+            thread.write_memory(nowhere, b"content")
         assert failure.value.errno == errno.EFAULT
 
 

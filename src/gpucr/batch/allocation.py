@@ -10,6 +10,7 @@ from pathlib import Path
 
 from gpucr.batch.time_limit import end_of_place
 from gpucr.errors import InvalidRequest
+from gpucr.quantities import whole_number
 
 _PREFIXES = ("SLURM_", "_CONDOR_", "PBS_", "LSB_", "CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
 _NOT_OF_SRUN = 0xFFFF_FFF0  # the batch script's own step, and other special ones, have the largest numbers
@@ -99,7 +100,8 @@ def _id_in(environment: Mapping[str, str], condor: Mapping[str, int]) -> str | N
     else:
         return None
     step = environment.get("SLURM_STEP_ID", "")
-    if not step.isdecimal() or int(step) >= _NOT_OF_SRUN:
+    number = whole_number(step)
+    if number is None or number >= _NOT_OF_SRUN:
         return job
     rank = environment.get("SLURM_PROCID", "0") if environment.get("SLURM_STEP_NUM_TASKS", "1") != "1" else None
     return f"{job}.{step}" if rank is None else f"{job}.{step}.{rank}"

@@ -12,7 +12,7 @@ import signal
 import sys
 from dataclasses import replace
 
-from gpucr.records import Record, decode
+from gpucr.records import Record, RecordError, decode
 
 _MAXIMUM_BYTES = 1 << 20
 
@@ -35,7 +35,11 @@ def main() -> None:
     """Run the job that is described on stdin."""
     for number in (signal.SIGUSR1, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # until `run_batch` listens; senders repeat the signal
-    start = decode(sys.stdin.buffer.read(_MAXIMUM_BYTES), Start)
+    try:
+        start = decode(sys.stdin.buffer.read(_MAXIMUM_BYTES), Start)
+    except RecordError as e:
+        _say(f"error: what to start is not described: {e}")
+        sys.exit(2)
     if os.fork():
         os._exit(0)
     os.setsid()

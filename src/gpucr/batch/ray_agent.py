@@ -153,5 +153,6 @@ def agent_of(job: RayJob, queue: Any, avoid: str | None) -> Any:
 
 
 def _answers(text: bytes) -> dict[str, str]:
-    lines = text.decode().splitlines()
+    """What its process has said, in whole lines."""
+    lines = text[: text.rfind(b"\n") + 1].decode(errors="replace").split("\n")
     return {name: value for name, _, value in (line.partition(" ") for line in lines)}

@@ -7,17 +7,19 @@ import subprocess
 import time
 from collections.abc import Mapping
 
+from gpucr.quantities import whole_number
+
 _ASK_LIMIT_S = 20.0
 _TIME_LEFT = re.compile(r"(?:(?:(\d{1,6})-)?(\d{1,2}):)?(\d{1,2}):(\d{2})")
 
 
 def end_of_place(environment: Mapping[str, str]) -> float | None:
     """The time (time.time()) at which Slurm ends the job; None: unknown, or no limit."""
-    said = environment.get("SLURM_JOB_END_TIME", "")
-    if said.isdecimal():
+    said = whole_number(environment.get("SLURM_JOB_END_TIME", ""))
+    if said is not None:
         return float(said)
     job_id = environment.get("SLURM_JOB_ID", "")
-    left_s = _time_left_s(job_id) if job_id.isdecimal() else None  # Slurm 22.05 does not set the variable
+    left_s = _time_left_s(job_id) if whole_number(job_id) is not None else None  # Slurm 22.05 does not set the variable
     return None if left_s is None else time.time() + left_s
 
 
@@ -25,7 +27,13 @@ def _time_left_s(job_id: str) -> float | None:
     command = ["squeue", "--noheader", "--format=%L", f"--jobs={job_id}"]
     try:
         done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_ASK_LIMIT_S, check=True
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_ASK_LIMIT_S,
+            check=True,
         )
     except (OSError, subprocess.SubprocessError):  # another batch system that sets Slurm's variables, or no controller
         return None

@@ -23,7 +23,7 @@ from gpucr.jobs.registered import registry
 from gpucr.linux import durable, locks, processes, trusted_paths
 from gpucr.linux.private_folders import state_folder
 from gpucr.model import ProcessId
-from gpucr.records import Count, Priority, Record, RecordError, Text
+from gpucr.records import Count, Moment, Priority, Record, RecordError, Text
 
 BorrowPhase = Literal["waiting", "taking", "running"]
 """``waiting``: for its turn. ``taking``: jobs are suspended for it. ``running``: its command has the GPUs."""
@@ -44,7 +44,7 @@ class Borrowing(Record, frozen=True):
     gpus: tuple[Text, ...]
     command: tuple[Text, ...]
     process: ProcessId
-    created_s: float
+    created_s: Moment
     phase: BorrowPhase = "waiting"
     host: Text = msgspec.field(default_factory=lambda: os.uname().nodename)
     boot_id: Text = msgspec.field(default_factory=boot_id)
@@ -160,7 +160,10 @@ def _read(name: str) -> Borrowing | None:
     try:
         fd = trusted_paths.open_file(path, os.O_RDONLY | os.O_NOFOLLOW)
         with os.fdopen(fd, "rb") as file:
-            return records.decode(file.read(_MAX_BYTES), Borrowing)
+            found = records.decode(file.read(_MAX_BYTES), Borrowing)
+        if name != f"{found.name}{_SUFFIX}":
+            raise RecordError(f"it is the record of {found.name}")
+        return found
     except FileNotFoundError:  # it has just finished
         return None
     except (OSError, RecordError) as e:

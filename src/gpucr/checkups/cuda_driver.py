@@ -12,6 +12,7 @@ from gpucr.driver import gpus
 from gpucr.driver.api import DriverCapabilities
 from gpucr.driver.cuda import load_driver
 from gpucr.errors import DriverUnavailable
+from gpucr.quantities import whole_number
 
 _ABOUT = "driver"
 _DEVICE = Path("/dev/nvidiactl")
@@ -81,8 +82,8 @@ def check(facts: DriverFacts) -> list[Finding]:
 
 
 def _sharing(version: str | None) -> Finding:
-    branch = (version or "").partition(".")[0]
-    if branch.isascii() and branch.isdecimal() and int(branch) >= _SHARING_SINCE:
+    branch = whole_number((version or "").partition(".")[0])
+    if branch is not None and branch >= _SHARING_SINCE:
         return ok(_ABOUT, "it may bring CUDA IPC inside one job back", "reported of driver 610 and newer")
     return ok(
         _ABOUT,

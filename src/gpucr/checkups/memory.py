@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from gpucr.checkups.checkup import ok
 from gpucr.diagnosis.preflight.findings import Finding, RepairName
-from gpucr.linux import cgroups, memory, processes
+from gpucr.linux import cgroups, memory, proc_text, processes
 from gpucr.linux.tmpfs import StagingFile
 from gpucr.model import Gpu
 from gpucr.quantities import format_bytes
@@ -180,7 +180,7 @@ def _cgroups(facts: MemoryFacts) -> list[Finding]:
 
 def _meminfo() -> dict[str, int]:
     """Its lines: sizes in bytes, and numbers of pages, which have no unit."""
-    lines = (line.partition(":") for line in _MEMINFO.read_text().splitlines())
+    lines = (line.partition(":") for line in proc_text.lines(_MEMINFO))
     return {name: int(value.split()[0]) * (1024 if value.endswith("kB") else 1) for name, _, value in lines}
 
 
@@ -194,8 +194,7 @@ def _why_small() -> str | None:
 
 def hierarchy() -> Hierarchy:
     """Which versions of cgroups are mounted."""
-    lines = _MOUNTS.read_text(errors="replace").splitlines()
-    kinds = {line.partition(" - ")[2].split(" ", 1)[0] for line in lines} & {"cgroup", "cgroup2"}
+    kinds = {mount.kind for mount in proc_text.mounts(_MOUNTS)} & {"cgroup", "cgroup2"}
     if len(kinds) == 2:
         return "hybrid"
     if not kinds:

@@ -12,7 +12,7 @@ from gpucr.criu.granted import find_grant
 from gpucr.criu.install import NEEDED_CAPABILITY
 from gpucr.diagnosis.preflight.findings import Finding
 from gpucr.helper.place import socket_path
-from gpucr.linux import capabilities, tracing
+from gpucr.linux import capabilities, proc_text, tracing
 from gpucr.linux.capabilities import Capabilities
 
 _ABOUT = "privileges"
@@ -51,12 +51,11 @@ class PrivilegeFacts(Struct, frozen=True):
 
 def look() -> PrivilegeFacts:
     """Read /proc."""
-    status = capabilities.STATUS.read_text(errors="replace").splitlines()
-    mode = next((int(line.split()[1]) for line in status if line.startswith("Seccomp:")), None)
+    mode = proc_text.status_fields(capabilities.STATUS).get("Seccomp")
     return PrivilegeFacts(
         own=capabilities.own(),
         ptrace_scope=tracing.yama_scope(),
-        seccomp=mode,
+        seccomp=None if mode is None else int(mode),
         in_user_namespace=_UID_MAP.read_text().split() != _WHOLE_UID_MAP,
         helper=socket_path(),
     )

@@ -10,6 +10,7 @@ import click
 
 from gpucr.cli.options import complete_file, json_option
 from gpucr.cli.output import print_json
+from gpucr.quantities import whole_number
 
 
 @click.command("metrics")
@@ -58,6 +59,7 @@ def command(*, listen: str | None, textfile: Path | None, alerts: bool, dashboar
 
 def _address(text: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
-    if not port.isdecimal() or not port.isascii() or int(port) > 65535:
+    number = whole_number(port)
+    if number is None or number > 65535:
         raise click.UsageError(f"{text!r} is no address: write --listen 9470 or --listen 0.0.0.0:9470")
-    return host.strip("[]") or "127.0.0.1", int(port)
+    return host.strip("[]") or "127.0.0.1", number

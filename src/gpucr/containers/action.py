@@ -20,12 +20,13 @@ from gpucr.containers import meeting
 from gpucr.errors import GpucrError, InvalidRequest, SnapshotError
 from gpucr.linux import mounts, processes
 from gpucr.model import ProcessId
+from gpucr.quantities import whole_number
 from gpucr.records import Record, Text
 
 HOOKS = ("pre-dump", "post-dump", "pre-restore", "post-resume")
 """Hooks with work to do; at all others the script does nothing."""
 
-_IMAGE_DIR = re.compile(r"/proc/(\d+)/fd/\d+")
+_IMAGE_DIR = re.compile(r"/proc/([0-9]{1,10})/fd/[0-9]+")
 
 
 class HookCall(Struct, frozen=True):
@@ -45,15 +46,15 @@ def read_call(environment: Mapping[str, str]) -> HookCall:
     """Parse CRIU's variables in the script's environment. Raises InvalidRequest if CRIU did not start it."""
     hook = environment.get("CRTOOLS_SCRIPT_ACTION", "")
     image_dir = environment.get("CRTOOLS_IMAGE_DIR", "")
-    root_pid = environment.get("CRTOOLS_INIT_PID", "0")
+    root_pid = whole_number(environment.get("CRTOOLS_INIT_PID", "0"))
     match = _IMAGE_DIR.fullmatch(image_dir)
     stat = processes.read_stat(int(match[1])) if match is not None else None
-    if not hook or match is None or stat is None or not root_pid.isdecimal():
+    if not hook or match is None or stat is None or root_pid is None:
         raise InvalidRequest(
             "this is a hook for CRIU to call: CRTOOLS_SCRIPT_ACTION and CRTOOLS_IMAGE_DIR do not say what to do",
             hint="`gpucr hook install` sets it up",
         )
-    return HookCall(hook, ProcessId(int(match[1]), stat.start_time_ticks), Path(image_dir), int(root_pid))
+    return HookCall(hook, ProcessId(int(match[1]), stat.start_time_ticks), Path(image_dir), root_pid)
 
 
 def run_hook(environment: Mapping[str, str]) -> list[str]:

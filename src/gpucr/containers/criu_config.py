@@ -149,7 +149,7 @@ def _files_of(runtime: Runtime | None, folder: Path) -> list[Path]:
 
 def _lines(path: Path) -> list[bytes]:
     try:
-        return path.read_bytes().splitlines(keepends=True)
+        return re.findall(rb"[^\n]*\n|[^\n]+\Z", path.read_bytes())
     except FileNotFoundError:
         return []
 

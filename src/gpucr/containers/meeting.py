@@ -16,11 +16,12 @@ from gpucr.errors import BrokenInstall, GpucrError
 from gpucr.linux import trusted_paths
 from gpucr.linux.process_records import ProcessRecords
 from gpucr.model import ProcessId
-from gpucr.records import Record
+from gpucr.records import Record, RecordError
 
 MEETINGS = ProcessRecords("hooks")
-MESSAGE_LIMIT_BYTES = 1 << 16
-_MAX_TEXT = 4000
+MESSAGE_LIMIT_BYTES = 192 << 10
+_MAX_LINES, _MAX_TEXT = 10, 1000
+"""In the message a character takes up to 12 bytes."""
 
 
 class _Answer(Record, frozen=True):
@@ -67,7 +68,10 @@ def call(criu: ProcessId, hook: str) -> list[str]:
             raise _attendant_has_ended(hook) from e
     if not message:
         raise _attendant_has_ended(hook)
-    answer = records.decode(message, _Answer)
+    try:
+        answer = records.decode(message, _Answer)
+    except RecordError as e:
+        raise _attendant_has_ended(hook) from e
     if answer.error is not None:
         raise GpucrError(answer.error, hint=answer.hint, code=answer.code)
     return list(answer.lines)
@@ -76,9 +80,9 @@ def call(criu: ProcessId, hook: str) -> list[str]:
 def encode_answer(lines: Sequence[str], error: BaseException | None) -> bytes:
     """The message that ends a hook."""
     answer = _Answer(
-        lines=tuple(line[:_MAX_TEXT] for line in lines[:10]),
+        lines=tuple(line[:_MAX_TEXT] for line in lines[:_MAX_LINES]),
         error=None if error is None else (str(error) or type(error).__name__)[:_MAX_TEXT],
-        hint=getattr(error, "hint", None),
+        hint=None if (hint := getattr(error, "hint", None)) is None else hint[:_MAX_TEXT],
         code=getattr(error, "code", GpucrError.code),
     )
     return records.encode(answer)

@@ -28,6 +28,7 @@ def find(runtime: Runtime, runtime_root: str | None, container: str) -> FoundCon
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
+            errors="replace",
             check=False,
             start_new_session=True,  # Ctrl-C is for gpucr: the container would seem to be gone
         )

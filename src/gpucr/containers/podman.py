@@ -181,6 +181,7 @@ def _ask(*arguments: str, environment: Mapping[str, str] | None = None) -> subpr
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
+        errors="replace",
         check=False,
         start_new_session=True,  # Ctrl-C is for gpucr: the container would seem to be gone
     )

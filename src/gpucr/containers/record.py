@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -60,11 +61,21 @@ def read_record(folder: Path) -> ContainerRecord:
     """The record of a folder. Raises SnapshotDamaged."""
     path = folder / CONTAINER_RECORD_NAME
     try:
-        if folder.stat().st_uid not in (0, os.geteuid()) or path.stat().st_size > _MAX_RECORD_BYTES:
-            raise ValueError("it is too large, or belongs to another user")
-        value = records.read_json(path.read_bytes())
+        if folder.stat().st_uid not in (0, os.geteuid()):
+            raise ValueError("it belongs to another user")
+        value = records.read_json(_read(path))
         return records.convert(
             records.of_format(value, format=_FORMAT, format_version=_FORMAT_VERSION), ContainerRecord
         )
     except (OSError, ValueError) as e:
         raise SnapshotDamaged(f"{path} cannot be used: {e}", path=str(path)) from e
+
+
+def _read(path: Path) -> bytes:
+    # Without O_NONBLOCK the open of a named pipe waits for a writer that never comes.
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(fd, "rb") as file:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode) or status.st_size > _MAX_RECORD_BYTES:
+            raise ValueError("it is too large, or no plain file")
+        return file.read(_MAX_RECORD_BYTES)

@@ -34,8 +34,8 @@ from gpucr.undo.interrupts import Interrupts
 
 _LOOK_EVERY_S = 0.05
 _OCI_RUNTIMES = ("runc", "crun")
-_START_TIME = 19
-"""Field number in /proc/PID/stat after the program's name (proc(5): the 22nd overall)."""
+_STARTED = re.compile(rb"^([0-9]{1,10}) \(.*\) [A-Za-z](?: -?[0-9]+){18} ([0-9]{1,20}) ", re.MULTILINE)
+"""Of a /proc/PID/stat: the pid and the start time, which is the 22nd field (proc_pid_stat(5)) and not the last one."""
 _OUR_LINES = re.compile(r"^gpucr: error: (.*)$", re.MULTILINE)
 _PLAIN_PATH = re.compile(r"[\w/.,@~+=-]+")
 _CRIU_ERROR = re.compile(r"\bError\s+\([^)]*\): ?\S")
@@ -65,10 +65,12 @@ class Programs(Struct, frozen=True):
 
     def crius(self) -> list[ProcessId]:
         """Running CRIUs of this call, even if their runtime has ended."""
-        found = []
-        for line in _read_text(self.started).splitlines():
-            pid, _, rest = line.partition(" ")
-            found.append(ProcessId(int(pid), int(rest.rpartition(") ")[2].split()[_START_TIME])))
+        try:
+            noted = self.started.read_bytes()
+        except FileNotFoundError:
+            return []
+        # A line that is cut short is of a CRIU that was not started.
+        found = [ProcessId(int(pid), int(start)) for pid, start in _STARTED.findall(noted)]
         return [criu for criu in found if processes.is_alive(criu)]
 
 

@@ -42,12 +42,13 @@ def encoded(entry: Message) -> bytes:
     return _LENGTH.pack(len(body)) + body
 
 
-def images_in(folder: Path) -> OpenImage:
+def images_in(folder: Path, *, follows_links: bool = False) -> OpenImage:
     """The images of a folder."""
+    nofollow = 0 if follows_links else os.O_NOFOLLOW
 
     def open_image(name: str) -> BinaryIO:
         # Without O_NONBLOCK the open of a named pipe waits for a writer that never comes.
-        fd = os.open(folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        fd = os.open(folder / name, os.O_RDONLY | nofollow | os.O_NONBLOCK | os.O_CLOEXEC)
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             os.close(fd)
             raise OSError(errno.EINVAL, "it is not a plain file", str(folder / name))

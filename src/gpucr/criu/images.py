@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from gpucr.criu import images_pb2
-from gpucr.criu.image_entries import ImageError, ImageReader, encoded, head
+from gpucr.criu.image_entries import ImageError, ImageReader, encoded, head, images_in
 from gpucr.errors import Unsupported
 from gpucr.linux import trusted_paths
 from gpucr.linux.sock_diag import TcpSocket, TcpState, endpoint
@@ -45,7 +45,7 @@ class FilesImage:
     @classmethod
     def read(cls, images_dir: Path) -> FilesImage:
         """Read it from a folder of images. Raises OSError, and ImageError if it is damaged."""
-        with (images_dir / NAME).open("rb") as stream:
+        with images_in(images_dir, follows_links=True)(NAME) as stream:  # those of `changed_images`
             data = stream.read(MAX_IMAGE_BYTES + 1)
         return cls.parse(data)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from gpucr.criu import images_pb2
-from gpucr.criu.image_entries import ImageError, ImageReader, encoded, head
+from gpucr.criu.image_entries import ImageError, ImageReader, encoded, head, images_in
 from gpucr.criu.images import FilesImage
 from gpucr.linux.sparse import data_ranges
 
@@ -75,7 +75,7 @@ def save_linked_files(
 
 
 def _read_remaps(images_dir: Path) -> list[images_pb2.Remap]:
-    with (images_dir / REMAP_IMAGE).open("rb") as stream:
+    with images_in(images_dir)(REMAP_IMAGE) as stream:
         image = ImageReader(stream, REMAP_MAGIC, "names that are gone", max_bytes=_MAX_REMAP_BYTES)
         return list(image.entries(images_pb2.Remap))
 

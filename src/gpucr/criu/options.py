@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from msgspec import Meta, Struct
 
 from gpucr.errors import Unsupported
+from gpucr.linux import proc_text
 from gpucr.quantities import format_bytes
 from gpucr.records import Record
 
@@ -215,6 +216,6 @@ def _links(folder: Path) -> Iterator[tuple[Path, str]]:
 
 def _lines(path: Path) -> list[str]:
     try:
-        return path.read_text(errors="replace").splitlines()
+        return proc_text.lines(path)
     except OSError:
         return []

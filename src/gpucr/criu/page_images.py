@@ -17,7 +17,7 @@ from typing import BinaryIO
 from msgspec import Struct
 
 from gpucr.criu import images_pb2
-from gpucr.criu.image_entries import ImageError, ImageReader
+from gpucr.criu.image_entries import ImageError, ImageReader, images_in
 from gpucr.criu.imaged_memory import MAX_PAGEMAP_BYTES, PAGEMAP_MAGIC, present_runs
 from gpucr.model import Extent
 
@@ -30,7 +30,7 @@ def cuts(images_dir: Path, piece_bytes: int) -> Mapping[str, tuple[int, ...]]:
     found: dict[str, tuple[int, ...]] = {}
     for path in sorted(images_dir.glob("pagemap-*.img")):
         try:
-            with path.open("rb") as stream:
+            with images_in(images_dir)(path.name) as stream:
                 pagemap = PageMap.read(stream)
             size_bytes = os.stat(images_dir / pagemap.name).st_size
         except (ImageError, FileNotFoundError):

@@ -116,13 +116,17 @@ def candidates(sources: list[AptSource] | None = None, keyrings: Path = _KEYRING
 def _newer_ubuntu_series() -> list[str]:
     """Released Ubuntu versions, newest first, and the one in development (suite ``devel``)."""
     try:
-        lines = _UBUNTU_SERIES.read_text().splitlines()
+        lines = _UBUNTU_SERIES.read_text(errors="replace").splitlines()
     except OSError:
         return ["devel"]
     head = lines[0].split(",") if lines else []
     rows = [dict(zip(head, line.split(","), strict=False)) for line in lines[1:]]
     today = date.today().isoformat()
-    released = [row["series"] for row in rows if row.get("release", "9") <= today and row.get("eol", "") >= today]
+    released = [
+        row["series"]
+        for row in rows
+        if row.get("series") and row.get("release", "9") <= today and row.get("eol", "") >= today
+    ]
     return [*reversed(released[-4:]), "devel"]
 
 

@@ -94,6 +94,17 @@ class Entered(Struct, frozen=True):
     capabilities: int
 
 
+def _decoded(packet: bytes) -> rpc_pb2.Response:
+    from google.protobuf.message import DecodeError  # with the first message, as rpc_pb2
+
+    try:
+        return rpc_pb2.Response.FromString(packet)
+    except DecodeError as e:
+        raise BrokenInstall(
+            "CRIU says what is no message of CRIU's", hint="`gpucr criu` says which program it is: see that it is CRIU"
+        ) from e
+
+
 class CriuService:
     """A running ``criu swrk``. Use as a context manager: it is ended and reaped at the end of the block.
 
@@ -168,7 +179,10 @@ class CriuService:
             return
 
     def receive(self, deadline: float | None) -> rpc_pb2.Response | None:
-        """The next message; None once CRIU has ended. Raises TimeoutError when ``deadline`` (monotonic) passes."""
+        """The next message; None once CRIU has ended.
+
+        Raises TimeoutError when ``deadline`` (monotonic) passes, BrokenInstall where this is no CRIU.
+        """
         poller = select.poll()
         poller.register(self._socket, select.POLLIN)
         poller.register(self._pidfd, select.POLLIN)
@@ -182,7 +196,7 @@ class CriuService:
             except (BlockingIOError, ConnectionResetError):
                 packet = b""
             if packet:
-                return rpc_pb2.Response.FromString(packet)
+                return _decoded(packet)
         return None
 
     def refuse_writes(self) -> None:

@@ -14,7 +14,9 @@ from types import ModuleType
 from typing import Any
 
 from gpucr.errors import DriverUnavailable
+from gpucr.linux import proc_text
 from gpucr.model import Gpu, GpuActivity, GpuUse
+from gpucr.quantities import whole_number
 
 _DEVICES = Path("/dev")
 _DRIVER_FACTS = Path("/proc/driver/nvidia/gpus")
@@ -208,8 +210,8 @@ def _device_files() -> Mapping[str, str]:
     """The names of the GPUs' device files, by UUID."""
     names: dict[str, str] = {}
     for path in sorted(_DRIVER_FACTS.glob("*/information")):
-        with suppress(OSError, UnicodeDecodeError):
-            facts = dict(line.partition(":")[::2] for line in path.read_text().splitlines())
+        with suppress(OSError):
+            facts = dict(line.partition(":")[::2] for line in proc_text.lines(path))
             names[facts.get("GPU UUID", "").strip()] = f"nvidia{facts.get('Device Minor', '').strip()}"
     return names
 
@@ -235,8 +237,9 @@ def visible_gpus(gpus: Sequence[Gpu], environment: Mapping[str, str]) -> tuple[G
 
 
 def _named(name: str, gpus: Sequence[Gpu]) -> list[Gpu]:
-    if name.isascii() and name.isdecimal():
-        return list(gpus[int(name) : int(name) + 1])
+    index = whole_number(name)
+    if index is not None:
+        return list(gpus[index : index + 1])
     return [gpu for gpu in gpus if name.startswith("GPU-") and gpu.uuid.startswith(name)]
 
 

@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from gpucr.errors import InvalidRequest, Unsupported
 from gpucr.model import Gpu, GpuMap, gpu_pairs
-from gpucr.quantities import counted, format_bytes
+from gpucr.quantities import counted, format_bytes, whole_number
 
 _ALL_PLACED = "the driver wants a place for every GPU of the machine"
 
@@ -113,8 +113,9 @@ def find_gpu(name: str, gpus: Sequence[Gpu], where: str) -> Gpu:
 
     A whole UUID may lack its ``GPU-``, as in cuda.core. Raises InvalidRequest if no GPU or several match.
     """
-    if name.isascii() and name.isdecimal():
-        fitting = [gpu for gpu in gpus if gpu.index == int(name)]
+    index = whole_number(name)
+    if index is not None:
+        fitting = [gpu for gpu in gpus if gpu.index == index]
     elif len(name) > len("GPU-") and name.lower().startswith("gpu-"):
         fitting = [gpu for gpu in gpus if gpu.uuid.lower().startswith(name.lower())]
     elif len(name) == len("6b1e4d2c-0f3a-4c52-9c53-0a6f5a1d7e88"):

@@ -14,7 +14,7 @@ from pathlib import Path
 from gpucr.helper.keys import MAX_SIGNATURE_BYTES, SIGNATURE_NAME, SignedFile
 from gpucr.helper.peer import Peer
 from gpucr.helper.rights import Refused
-from gpucr.linux import locks, trusted_paths
+from gpucr.linux import locks, proc_text, trusted_paths
 
 WORK_FOLDER = Path("/var/lib/gpucr/helper")
 ROOM_LEFT_BYTES = 1 << 30
@@ -46,13 +46,9 @@ def require_users_folder(fd: int, peer: Peer) -> None:
 
 def _file_system(fd: int) -> str:
     """The type of its file system; ``another mount namespace's`` if it is not in ours."""
-    lines = Path(f"/proc/self/fdinfo/{fd}").read_text().splitlines()
-    number = next(line.split()[1] for line in lines if line.startswith("mnt_id:"))
-    for line in Path("/proc/self/mountinfo").read_text(errors="surrogateescape").splitlines():
-        before, _, after = line.partition(" - ")
-        if before.split()[0] == number:
-            return after.split()[0]
-    return "another mount namespace's"
+    lines = proc_text.lines(f"/proc/self/fdinfo/{fd}")
+    number = next(int(line.split()[1]) for line in lines if line.startswith("mnt_id:"))
+    return next((mount.kind for mount in proc_text.mounts() if mount.number == number), "another mount namespace's")
 
 
 def require_log(fd: int) -> None:

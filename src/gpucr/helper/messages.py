@@ -36,7 +36,7 @@ _MAX_PID = 1 << 22
 
 Network = Literal["own", "host"]
 Number = Annotated[int, Meta(ge=0, lt=1 << 32)]
-Line = Annotated[str, Meta(max_length=4096)]
+Line = Annotated[str, Meta(max_length=4096, pattern=r"\A[^\ud800-\udfff]*\Z")]
 
 
 class _Message(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag=str.lower):

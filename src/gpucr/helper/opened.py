@@ -11,6 +11,8 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+from google.protobuf.message import DecodeError
+
 from gpucr.criu import images_pb2
 from gpucr.criu.image_entries import ImageError, ImageReader, images_in
 from gpucr.criu.imaged_memory import MAX_MM_BYTES, MM_MAGIC
@@ -23,7 +25,7 @@ _KEPT_FLAGS = (
 )
 _MAX_BYTES = 16 << 20
 _COPY_BYTES = 1 << 20
-_MAX_CHUNK_BYTES = 1 << 40
+_MAX_CHUNK_BYTES, _MAX_FILE_BYTES = 1 << 40, (1 << 63) - 1
 
 
 class OpenedFiles:
@@ -147,6 +149,8 @@ def _fill(fd: int, image: Path) -> None:
         size_bytes = os.fstat(stream.fileno()).st_size
         reader = ImageReader(stream, GHOST_MAGIC, "a deleted file", max_bytes=_MAX_CHUNK_BYTES)
         ghost = reader.one(images_pb2.GhostFile)
+        if ghost.size > _MAX_FILE_BYTES:
+            raise ImageError("it has an impossible size")
         os.fchmod(fd, ghost.mode & 0o777)
         if not ghost.chunks:
             _copy(stream.fileno(), fd, stream.tell(), 0, size_bytes - stream.tell())
@@ -154,9 +158,12 @@ def _fill(fd: int, image: Path) -> None:
         while stream.tell() < size_bytes:
             head = stream.read(4)
             body = stream.read(int.from_bytes(head, "little")) if len(head) == 4 else b""
-            chunk = images_pb2.GhostChunk.FromString(body)
+            try:
+                chunk = images_pb2.GhostChunk.FromString(body)
+            except DecodeError as e:
+                raise ImageError("it has a part that cannot be read") from e
             at = stream.tell()
-            if chunk.len > size_bytes - at:
+            if chunk.len > size_bytes - at or chunk.off + chunk.len > ghost.size:
                 raise ImageError("it is cut off")
             _copy(stream.fileno(), fd, at, chunk.off, chunk.len)
             stream.seek(at + chunk.len)

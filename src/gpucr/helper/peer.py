@@ -9,11 +9,11 @@ import signal
 import socket
 import struct
 from collections.abc import Mapping
-from pathlib import Path
 
 from msgspec import Struct
 
 from gpucr.helper.rights import Refused, Rights, label_of, require_no_special, rights_of
+from gpucr.linux import proc_text
 from gpucr.linux.capabilities import Capabilities
 from gpucr.linux.credentials import Credentials
 
@@ -91,7 +91,7 @@ def of(connected: socket.socket) -> Peer:
 def _limits(pid: int) -> tuple[tuple[int, int, int], ...]:
     """From /proc, in numerical order: prlimit(2) needs CAP_SYS_RESOURCE for another user's process."""
     found = []
-    for number, line in enumerate(Path(f"/proc/{pid}/limits").read_text().splitlines()[1:]):
+    for number, line in enumerate(proc_text.lines(f"/proc/{pid}/limits")[1:]):
         soft, hard = line[_LIMIT_NAME_COLUMNS:].split()[:2]
         found.append((number, _limit(soft), _limit(hard)))
     return tuple(found)

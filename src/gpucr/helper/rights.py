@@ -8,7 +8,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from gpucr.linux import capabilities
+from gpucr.linux import capabilities, proc_text
 
 _SETS = ("CapInh", "CapPrm", "CapEff", "CapAmb")
 
@@ -33,7 +33,7 @@ class Rights(Struct, frozen=True):
 
 def rights_of(pid: int, tid: int) -> Rights:
     """A thread's rights, from /proc. Raises OSError if it has ended, or Refused if the kernel says too little."""
-    fields = capabilities.status_fields(Path(f"/proc/{pid}/task/{tid}/status"))
+    fields = proc_text.status_fields(f"/proc/{pid}/task/{tid}/status")
     try:
         held = 0
         for name in _SETS:

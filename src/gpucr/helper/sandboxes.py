@@ -10,7 +10,6 @@ import contextlib
 import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import NoReturn
 
 from msgspec import Struct
@@ -19,7 +18,7 @@ from gpucr.helper.inheritance import as_peer_with, become_keeper
 from gpucr.helper.messages import Network
 from gpucr.helper.peer import Peer
 from gpucr.helper.rights import Refused
-from gpucr.linux import capabilities, namespaces, processes
+from gpucr.linux import capabilities, namespaces, proc_text, processes
 from gpucr.linux.namespaces import Kind, PidNamespace
 from gpucr.linux.process_records import ProcessRecords
 from gpucr.model import ProcessId
@@ -77,7 +76,7 @@ class Sandbox(Struct, frozen=True):
         def look() -> None:
             with contextlib.suppress(OSError):
                 namespaces.enter(self.fds["ipc"], "ipc")
-                found.extend(kind for kind in _SYSTEM_V if len(_lines(f"/proc/sysvipc/{kind}")) > 1)
+                found.extend(kind for kind in _SYSTEM_V if len(proc_text.lines(f"/proc/sysvipc/{kind}")) > 1)
                 found.append("")
 
         thread = threading.Thread(target=look)
@@ -194,12 +193,6 @@ def _become_first(
 
 def _require_bare_proc() -> None:
     """Raise Refused if parts of /proc are hidden, as in containers: a new mount would show them."""
-    for line in _lines("/proc/self/mountinfo"):
-        before, _, after = line.partition(" - ")
-        where, kind = before.split()[4], after.split()[0]
-        if where.startswith("/proc/") and kind not in (_SHARED, "autofs"):
-            raise Refused(f"this machine hides parts of /proc ({where}), which a sandbox would show")
-
-
-def _lines(path: str) -> list[str]:
-    return Path(path).read_text(errors="surrogateescape").splitlines()
+    for mount in proc_text.mounts():
+        if mount.point.startswith("/proc/") and mount.kind not in (_SHARED, "autofs"):
+            raise Refused(f"this machine hides parts of /proc ({mount.point}), which a sandbox would show")

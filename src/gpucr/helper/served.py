@@ -90,9 +90,9 @@ def serve(connected: socket.socket, settings: Settings, announce: folders.Announ
                     raise Refused(f"{limits.MAX_REQUESTS_PER_USER} requests of yours are served already")
                 _Request(connection, settings, announce).run()
         except (HungUp, BadMessage, Stopped, TimeoutError) as e:
-            _tell(connection, Failed("stopped", str(e) or type(e).__name__))
+            _tell(connection, Failed("stopped", _cut(str(e)) or type(e).__name__))
         except Refused as e:
-            _tell(connection, Failed("refused", str(e)))
+            _tell(connection, Failed("refused", _cut(str(e))))
         except CriuError as e:
             hint = e.hint if e.hint is not None and _LOG_NAME not in e.hint else None  # one of the helper's own paths
             _tell(connection, Failed("criu", _cut(e.message), _cut(e.reason or ""), _cut(hint or "") or None, e.code))
@@ -107,7 +107,8 @@ def _tell(connection: Connection, reply: Failed) -> None:
 
 
 def _cut(text: str) -> str:
-    return text[:4000]
+    """As a message can hold it: names of files need not be text."""
+    return text.encode(errors="backslashreplace").decode()[:4000]
 
 
 class _Request:

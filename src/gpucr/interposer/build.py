@@ -40,7 +40,13 @@ def compile_library(folder: Path, *, compiler: str | None = None, machine: str |
     sources = [*sorted(path for path in SOURCES.glob("*.c")), SOURCES / gate]
     command = [compiler or os.environ.get("CC") or "cc", *FLAGS, *LINK_FLAGS, "-o", str(output), *map(str, sources)]
     done = subprocess.run(
-        [*command, "-ldl"], capture_output=True, text=True, check=False, timeout=_TIMEOUT_S, cwd=SOURCES
+        [*command, "-ldl"],
+        capture_output=True,
+        text=True,
+        errors="replace",
+        check=False,
+        timeout=_TIMEOUT_S,
+        cwd=SOURCES,
     )
     if done.returncode != 0:
         error = re.search(r"^.*error.*$", done.stderr, re.MULTILINE)

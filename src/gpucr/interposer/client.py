@@ -32,6 +32,7 @@ from gpucr.interposer.protocol import (
     parse,
     request,
 )
+from gpucr.linux import proc_text
 
 _LISTENS_AGAIN_S, _POLL_S = 5.0, 0.02  # native/agent.c looks every half second
 FOLDER_VARIABLE = "GPUCR_INTERPOSER_DIR"
@@ -86,7 +87,7 @@ def socket_path(pid: int) -> Path:
     Raises OSError if the process is gone or may not be inspected.
     """
     process = Path("/proc") / str(pid)
-    status = dict(line.split(":\t", 1) for line in (process / "status").read_text().splitlines() if ":\t" in line)
+    status = proc_text.status_fields(process / "status")
     own_pid, owner = int(status["NSpid"].split()[-1]), int(status["Uid"].split()[1])
     folder = _environment(process).get(FOLDER_VARIABLE) or f"/tmp/gpucr-interposer-{owner}"  # noqa: S108 (0700, checked)
     namespace = (process / "ns" / "pid").stat().st_ino
@@ -269,11 +270,14 @@ class Agent:
             if answer.code != Code.DONE:
                 _close_all(descriptors)
                 raise Refused(Operation.EXPORT, answer.code)
-            blocks = answer.blocks()
-            total += len(blocks)
-            if len(blocks) != len(descriptors) or (not blocks and not answer.b) or total > MOST_BLOCKS:
+            try:
+                blocks = answer.blocks()
+                total += len(blocks)
+                if len(blocks) != len(descriptors) or (not blocks and not answer.b) or total > MOST_BLOCKS:
+                    raise BadAnswer("the agent's descriptors are not those of its records")
+            except BadAnswer:
                 _close_all(descriptors)
-                raise BadAnswer("the agent's descriptors are not those of its records")
+                raise
             first, last = answer.a, answer.b
             yield [Held(block, descriptor) for block, descriptor in zip(blocks, descriptors, strict=True)]
 

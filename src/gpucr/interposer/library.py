@@ -18,6 +18,7 @@ import subprocess
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path, PurePath
+from typing import BinaryIO
 
 from gpucr.errors import BrokenInstall
 from gpucr.interposer.build import LIBRARY, build_digest, compile_library
@@ -33,6 +34,7 @@ _LINKS = ("lib", "lib64", f"{platform.machine()}-linux-gnu")
 
 _MACHINES = {"x86_64": 62, "aarch64": 183}  # elf.h: EM_X86_64, EM_AARCH64
 _PT_INTERP = 3
+_HEADER_BYTES = 56  # elf.h: Elf64_Phdr
 
 
 def installed() -> Path:
@@ -90,7 +92,7 @@ def preloaded(environment: Mapping[str, str], path: str) -> dict[str, str]:
 
 def why_not_loaded(program: str) -> str | None:
     """Why this program would start without the library; None: it loads it, or cannot be inspected."""
-    with contextlib.suppress(OSError, struct.error), open(program, "rb") as file:
+    with contextlib.suppress(OSError, ValueError, OverflowError, struct.error), _opened(program) as file:
         if os.fstat(file.fileno()).st_mode & (stat.S_ISUID | stat.S_ISGID):
             return f"{program} runs with another user's privileges, and such programs load nothing that is asked for"
         head = file.read(64)
@@ -101,11 +103,18 @@ def why_not_loaded(program: str) -> str | None:
             return f"{program} is for another processor"
         offset, size, count = struct.unpack_from("<Q", head, 32)[0], *struct.unpack_from("<HH", head, 54)
         file.seek(offset)
+        if size != _HEADER_BYTES:
+            return None
         headers = file.read(size * count)
         kinds = {struct.unpack_from("<I", headers, at * size)[0] for at in range(count)}
         if _PT_INTERP not in kinds:
             return f"{program} is statically linked"
     return None
+
+
+def _opened(path: str) -> BinaryIO:
+    """Without waiting for who writes to a named pipe."""
+    return open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
 
 
 def _digest() -> str:

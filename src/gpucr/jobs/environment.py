@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping
 
 from msgspec import Struct
 
+from gpucr.quantities import whole_number
+
 IPC_SINCE_DRIVER = 610
 """The first driver that brings legacy CUDA IPC inside one job back (reported, not measured)."""
 
@@ -139,8 +141,7 @@ def _torch_timers() -> Iterator[EnvironmentChange]:
 
 def _branch(driver_version: str) -> int:
     """The number before the first dot; 0 if there is none."""
-    number = driver_version.partition(".")[0]
-    return int(number) if number.isascii() and number.isdecimal() else 0
+    return whole_number(driver_version.partition(".")[0]) or 0
 
 
 def _with_given(change: EnvironmentChange, given: Mapping[str, str]) -> EnvironmentChange:

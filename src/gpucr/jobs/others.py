@@ -17,7 +17,7 @@ from gpucr.errors import InvalidRequest
 from gpucr.jobs.names import is_name, near_names
 from gpucr.jobs.record import MAX_RECORD_BYTES, JobRecord, JobState, boot_id, decode, pid_namespace
 from gpucr.jobs.registry import RECORD_NAME, ListedJob
-from gpucr.linux import processes, trusted_paths
+from gpucr.linux import proc_text, processes, trusted_paths
 from gpucr.linux.processes import PROC
 from gpucr.records import RecordError
 
@@ -91,8 +91,7 @@ def _jobs_of(user: pwd.struct_passwd) -> list[ListedJob]:
 
 def _is_owned_by(pid: int, uid: int) -> bool:
     with contextlib.suppress(FileNotFoundError, ProcessLookupError, KeyError):
-        lines = (PROC / str(pid) / "status").read_text(errors="replace").splitlines()
-        uids = next(line.split()[1:] for line in lines if line.startswith("Uid:"))
+        uids = proc_text.status_fields(PROC / str(pid) / "status")["Uid"].split()
         return set(uids) == {str(uid)}
     return False
 

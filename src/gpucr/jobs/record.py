@@ -17,7 +17,17 @@ from gpucr.errors import InvalidRequest
 from gpucr.jobs.names import is_name
 from gpucr.linux import processes
 from gpucr.model import ProcessId
-from gpucr.records import DEFAULT_PRIORITY, HIGHEST_PRIORITY, Count, Priority, Record, RecordError, Text, decoder
+from gpucr.records import (
+    DEFAULT_PRIORITY,
+    HIGHEST_PRIORITY,
+    UNREADABLE,
+    Count,
+    Priority,
+    Record,
+    RecordError,
+    Text,
+    decoder,
+)
 
 FORMAT_VERSION = 1
 MAX_RECORD_BYTES = 16 << 20
@@ -149,7 +159,7 @@ def state_of(record: JobRecord) -> JobState:
 
 def _read_status(record: JobRecord) -> JobState | None:
     """Its exit status from its keeper's file; None if that is missing or unusable."""
-    with contextlib.suppress(OSError, UnicodeDecodeError, RecursionError, msgspec.MsgspecError):
+    with contextlib.suppress(OSError, *UNREADABLE):
         with Path(record.status_path).open("rb") as file:
             ended = decoder(_Status).decode(file.read(_MAX_STATUS_BYTES))
         if (ended.exit_code is None) != (ended.signal is None):

@@ -15,6 +15,7 @@ from gpucr.jobs.registry import ListedJob, Registry, Reservation, is_replaceable
 from gpucr.linux import processes, trusted_paths
 from gpucr.linux.private_folders import state_folder
 from gpucr.model import Job, ProcessId
+from gpucr.quantities import whole_number
 from gpucr.snapshot.folder import MANIFEST_NAME
 from gpucr.snapshot.job_snapshot import JobSnapshot
 from gpucr.snapshot.manifest import LaunchRecord
@@ -48,8 +49,10 @@ def resolve_pid(target: int | str) -> int:
 
     Raises InvalidRequest if no such job runs.
     """
-    if isinstance(target, int) or target.isdecimal():
-        return int(target)
+    pid = target if isinstance(target, int) else whole_number(target)
+    if pid is not None:
+        return pid
+    assert isinstance(target, str)  # noqa: S101 - it is no number
     job = others.find_running(target) if others.SEPARATOR in target else find_running(target)
     assert job.record is not None  # noqa: S101 - a running job has a record
     return job.record.pid
@@ -117,7 +120,9 @@ def is_gone(snapshot: str) -> bool:
 
 def find_by_pid_or_name(target: int | str) -> ListedJob:
     """The registered job, in any state. Raises InvalidRequest if there is none."""
-    if isinstance(target, str) and not target.isdecimal():
+    pid = target if isinstance(target, int) else whole_number(target)
+    if pid is None:
+        assert isinstance(target, str)  # noqa: S101 - it is no number
         user, separator, name = target.partition(others.SEPARATOR)
         if separator:
             raise InvalidRequest(
@@ -127,7 +132,6 @@ def find_by_pid_or_name(target: int | str) -> ListedJob:
             )
         with registry_in_use():
             return registry().find(target)
-    pid = int(target)
     stat = processes.read_stat(pid)
     record = record_of(ProcessId(pid, stat.start_time_ticks)) if stat is not None else None
     if record is None:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from msgspec import Struct
 
+from gpucr.linux import proc_text
+
 STATUS = Path("/proc/self/status")
 
 _OF_FILE = "security.capability"
@@ -54,17 +56,11 @@ class Capabilities(Struct, frozen=True):
 
 def own() -> Capabilities:
     """The caller's sets."""
-    return in_status(status_fields(STATUS))
-
-
-def status_fields(path: Path) -> dict[str, str]:
-    """The fields of a ``/proc/PID/status``, by name. Raises OSError."""
-    lines = path.read_text(errors="replace").splitlines()
-    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    return in_status(proc_text.status_fields(STATUS))
 
 
 def in_status(fields: Mapping[str, str]) -> Capabilities:
-    """The sets in `status_fields`."""
+    """The sets in `proc_text.status_fields`."""
     sets = {name: int(fields[name], 16) for name in ("CapPrm", "CapEff", "CapInh", "CapBnd", "CapAmb")}
     return Capabilities(
         permitted=sets["CapPrm"],

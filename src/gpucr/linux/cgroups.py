@@ -17,6 +17,7 @@ from typing import Literal
 
 from msgspec import Struct
 
+from gpucr.linux import proc_text
 from gpucr.linux.processes import PROC
 
 _NO_LIMIT_BYTES = 1 << 62  # cgroup v1 writes "none" as the largest multiple of a page below 2^63
@@ -48,8 +49,8 @@ class MemoryLimit(Struct, frozen=True):
 
 def join(pid: int) -> None:
     """Move the caller into this process's cgroup, in each hierarchy where they differ. Needs root. Raises OSError."""
-    own, wanted = ((PROC / name / "cgroup").read_text(errors="surrogateescape") for name in ("self", str(pid)))
-    for line in sorted(set(wanted.splitlines()) - set(own.splitlines())):
+    own, wanted = (_lines_of(name) for name in ("self", str(pid)))
+    for line in sorted(set(wanted) - set(own)):
         hierarchy, controllers, path = line.split(":", maxsplit=2)
         version = 2 if hierarchy == "0" else 1
         for found, (root, top) in _mounts(controllers.split(",")[0]):
@@ -87,13 +88,13 @@ def _cgroups_of(pid: int | None, controller: str) -> Iterator[tuple[Literal[1, 2
     A hybrid machine has both versions; the one without the controller has none of its files.
     """
     try:
-        lines = (PROC / ("self" if pid is None else str(pid)) / "cgroup").read_text(errors="surrogateescape")
+        lines = _lines_of("self" if pid is None else str(pid))
     except (FileNotFoundError, ProcessLookupError):
         return
     mounted: dict[Literal[1, 2], tuple[PurePosixPath, Path]] = {}
     for version, place in _mounts(controller):
         mounted.setdefault(version, place)  # the system's own; later mounts (CRIU's) may be gone before they are read
-    for line in lines.splitlines():
+    for line in lines:
         hierarchy, controllers, path = line.split(":", maxsplit=2)
         if hierarchy == "0" and not controllers:
             version = 2
@@ -109,20 +110,17 @@ def _cgroups_of(pid: int | None, controller: str) -> Iterator[tuple[Literal[1, 2
 
 
 def _mounts(controller: str) -> Iterator[tuple[Literal[1, 2], tuple[PurePosixPath, Path]]]:
-    """Where hierarchies that have (v1) or may have (v2) this controller are mounted, and which part of each.
+    """Where hierarchies that have (v1) or may have (v2) this controller are mounted, and which part of each."""
+    for mount in proc_text.mounts(PROC / "self" / "mountinfo"):
+        place = PurePosixPath(mount.root), Path(mount.point)
+        if mount.kind == "cgroup2":
+            yield 2, place
+        elif mount.kind == "cgroup" and controller in mount.options.split(","):
+            yield 1, place
 
-    The fields of proc_pid_mountinfo(5): the optional fields end at a lone hyphen.
-    """
-    for line in (PROC / "self" / "mountinfo").read_text(errors="surrogateescape").splitlines():
-        before, _, after = line.partition(" - ")
-        if not after.startswith("cgroup"):
-            continue
-        fields, (kind, _, options) = before.split(), after.split(maxsplit=2)
-        root, top = PurePosixPath(_unescaped(fields[3])), Path(_unescaped(fields[4]))
-        if kind == "cgroup2":
-            yield 2, (root, top)
-        elif kind == "cgroup" and controller in options.split(","):
-            yield 1, (root, top)
+
+def _lines_of(name: str) -> list[str]:
+    return proc_text.lines(PROC / name / "cgroup", errors="surrogateescape")
 
 
 def _below(path: PurePosixPath, root: PurePosixPath) -> PurePosixPath | None:
@@ -156,7 +154,7 @@ def assigned_cpus(pid: int) -> str | None:
 def unit_of(pid: int) -> str | None:
     """The systemd unit (service or scope) that a process runs in, as a cgroup path; None if there is none."""
     try:
-        lines = (PROC / str(pid) / "cgroup").read_text(errors="surrogateescape").splitlines()
+        lines = _lines_of(str(pid))
     except (FileNotFoundError, ProcessLookupError):
         return None
     paths = {controllers: path for _, controllers, path in (line.split(":", maxsplit=2) for line in lines)}
@@ -189,10 +187,11 @@ def _pids_of(folder: Path) -> set[int]:
 
 def _hierarchies() -> Iterator[Path]:
     """Mount points of cgroup file systems, of either version and any controller."""
-    for line in (PROC / "self" / "mountinfo").read_text(errors="surrogateescape").splitlines():
-        before, _, after = line.partition(" - ")
-        if after.split()[0] in ("cgroup", "cgroup2"):
-            yield Path(_unescaped(before.split()[4]))
+    return (
+        Path(mount.point)
+        for mount in proc_text.mounts(PROC / "self" / "mountinfo")
+        if mount.kind in ("cgroup", "cgroup2")
+    )
 
 
 def _read_number(file: Path) -> int | None:
@@ -206,22 +205,17 @@ def _read_number(file: Path) -> int | None:
 
 def _reclaimable_bytes(folder: Path, version: Literal[1, 2]) -> int:
     try:
-        lines = (folder / "memory.stat").read_text().splitlines()
+        lines = proc_text.lines(folder / "memory.stat")
     except OSError:
         return 0
     stat = dict(line.split(maxsplit=1) for line in lines)
     return sum(int(stat.get(field, 0)) for field in _RECLAIMABLE[version])
 
 
-def _unescaped(path: str) -> str:
-    """A path of mountinfo with its octal escapes (``\\040`` is a space) undone."""
-    return os.fsdecode(_ESCAPED.sub(lambda match: chr(int(match[1], 8)), path))
-
-
 def legacy_freezer(pid: int) -> str | None:
     """This process's own cgroup in version 1's freezer hierarchy; None if it has none."""
     try:
-        lines = (PROC / str(pid) / "cgroup").read_text().splitlines()
+        lines = _lines_of(str(pid))
     except (FileNotFoundError, ProcessLookupError):
         return None
     for line in lines:

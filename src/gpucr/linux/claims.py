@@ -15,7 +15,7 @@ import struct
 from collections.abc import Iterable, Iterator, Set
 
 from gpucr.errors import ProcessNotFound, Unsupported
-from gpucr.linux import locks, processes
+from gpucr.linux import locks, proc_text, processes
 from gpucr.linux.processes import PROC
 from gpucr.model import ProcessInfo
 
@@ -163,7 +163,7 @@ def _holders(spans: Set[str]) -> dict[str, ProcessInfo]:
         with contextlib.suppress(OSError, ProcessNotFound):
             for span in _locks_of(pid) & spans - found.keys():
                 found[span] = processes.describe(pid)
-    for line in (PROC / "locks").read_text().splitlines() if len(found) < len(spans) else ():
+    for line in proc_text.lines(PROC / "locks") if len(found) < len(spans) else ():
         taker, span = _taker_and_span(line)
         if span in spans and span not in found and taker > 0:
             with contextlib.suppress(OSError, ProcessNotFound):
@@ -175,7 +175,7 @@ def _locks_of(pid: int) -> set[str]:
     found = set()
     for fd in os.listdir(PROC / str(pid) / "fdinfo"):
         with contextlib.suppress(FileNotFoundError):  # closed meanwhile
-            lines = (PROC / str(pid) / "fdinfo" / fd).read_text().splitlines()
+            lines = proc_text.lines(PROC / str(pid) / "fdinfo" / fd)
             found |= {_taker_and_span(line)[1] for line in lines if line.startswith("lock:")}
     return found
 

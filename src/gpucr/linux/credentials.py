@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import ctypes
 import os
-from pathlib import Path
 from typing import Literal
 
 from msgspec import Struct
 
-from gpucr.linux import capabilities, libc
+from gpucr.linux import capabilities, libc, proc_text
 from gpucr.linux.capabilities import Capabilities
 
 _PR_SET_DUMPABLE, _PR_SET_KEEPCAPS, _PR_CAPBSET_DROP = 4, 8, 24  # include/uapi/linux/prctl.h
@@ -38,7 +37,7 @@ def of(pid: int | Literal["self"]) -> Credentials:
 
     Raises FileNotFoundError or ProcessLookupError where it has ended.
     """
-    fields = capabilities.status_fields(Path(f"/proc/{pid}/status"))
+    fields = proc_text.status_fields(f"/proc/{pid}/status")
     uids, gids = (tuple(map(int, fields[name].split()[:3])) for name in ("Uid", "Gid"))
     return Credentials(
         (uids[0], uids[1], uids[2]),

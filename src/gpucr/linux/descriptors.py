@@ -19,9 +19,9 @@ import socket
 import struct
 from collections.abc import Iterator
 
-from gpucr.linux import libc
+from gpucr.linux import libc, proc_text
 from gpucr.linux.injection import CLOSE, RECVMSG, SOCKETPAIR, run_syscall, scratch_address
-from gpucr.linux.processes import PROC, open_files
+from gpucr.linux.processes import open_files
 from gpucr.linux.ptrace import TracedThread
 
 _PIDFD_GETFD = 438
@@ -33,6 +33,7 @@ _PAIR = struct.Struct("<ii")
 
 _NAME = "gpucr-descriptor-"
 """Prefix of the sockets' names in the abstract namespace (unix(7))."""
+_SHOWN = f"@{_NAME}"  # in /proc
 
 _syscall = libc.function("syscall", ctypes.c_long, ctypes.c_int, ctypes.c_int, ctypes.c_uint, result=ctypes.c_long)
 
@@ -57,11 +58,11 @@ def sockets_left_behind(pid: int) -> tuple[int, ...]:
     if not sockets:
         return ()
     try:
-        table = (PROC / str(pid) / "net" / "unix").read_text(errors="replace").splitlines()[1:]
+        known = proc_text.unix_socket_names(pid)
     except OSError:
         return ()
-    lines = (line.split(maxsplit=7) for line in table)
-    ours = {f"socket:[{fields[6]}]" for fields in lines if len(fields) == 8 and fields[7].startswith(f"@{_NAME}")}
+    # One with several names may be the program's own, and somebody else's name imitates ours.
+    ours = {f"socket:[{inode}]" for inode, names in known.items() if len(names) == 1 and names[0].startswith(_SHOWN)}
     return tuple(number for number, target in sockets.items() if target in ours)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
+from gpucr.linux import proc_text
 from gpucr.linux.processes import PROC, all_pids
 
 Inode = tuple[int, int]
@@ -100,10 +101,10 @@ class _Mapping(Struct, frozen=True):
 
 def _mappings(pid: int) -> Iterator[_Mapping]:
     try:
-        text = (PROC / str(pid) / "maps").read_text(errors="surrogateescape")
+        lines = proc_text.lines(PROC / str(pid) / "maps", errors="surrogateescape")
     except (FileNotFoundError, ProcessLookupError):
         return
-    for line in text.splitlines():
+    for line in lines:
         fields = line.split(maxsplit=5)
         if len(fields) >= 5 and fields[4] != "0":
             is_shared_and_writable = fields[1][1] == "w" and fields[1][3] == "s"
@@ -150,7 +151,7 @@ def _in_use(target: str, status: os.stat_result, *, is_written: bool, is_mapped:
 
 def _is_open_for_writing(pid: int, fd: str) -> bool:
     try:
-        lines = (PROC / str(pid) / "fdinfo" / fd).read_text().splitlines()
+        lines = proc_text.lines(PROC / str(pid) / "fdinfo" / fd)
     except (FileNotFoundError, ProcessLookupError):
         return False
     flags = next((int(line.split()[1], 8) for line in lines if line.startswith("flags:")), os.O_RDONLY)

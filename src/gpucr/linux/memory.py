@@ -11,7 +11,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from gpucr.linux import cgroups, libc
+from gpucr.linux import cgroups, libc, proc_text
 from gpucr.linux.processes import PROC
 from gpucr.model import Extent
 
@@ -62,7 +62,7 @@ class Mapping(Struct, frozen=True):
 def read_maps(pid: int) -> tuple[Mapping, ...]:
     """All mappings of a process. Needs ptrace access to it; raises OSError if it ended."""
     found: list[Mapping] = []
-    for line in (PROC / str(pid) / "maps").read_text(errors="replace").splitlines():
+    for line in proc_text.lines(PROC / str(pid) / "maps"):
         fields = line.split(maxsplit=5)
         start, _, end = fields[0].partition("-")
         path = fields[5] if len(fields) > 5 else ""
@@ -128,10 +128,10 @@ def resident_bytes(pid: int) -> int:
 def anonymous_bytes(pid: int) -> int:
     """The process's private memory without a file, swapped or not (0 if it has ended): what CRIU writes."""
     try:
-        lines = (PROC / str(pid) / "status").read_text(errors="replace").splitlines()
+        fields = proc_text.status_fields(PROC / str(pid) / "status")
     except (FileNotFoundError, ProcessLookupError):
         return 0
-    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(("RssAnon:", "VmSwap:")))
+    return sum(int(fields[name].split()[0]) << 10 for name in ("RssAnon", "VmSwap") if name in fields)
 
 
 def present_prefix(pid: int, address: int, size_bytes: int) -> int:
@@ -250,7 +250,7 @@ def _write_error(pid: int, address: int, result: int) -> OSError:
 
 def machine_available_bytes() -> int:
     """Host memory available to new allocations without swapping (MemAvailable of /proc/meminfo)."""
-    for line in (PROC / "meminfo").read_text().splitlines():
+    for line in proc_text.lines(PROC / "meminfo"):
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     raise OSError("/proc/meminfo has no MemAvailable line")

@@ -4,26 +4,18 @@ from __future__ import annotations
 
 import ctypes
 import os
-import re
 from pathlib import Path
 
-from gpucr.linux import libc
-
-MOUNTINFO = Path("/proc/self/mountinfo")
+from gpucr.linux import libc, proc_text
 
 _MNT_DETACH = 2  # include/linux/fs.h
-_ESCAPED = re.compile(rb"\\([0-7]{3})")
 
 _umount2 = libc.function("umount2", ctypes.c_char_p, ctypes.c_int)
 
 
 def mount_points() -> tuple[Path, ...]:
-    """All mounts, in the kernel's order (proc_pid_mountinfo(5): blanks and the like are octal escapes)."""
-    found: list[Path] = []
-    for line in MOUNTINFO.read_bytes().splitlines():
-        escaped = line.split()[4]
-        found.append(Path(os.fsdecode(_ESCAPED.sub(lambda match: bytes([int(match[1], 8)]), escaped))))
-    return tuple(found)
+    """All mounts, in the kernel's order."""
+    return tuple(Path(mount.point) for mount in proc_text.mounts())
 
 
 def detach(mount_point: Path) -> None:

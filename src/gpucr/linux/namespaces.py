@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeVar, get_args
 
-from gpucr.linux import libc
+from gpucr.linux import libc, proc_text
 
 PROC = Path("/proc")
 
@@ -107,10 +107,10 @@ class PidNamespace(NamedTuple):  # not a dataclass: importing them makes a keepe
 def pids_of(pid: int) -> tuple[int, ...]:
     """The pids of a process or thread, from here inwards (NSpid of proc_pid_status(5)); empty if it has ended."""
     try:
-        text = (PROC / str(pid) / "status").read_text(errors="replace")
+        fields = proc_text.status_fields(PROC / str(pid) / "status")
     except (FileNotFoundError, ProcessLookupError):
         return ()
-    return next((tuple(map(int, line.split()[1:])) for line in text.splitlines() if line.startswith("NSpid:")), ())
+    return tuple(map(int, fields.get("NSpid", "").split()))
 
 
 def _ancestors(pid: int) -> Iterator[int]:

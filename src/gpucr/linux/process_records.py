@@ -17,6 +17,7 @@ from gpucr import records
 from gpucr.linux import processes, trusted_paths
 from gpucr.linux.private_folders import runtime_folder
 from gpucr.model import ProcessId
+from gpucr.quantities import whole_number
 from gpucr.records import RecordError
 
 _MAX_BYTES = 1 << 20
@@ -82,9 +83,10 @@ class ProcessRecords:
     def _all(self) -> Iterator[tuple[Path, ProcessId]]:
         here = _here()
         for path in self.folder().iterdir():
-            numbers = path.stem.removeprefix(f"{here}-").split("-")
-            if path.stem.startswith(here) and len(numbers) == 2 and all(number.isdecimal() for number in numbers):
-                yield path, ProcessId(int(numbers[0]), int(numbers[1]))
+            if path.stem.startswith(f"{here}-"):
+                pid, start_time_ticks = map(whole_number, path.stem.removeprefix(f"{here}-").partition("-")[::2])
+                if pid is not None and start_time_ticks is not None:
+                    yield path, ProcessId(pid, start_time_ticks)
 
 
 def _here() -> str:

@@ -19,6 +19,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from gpucr.errors import InvalidRequest, NotPermitted, ProcessNotFound
+from gpucr.linux import proc_text
 from gpucr.model import ProcessId, ProcessInfo
 
 PROC = Path("/proc")
@@ -507,8 +508,4 @@ def kill_tree(root_pid: int, *, including_root: bool, timeout_s: float = 10.0) -
 def _status_fields(pid: int, tid: int | None = None) -> dict[str, str]:
     """``/proc/PID/status``, or that of one thread, as a dictionary (proc_pid_status(5))."""
     folder = PROC / str(pid) if tid is None else PROC / str(pid) / "task" / str(tid)
-    fields = {}
-    for line in (folder / "status").read_text(errors="replace").splitlines():
-        key, _, value = line.partition(":")
-        fields[key] = value.strip()
-    return fields
+    return proc_text.status_fields(folder / "status")

@@ -27,7 +27,7 @@ from typing import overload
 from msgspec import Struct
 
 from gpucr.errors import ProcessNotFound
-from gpucr.linux import libc, processes
+from gpucr.linux import libc, proc_text, processes
 from gpucr.linux.interrupted_calls import with_call_number
 from gpucr.linux.registers import Registers
 
@@ -41,7 +41,6 @@ _OPTIONS = _O_TRACESYSGOOD
 _EVENT_STOP, _SYSCALL_STOP = 128, signals.SIGTRAP | 0x80
 _INFO_ENTRY, _INFO_BYTES = 1, 88  # struct ptrace_syscall_info
 _WALL = 0x40000000  # include/uapi/linux/wait.h: also threads that are not the caller's children
-_STATUS_BYTES = 1 << 16
 _SIGINFO_BYTES, _SI_KERNEL = 128, 0x80  # include/uapi/asm-generic/siginfo.h
 
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 20e-6, 1e-3
@@ -285,9 +284,8 @@ class TracedThread:
 
     def status(self) -> dict[str, str]:
         """``/proc/TID/status`` (proc_pid_status(5))."""
-        with self._open("status", os.O_RDONLY) as fd:
-            text = os.read(fd, _STATUS_BYTES).decode(errors="replace")
-        return {key: value.strip() for key, _, value in (line.partition(":") for line in text.splitlines())}
+        with self._open("status", os.O_RDONLY) as fd, open(fd, "rb", closefd=False) as file:
+            return proc_text.in_status(file.read())
 
     def drop_signal(self) -> None:
         """Drop this stop's signal, even if gpucr dies now."""
@@ -321,6 +319,8 @@ class TracedThread:
             raise
         except OSError as e:
             raise OSError(errno.EFAULT, f"memory of thread {self.tid} at {address:#x}: {e.strerror}") from e
+        except OverflowError as e:  # a register can hold anything
+            raise OSError(errno.EFAULT, f"memory of thread {self.tid} at {address:#x}: no address") from e
 
     @contextlib.contextmanager
     def _open(self, name: str, flags: int) -> Iterator[int]:

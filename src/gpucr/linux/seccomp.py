@@ -8,9 +8,8 @@ from __future__ import annotations
 import ctypes
 import errno
 import struct
-from pathlib import Path
 
-from gpucr.linux import libc
+from gpucr.linux import libc, proc_text
 
 _IO_URING_SETUP, _IO_URING_REGISTER = 425, 427  # io_uring_enter is between them: uapi/asm-generic/unistd.h
 _X32_BIT = 0x40000000  # set in the numbers of x32 calls, uapi/asm/unistd.h
@@ -37,8 +36,8 @@ def can_refuse_io_uring() -> bool:
     The kernel requires one of them, so that a filter cannot mislead a setuid program. Setting no_new_privs is not an
     option: setuid programs (sudo, ping) would no longer work in the job.
     """
-    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
-    return bool(int(fields["CapEff"], 16) >> _CAP_SYS_ADMIN & 1) or fields["NoNewPrivs"].strip() == "1"
+    fields = proc_text.status_fields("/proc/self/status")
+    return bool(int(fields["CapEff"], 16) >> _CAP_SYS_ADMIN & 1) or fields["NoNewPrivs"] == "1"
 
 
 def refuse_io_uring() -> None:

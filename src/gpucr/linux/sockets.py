@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+from gpucr.linux import proc_text
 from gpucr.linux.processes import PROC, open_files
 
 _SOCKET = re.compile(r"^socket:\[(\d+)\]$")
@@ -47,7 +48,6 @@ def _bound(pid: int, inodes: set[str]) -> Iterable[Path]:
 
 
 def _names(pid: int, inodes: set[str]) -> Iterable[str]:
-    for line in (PROC / str(pid) / "net" / "unix").read_text(errors="surrogateescape").splitlines()[1:]:
-        fields = line.split(maxsplit=7)
-        if len(fields) == 8 and fields[6] in inodes:
-            yield fields[7]
+    for inode, names in proc_text.unix_socket_names(pid).items() if inodes else ():
+        if inode in inodes:
+            yield from names

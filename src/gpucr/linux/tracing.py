@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from gpucr.linux import capabilities
+from gpucr.linux import capabilities, proc_text
 from gpucr.linux.processes import PROC
 
 PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
@@ -42,6 +42,6 @@ def limits() -> str:
     scope = yama_scope()
     if scope is not None and (scope >= 3 or (scope > 0 and not capabilities.own().has("SYS_PTRACE"))):
         found.append(f"kernel.yama.ptrace_scope is {scope}")
-    if capabilities.status_fields(capabilities.STATUS).get("Seccomp", "0") != "0":
+    if proc_text.status_fields(capabilities.STATUS).get("Seccomp", "0") != "0":
         found.append("gpucr runs below a system call filter, as containers have (--security-opt seccomp=unconfined)")
     return " and ".join(found)

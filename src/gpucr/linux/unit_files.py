@@ -60,7 +60,7 @@ def verify(paths: Sequence[Path]) -> bool:
     # A missing unit that these refer to (a driver's service) is not an error.
     done = subprocess.run(
         [program, "verify", "--recursive-errors=no", "--man=no", *map(str, paths)],
-        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_LIMIT_S, check=False,
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=_LIMIT_S, check=False,
     )  # fmt: skip
     if done.returncode != 0:
         raise BrokenInstall(
@@ -72,10 +72,10 @@ def verify(paths: Sequence[Path]) -> bool:
 
 def write(path: Path, text: str) -> UnitFile:
     """Create or update it. Raises InvalidRequest."""
-    before: str | None = None
+    before: bytes | None = None
     with contextlib.suppress(FileNotFoundError):
-        before = path.read_text()
-    if before == text:
+        before = path.read_bytes()
+    if before == text.encode():
         return UnitFile(path, "unchanged")
     try:
         durable.write(path, text.encode(), mode=0o644)
@@ -115,7 +115,7 @@ def systemctl(*arguments: str) -> None:
     """Raises BrokenInstall."""
     done = subprocess.run(
         ["systemctl", *arguments],
-        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_LIMIT_S, check=False,
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=_LIMIT_S, check=False,
     )  # fmt: skip
     if done.returncode != 0:
         raise BrokenInstall(

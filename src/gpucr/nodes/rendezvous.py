@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from gpucr.errors import InvalidRequest, NodeFailed
 from gpucr.nodes import secret as secrets
 from gpucr.nodes.wire import MAX_MEETING
+from gpucr.quantities import whole_number
 
 _KEEP_ALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
 _UNANSWERED_MS = 20_000
@@ -47,8 +48,7 @@ class Rendezvous:
     def at(cls, address: str, *, node: int, node_count: int, secret: bytes, meet_s: float = 60.0) -> Rendezvous:
         """With ``HOST:PORT``; an IPv6 address is in brackets. Raises InvalidRequest."""
         host, _, port = address.rpartition(":")
-        number = int(port) if port.isdecimal() and len(port) < 6 else 0
-        return cls(host.removeprefix("[").removesuffix("]"), number, node, node_count, secret, meet_s)
+        return cls(host.removeprefix("[").removesuffix("]"), whole_number(port) or 0, node, node_count, secret, meet_s)
 
     @property
     def address(self) -> str:

@@ -24,7 +24,7 @@ from gpucr.jobs.record import MAX_RECORD_BYTES
 from gpucr.linux import durable, locks, processes, trusted_paths
 from gpucr.linux.private_folders import state_folder
 from gpucr.model import ProcessId
-from gpucr.records import Count, Record, RecordError, Text
+from gpucr.records import Count, Duration, Moment, Record, RecordError, Text
 from gpucr.supervise.settings import Supervision
 
 Phase = Literal["supervised", "draining", "finished", "gave-up", "stopped", "left", "taken-away"]
@@ -45,8 +45,8 @@ class Taken(Record, frozen=True):
     """A snapshot of the job. ``failures``: when the job failed after a restore from it, in seconds since 1970."""
 
     id: Text
-    created_s: float
-    failures: tuple[float, ...] = ()
+    created_s: Moment
+    failures: tuple[Moment, ...] = ()
 
 
 class SupervisedState(Record, frozen=True):
@@ -67,11 +67,11 @@ class SupervisedState(Record, frozen=True):
     checkpoints: Mapping[Text, Count] = {}
     restores: Mapping[Text, Count] = {}
     restarts: Mapping[Text, Count] = {}
-    last_checkpoint_s: float | None = None
-    next_checkpoint_s: float | None = None
-    interval_s: float | None = None
-    downtime_s: float | None = None
-    checkpoint_s: float | None = None
+    last_checkpoint_s: Moment | None = None
+    next_checkpoint_s: Moment | None = None
+    interval_s: Duration | None = None
+    downtime_s: Duration | None = None
+    checkpoint_s: Duration | None = None
     snapshot_bytes: Mapping[Text, Count] = {}
     bad_gpus: tuple[Text, ...] = ()
     started_over: Count = 0
@@ -100,7 +100,12 @@ class SupervisedFolder:
 
     def settings(self) -> Supervision:
         """How the job is supervised."""
-        return self._read(_SETTINGS, Supervision)
+        found = self._read(_SETTINGS, Supervision)
+        try:
+            found.check()
+        except InvalidRequest as e:
+            raise self._damaged(_SETTINGS, e) from e
+        return found
 
     def state(self) -> SupervisedState:
         """The state; the initial one if there is no such file."""
@@ -186,11 +191,14 @@ class SupervisedFolder:
                 code="GPUCR-NOT-SUPERVISED",
             ) from e
         except (OSError, RecordError) as e:
-            raise InvalidRequest(
-                f"what is kept of the supervised job {self.name} cannot be read: {self.path / name}: {e}",
-                hint=f"supervise it again: gpucr supervise {self.name} --every 10m --to STORE",
-                code="GPUCR-SUPERVISION-DAMAGED",
-            ) from e
+            raise self._damaged(name, e) from e
+
+    def _damaged(self, name: str, why: Exception) -> InvalidRequest:
+        return InvalidRequest(
+            f"what is kept of the supervised job {self.name} cannot be read: {self.path / name}: {why}",
+            hint=f"supervise it again: gpucr supervise {self.name} --every 10m --to STORE",
+            code="GPUCR-SUPERVISION-DAMAGED",
+        )
 
 
 def supervised() -> tuple[SupervisedFolder, ...]:

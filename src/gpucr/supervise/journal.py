@@ -56,6 +56,7 @@ class Journal:
                 self._on_event,
                 input=told + "\n",
                 text=True,
+                errors="replace",
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 timeout=_ON_EVENT_LIMIT_S,

@@ -19,6 +19,7 @@ from gpucr.jobs.registered import find_by_pid_or_name
 from gpucr.linux import own_python, processes, trusted_paths
 from gpucr.operations.launch import StartedJob, run_job
 from gpucr.operations.stores import init_store
+from gpucr.quantities import whole_number
 from gpucr.records import DEFAULT_PRIORITY
 from gpucr.snapshot.location import is_store, open_store_for_jobs, place_of_store
 from gpucr.store.keys import Secret
@@ -180,8 +181,9 @@ def start_supervisor(name: str) -> int:
             if fd >= 0:
                 os.close(fd)
     word, _, rest = answer.partition(" ")
-    if word == "ready" and rest.isdecimal():
-        return int(rest)
+    pid = whole_number(rest)
+    if word == "ready" and pid is not None:
+        return pid
     if word == "refused":
         code, _, message = rest.partition(" ")
         raise InvalidRequest(message, hint=f"its output is in {folder.log_path}", code=code)

@@ -145,8 +145,8 @@ class Guard:
         self.dismiss()
 
     def _send(self, kind: str, fds: Sequence[int], *rest: str) -> None:
-        count = int(self._ask(kind, fds, *rest))
-        if count != len(fds):
+        count = self._ask(kind, fds, *rest)
+        if count != str(len(fds)):
             raise BrokenInstall(
                 f"the guard process took only {count} of {len(fds)} descriptors",
                 hint="allow more open files (ulimit -Hn)",
@@ -164,13 +164,13 @@ class Guard:
         # The answer to an interrupted call (Ctrl-C) may still arrive.
         while (answer := self._receive(deadline))[0] != str(self._sequence):
             continue
-        return answer[1]
+        return " ".join(answer[1:])
 
     def _receive(self, deadline: float) -> list[str]:
         """The words of the next message."""
         self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
         try:
-            words = self._socket.recv(MESSAGE_LIMIT_BYTES).decode().split()
+            words = self._socket.recv(MESSAGE_LIMIT_BYTES).decode(errors="replace").split()
         except TimeoutError as e:
             raise BrokenInstall(
                 f"the guard process {self.pid} has not answered for {ANSWER_LIMIT_S:g} s",

@@ -62,7 +62,7 @@ def remove_logs_of(pid: int) -> None:
     """Remove what the killed gpucr with this pid left in the log folder. For its guard. Raises nothing."""
     with contextlib.suppress(OSError):
         for folder in _marked(state_folder() / "log"):
-            if (folder / _AT_WORK).read_text(encoding="ascii") == str(pid) and not _is_in_use(folder):
+            if (folder / _AT_WORK).read_bytes() == b"%d" % pid and not _is_in_use(folder):
                 shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -17,9 +17,10 @@ from typing import ClassVar
 
 import msgspec
 
+from gpucr.errors import InvalidRequest
 from gpucr.linux import ends, processes
 from gpucr.model import ProcessId
-from gpucr.records import decoder
+from gpucr.records import UNREADABLE, decoder
 from gpucr.undo.logs import append_to_log, remove_logs_of
 
 _KIND = re.compile(r"(gpucr(?:\.[a-z_]+)*\.recovery):([A-Za-z]+)")
@@ -69,8 +70,15 @@ def kind_of(action: Action | type[Action]) -> str:
 
 
 def entry(action: Action, descriptors: Sequence[int]) -> Entry:
-    """An action and the guard's numbers for its descriptors."""
-    return Entry(kind_of(action), msgspec.Raw(msgspec.json.encode(action)), tuple(descriptors))
+    """An action and the guard's numbers for its descriptors. Raises InvalidRequest for a path that is not UTF-8."""
+    try:
+        data = msgspec.json.encode(action)
+    except UnicodeEncodeError as e:
+        raise InvalidRequest(
+            f"the name {e.object!r} is not UTF-8, and gpucr's guard cannot be told of it",
+            hint="name a folder with --to whose path is UTF-8",
+        ) from e
+    return Entry(kind_of(action), msgspec.Raw(data), tuple(descriptors))
 
 
 def encode(record: Record) -> bytes:
@@ -82,7 +90,7 @@ def decode(data: bytes) -> Record:
     """The inverse of `encode`. Raises ValueError for anything else."""
     try:
         return decoder(Record).decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
+    except UNREADABLE as e:
         raise ValueError(f"not a recovery record: {e}") from e
 
 
@@ -100,7 +108,7 @@ def _action(each: Entry) -> Action:
         raise ValueError(f"{each.kind!r} is not a recovery action")
     try:
         return decoder(cls).decode(each.data)
-    except msgspec.MsgspecError as e:
+    except UNREADABLE as e:
         raise ValueError(f"the data of {each.kind}: {e}") from e
 
 

@@ -13,6 +13,7 @@ from gpucr.diagnosis.preflight.measured import Measurements, all_come_back, say
 from gpucr.diagnosis.preflight.support import gpu_memory as facts
 from gpucr.diagnosis.preflight.support.fact import Fact
 from gpucr.diagnosis.preflight.traits import CudaTraits, JobTraits
+from gpucr.quantities import whole_number
 
 _LIBRARY = "libnccl"
 SHARED_FILES = "/dev/shm/nccl-"  # noqa: S108 - where NCCL has its shared memory
@@ -42,8 +43,7 @@ def check_nccl(job: JobTraits, measured: Measurements) -> list[Finding]:
 
 def local_world_size(rank: CudaTraits) -> int:
     """How many ranks torchrun has started on this machine: some may be outside the named tree. 0: unknown."""
-    text = rank.setting("LOCAL_WORLD_SIZE") or ""
-    return int(text) if text.isdecimal() and len(text) < 10 else 0
+    return whole_number(rank.setting("LOCAL_WORLD_SIZE") or "") or 0
 
 
 def _on_one_gpu(job: JobTraits, ranks: Sequence[CudaTraits]) -> bool:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from gpucr.diagnosis.preflight.findings import Finding
 from gpucr.diagnosis.preflight.support import users as facts
 from gpucr.helper import limits
-from gpucr.linux import capabilities, namespaces, tracing
+from gpucr.linux import namespaces, proc_text, tracing
 from gpucr.linux.namespaces import Kind
 from gpucr.linux.processes import PROC
 from gpucr.model import Job
@@ -77,7 +77,7 @@ def _processes(job: Job, *, may_filter: bool = False, in_sandbox: bool = False) 
 
 def _has_system_call_filter(pid: int) -> bool:
     try:
-        return capabilities.status_fields(PROC / str(pid) / "status").get("Seccomp", "0") != "0"
+        return proc_text.status_fields(PROC / str(pid) / "status").get("Seccomp", "0") != "0"
     except (FileNotFoundError, ProcessLookupError):
         return False
 

@@ -28,7 +28,7 @@ from gpucr.interposer.vault import Vault, Vaults
 from gpucr.linux import oom
 from gpucr.linux.buffers import address_of
 from gpucr.model import GpuMap, ProcessId
-from gpucr.records import decoder
+from gpucr.records import UNREADABLE, decoder
 from gpucr.undo.logs import append_to_log
 
 
@@ -56,7 +56,7 @@ class Carrier:
             return Answer(Failure(e.message, e.hint, e.action, e.result, e.state))
         except GpucrError as e:
             return Answer(Failure(e.message, e.hint))
-        except (OSError, MemoryError) as e:
+        except (OSError, MemoryError, LookupError) as e:
             return Answer(Failure(f"the carrier of device memory failed: {e}"))
         finally:
             for each in descriptors:
@@ -262,7 +262,11 @@ def _serve(control: socket.socket, operation_fd: int, asked: int, carrier: Carri
             message, descriptors, _, _ = socket.recv_fds(control, MESSAGE_BYTES, 64)
             if not message:
                 return
-            control.send(msgspec.json.encode(carrier.answer(decode(message), list(descriptors))))
+            try:
+                ask = decode(message)
+            except UNREADABLE:  # of another gpucr, or cut short: what is held must come back
+                return
+            control.send(msgspec.json.encode(carrier.answer(ask, list(descriptors))))
         except ConnectionError:
             return
 

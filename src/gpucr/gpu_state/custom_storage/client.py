@@ -20,12 +20,13 @@ from gpucr.gpu_state.custom_storage.messages import LANES, MESSAGE_BYTES, PASS, 
 from gpucr.linux import own_python, processes
 from gpucr.linux.buffers import copy
 from gpucr.model import GpuMap, ProcessId
-from gpucr.records import decoder
+from gpucr.records import UNREADABLE, decoder
 
 START_LIMIT_S = 60.0
 END_LIMIT_S = 600.0
 """How long to wait for a carrier to end: it may have to bring processes back."""
 
+_GARBLED = "the process of gpucr's that has custom storage from the driver says what is no answer"
 _LOST = "the process of gpucr's that has custom storage from the driver has ended"
 _HINT = "see what it wrote to gpucr's log (`gpucr doctor` says where); memory may have run out (dmesg)"
 
@@ -133,7 +134,10 @@ class Carrier:
             raise CustomStorageError(_LOST, hint=_HINT) from e
         if not message:
             raise CustomStorageError(_LOST, hint=_HINT)
-        answer = decoder(Answer).decode(message)
+        try:
+            answer = decoder(Answer).decode(message)
+        except UNREADABLE as e:
+            raise CustomStorageError(f"{_GARBLED}: {e}", hint=_HINT) from e
         failure = answer.failure
         if failure is None:
             return answer

@@ -44,10 +44,11 @@ import time
 from typing import Any, NoReturn
 
 from gpucr.jobs.sandbox import label
+from gpucr.json_text import parse
 from gpucr.linux import durable, libc, namespaces, oom
 from gpucr.linux.trusted_paths import open_file
 
-MESSAGE_LIMIT_BYTES = 8192
+MESSAGE_LIMIT_BYTES = 64 << 10  # the roots of thousands of trees
 _SPECIFICATION_LIMIT_BYTES = 16 << 20
 FIRST_LAST_PID = 1000  # the job's pids begin above those that a restore's keeper and CRIU's first process take
 _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 15, 36  # include/uapi/linux/prctl.h
@@ -244,19 +245,24 @@ class Keeper:
                 message = self._receive()
                 if message is None:
                     return False
-                if "adopt" in message:
-                    self._root, self._other_roots = int(message["adopt"]), list(map(int, message["others"]))
-                    signal.set_wakeup_fd(-1)
-                    self._show_tag()
-                    _send(self._gpucr, started=self._root)
-                    return True
-                self._serve_criu(message)
+                try:
+                    if "adopt" in message:
+                        self._root, self._other_roots = int(message["adopt"]), list(map(int, message["others"]))
+                        signal.set_wakeup_fd(-1)
+                        self._show_tag()
+                        _send(self._gpucr, started=self._root)
+                        return True
+                    self._serve_criu(message)
+                except (LookupError, TypeError, ValueError):  # a gpucr that says something else will say nothing better
+                    return False
             if self._operation_fd in ready:
                 return False
 
     def _serve_criu(self, message: dict[str, Any]) -> None:
         if "exit_code_of" in message:
             pid = int(message["exit_code_of"])
+            if pid not in self._criu:
+                raise ValueError("this was not started below the keeper")
             while pid not in self._ended:  # requested after it has ended, maybe just before this process wakes
                 self._reap(blocking=True)
             _send(self._gpucr, exit_code=os.waitstatus_to_exitcode(self._ended[pid]))
@@ -318,11 +324,10 @@ class Keeper:
     # --- both ---
 
     def _receive(self) -> dict[str, Any] | None:
-        """The next message; None if gpucr has ended."""
-        with contextlib.suppress(ConnectionError):
+        """The next message; None if gpucr has ended, or what came is none."""
+        with contextlib.suppress(ConnectionError, ValueError):
             data, self._received_fds, _, _ = socket.recv_fds(self._gpucr, MESSAGE_LIMIT_BYTES, 3)
-            if data:
-                message: dict[str, Any] = json.loads(data)
+            if data and isinstance(message := parse(data), dict):
                 return message
         return None
 

@@ -123,12 +123,22 @@ def _tag_of(pid: int) -> Tag | None:
             return None
         for name in os.listdir(folder / "fd"):
             if os.readlink(folder / "fd" / name) == label.LINK:
-                with (folder / "fd" / name).open("rb") as file:
-                    found = label.decode(file.read(label.SIZE_BYTES))
+                found = label.decode(_start_of(folder / "fd" / name, label.SIZE_BYTES))
                 # A child has the same file open until it executes the job's program.
                 is_its_own = found is not None and pids_of(pid)[-1:] == (found.keeper,)  # none once it has ended
                 return found if is_its_own else None
     return None
+
+
+def _start_of(path: Path, size_bytes: int) -> bytes:
+    # It may be something else by now: the open of a named pipe waits for who writes to it.
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        return os.read(fd, size_bytes)
+    except OSError:  # a pipe that has nothing to say
+        return b""
+    finally:
+        os.close(fd)
 
 
 def _is_trusted(pid: int) -> bool:

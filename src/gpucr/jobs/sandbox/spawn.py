@@ -82,7 +82,7 @@ def start(
         if before_run is not None:
             before_run(started)
         keeper.send(go=True)
-        keeper.receive()
+        keeper.receive("started")
     return started
 
 

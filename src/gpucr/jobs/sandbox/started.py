@@ -16,6 +16,7 @@ from gpucr.criu.install import CriuInstall
 from gpucr.errors import BrokenInstall, GpucrError, InvalidRequest, Unsupported
 from gpucr.jobs.sandbox import known_keepers
 from gpucr.jobs.sandbox.keeper import FIRST_LAST_PID, MESSAGE_LIMIT_BYTES
+from gpucr.json_text import parse
 from gpucr.linux import descriptor_limit, own_python, processes
 from gpucr.model import ProcessId
 
@@ -24,6 +25,15 @@ ANSWER_LIMIT_S = 60.0
 
 _CREDENTIALS = struct.Struct("3i")  # struct ucred of unix(7): pid, uid, gid
 _FD = struct.Struct("i")
+
+
+_SAID: Mapping[str, type] = {
+    **dict.fromkeys(("forked", "started", "spawned", "failed", "exit_code"), int),
+    "empty": bool,
+    "error": str,
+    "part": str,
+}
+"""The members of the keeper's messages (keeper.py)."""
 
 
 class StartedKeeper:
@@ -48,13 +58,16 @@ class StartedKeeper:
     def wait_ready(self) -> None:
         """Wait for its answer. It is closed where this raises something."""
         try:
-            self.answer = self.receive()
+            self.answer = self._first_word()
             if self._collect_starter is not None:
                 self._collect_starter()
             self._identify()
         except BaseException:
             self.close()
             raise
+
+    def _first_word(self) -> dict[str, Any]:
+        return self.receive("forked" if self._specification["command"] else "empty")
 
     def _make_ready(self, specification: Mapping[str, Any]) -> socket.socket:
         """Returns its end of the socket."""
@@ -124,7 +137,7 @@ class StartedKeeper:
     def _receive(self) -> dict[str, Any]:
         space_bytes = socket.CMSG_SPACE(_CREDENTIALS.size) + socket.CMSG_SPACE(_FD.size)
         try:
-            data, ancillary, _, _ = self._socket.recvmsg(MESSAGE_LIMIT_BYTES, space_bytes, socket.MSG_CMSG_CLOEXEC)
+            data, ancillary, flags, _ = self._socket.recvmsg(MESSAGE_LIMIT_BYTES, space_bytes, socket.MSG_CMSG_CLOEXEC)
         except TimeoutError as e:
             raise BrokenInstall(
                 f"the keeper process has not answered for {ANSWER_LIMIT_S:g} s",
@@ -136,12 +149,25 @@ class StartedKeeper:
         if not data:
             raise self.lost()
         by_kind = {kind: each for _, kind, each in ancillary}
-        self._sender_pid = _CREDENTIALS.unpack(by_kind[socket.SCM_CREDENTIALS])[0]
-        self.received_fds = _FD.unpack(by_kind[socket.SCM_RIGHTS]) if socket.SCM_RIGHTS in by_kind else ()
-        message: dict[str, Any] = json.loads(data)
+        self.received_fds = tuple(each for (each,) in _FD.iter_unpack(by_kind.get(socket.SCM_RIGHTS, b"")))
+        try:
+            self._sender_pid = _CREDENTIALS.unpack(by_kind[socket.SCM_CREDENTIALS])[0]
+            message: Any = parse(data)
+            if flags & socket.MSG_TRUNC or not _is_understood(message):
+                raise ValueError("the keeper has no such message")
+            if flags & socket.MSG_CTRUNC or ("spawned" in message) != bool(self.received_fds):
+                raise ValueError("its descriptor did not arrive (ulimit -n)")
+        except (KeyError, ValueError) as e:
+            for fd in self.received_fds:
+                os.close(fd)
+            raise BrokenInstall(
+                f"the keeper process of the job says what this gpucr does not understand: {e}",
+                hint="gpucr may have been updated while it started: try again",
+                code="GPUCR-KEEPER",
+            ) from e
         if "error" in message:
-            raise self._error(message["part"], message["error"])
-        return message
+            raise self._error(message.get("part", ""), message["error"])
+        return dict(message)
 
     def lost(self) -> BrokenInstall:
         """The keeper has ended without a word."""
@@ -199,7 +225,7 @@ class StartedKeeper:
             return InvalidRequest(
                 f"the log {self._specification['log_path']} cannot be used: {said}", hint="give another file with --log"
             )
-        program = self._specification["command"][0]
+        program = next(iter(self._specification["command"]), "the program")
         return InvalidRequest(
             f"{program} cannot be run: {said}",
             hint="see its mode, and its interpreter's if a script",
@@ -220,7 +246,7 @@ class KeeperByHelper(StartedKeeper):
     def begin(self) -> None:
         """It has been started: hear what it says first. Raises BrokenInstall."""
         self._theirs.close()
-        self.answer = self.receive()
+        self.answer = self._first_word()
         self._identify()
 
     def close(self) -> None:
@@ -244,6 +270,10 @@ class SandboxByHelper(StartedKeeper):
             last_pid = specification["last_pid"] or FIRST_LAST_PID
             isolate(self._helper, fds, network=specification["network"], last_pid=last_pid)
         return lambda: None
+
+
+def _is_understood(message: object) -> bool:
+    return isinstance(message, dict) and all(type(value) is _SAID.get(name) for name, value in message.items())
 
 
 def identity(pid: int) -> ProcessId | None:
