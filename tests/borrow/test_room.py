@@ -75,7 +75,7 @@ def test_a_job_that_ends_with_its_caller_is_never_dumped(
 
 @pytest.mark.parametrize("ends", [True, False])
 @pytest.mark.parametrize("isolate", [later(True), False])
-def test_a_restore_says_anew_whether_a_job_ends_with_its_caller(shared: Machine, isolate: bool, ends: bool) -> None:
+def test_each_restore_decides_whether_a_job_ends_with_its_caller(shared: Machine, isolate: bool, ends: bool) -> None:
     command = [sys.executable, "-I", "-S", "-c", "import time\nwhile True: time.sleep(0.05)"]
     started = gpucr.run_job(command, name="tied", isolate=isolate, ends_with_caller=not ends, cwd=shared.folder)
     assert started.record.ends_with_caller is not ends

@@ -55,7 +55,7 @@ def container(
 ) -> Iterator[StartContainer]:
     """Start containers: ``container("--mib", "4", counters=3)``. They are ended with the test.
 
-    ``criu``: another CRIU than the one that gpucr would take. ``kind``: of which class.
+    ``criu``: a CRIU other than the one that gpucr would use. ``kind``: the class of the container.
     """
     started: list[Container] = []
 

@@ -66,7 +66,7 @@ class WithTerminal(Container):
 
 
 class Hooks:
-    """Those of a CRIU that is about to dump a job. ``answers``: what its hooks were told."""
+    """Those of a CRIU that is about to dump a job. ``answers``: the answers to its hooks."""
 
     def __init__(self, criu: Child) -> None:
         self.criu = processes.describe(criu.pid).id
@@ -106,7 +106,7 @@ def test_device_memory_is_written_before_criu_begins(
 
 
 @pytest.mark.parametrize("options", [("--leave-running",), ()])
-def test_one_that_is_dumped_comes_back_with_them(container: StartContainer, options: tuple[str, ...]) -> None:
+def test_a_dumped_container_comes_back_with_its_terminals(container: StartContainer, options: tuple[str, ...]) -> None:
     made = container("--mib", "4", kind=WithTerminal)
     assert isinstance(made, WithTerminal)
     done = made.checkpoint(*options)
@@ -124,7 +124,7 @@ def test_one_that_is_dumped_comes_back_with_them(container: StartContainer, opti
     assert made.step() == "HELLOAGAIN"
 
 
-def test_a_criu_that_is_told_to_end_while_it_waits_for_a_hook() -> None:
+def test_a_criu_that_has_to_end_while_it_waits_for_a_hook() -> None:
     with sleeper() as child:
         criu = processes.describe(child.pid).id
         assert not abandoned.is_told_to_end(criu)

@@ -23,7 +23,7 @@ from gpucr.containers import action, criu_config, meeting, record
 from gpucr.diagnosis.canaries import store as canaries
 from gpucr.diagnosis.canaries.results import MeasuredMachine
 from gpucr.errors import GpucrError, SnapshotDamaged
-from gpucr.gpu_state import placement, suspended
+from gpucr.gpu_state import at_work, placement, suspended
 from gpucr.helper import sandboxes
 from gpucr.helper.keys import Keys, SignedFile, signature
 from gpucr.helper.rights import Refused
@@ -82,13 +82,15 @@ def _runtime_folder() -> Iterator[Path]:
 
 
 def process_note(data: bytes) -> bool:
-    """The notes of GPUs and of suspends in /run/gpucr."""
+    """The notes of GPUs, of suspends and of work in /run/gpucr."""
     with _runtime_folder():
         suspended.RECORDS.path(ME).write_bytes(data)
         found, gpus = suspended.recall(ME), placement._recall(ME)
+        work = at_work.RECORDS.read(ME, at_work.WorkRecord)
+        assert at_work.may_be_on(ME, ["GPU-0"])  # nobody who could have written it is alive
     assert found is None or all(isinstance(each, int) for each in found.device_bytes.values())
     assert gpus is None or all(isinstance(gpu.uuid, str) for gpu in gpus.known)
-    return found is not None or gpus is not None
+    return any(each is not None for each in (found, gpus, work))
 
 
 def sandbox_note(data: bytes) -> bool:

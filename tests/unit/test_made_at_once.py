@@ -60,7 +60,7 @@ def test_a_folder_of_sockets_that_two_restores_miss(tmp_path: Path, monkeypatch:
     assert folder.is_dir(), "it is the other's"
 
 
-def test_what_is_in_the_way_of_a_folder_of_sockets(tmp_path: Path) -> None:
+def test_an_obstacle_to_a_folder_of_sockets(tmp_path: Path) -> None:
     (tmp_path / "sockets").touch()
     step = MakeFolders([FolderRecord(str(tmp_path / "sockets"), 0o755, os.geteuid(), os.getegid())])
     with pytest.raises(gpucr.Unsupported, match="cannot be used"):

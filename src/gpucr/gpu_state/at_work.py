@@ -27,7 +27,7 @@ class WorkRecord(Record, frozen=True):
 class AtWork:
     """The records of one operation, under the job's roots and its processes with CUDA, from `begin` to `end`.
 
-    There are none if it is not known of each of these where it is, or (``moves``) the operation takes it elsewhere.
+    There are none unless it is known where each of these is, or if (``moves``) the operation takes it elsewhere.
     ``held``: device memory, by pid and GPU UUID.
     """
 
