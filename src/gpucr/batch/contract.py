@@ -138,6 +138,7 @@ class _Run:
                 return self._watch(record)
             except BaseException:  # nobody would watch it any more, nor hear of the end of its place
                 end_processes(record)
+                self._say(f"{record.name} is ended, too; {self._snapshots.what_is_left()}")
                 raise
 
     def _begin(self, cancel: Cancellation) -> tuple[JobRecord, Relay]:

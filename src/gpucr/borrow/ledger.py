@@ -193,7 +193,7 @@ def _usable() -> Iterator[Any]:
         yield
     except OSError as e:
         raise Unsupported(
-            f"the records of borrowers cannot be written: {e}",
+            f"the records of borrowers cannot be written: {e.strerror or e}",
             hint="set XDG_STATE_HOME to a private folder that can be written",
             code="GPUCR-REGISTRY",
         ) from e

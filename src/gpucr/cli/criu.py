@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
+
 import click
 
 from gpucr.cli.options import json_option
 from gpucr.cli.output import print_json, say
 from gpucr.criu import granted
 from gpucr.criu.engine import Criu
-from gpucr.criu.install import CriuInstall, find_criu
+from gpucr.criu.install import ENVIRONMENT_VARIABLE, CriuInstall, find_criu
 from gpucr.errors import CriuError, CriuUnavailable, InvalidRequest
 
 
@@ -85,7 +87,7 @@ def _find(*, fetch: bool) -> CriuInstall:
     try:
         return find_criu()
     except CriuUnavailable:
-        if not fetch:
+        if not fetch or os.environ.get(ENVIRONMENT_VARIABLE):  # the one that it names is never replaced by another
             raise
     from gpucr.criu.provide import provide_criu  # rarely needed, and slow to import
 

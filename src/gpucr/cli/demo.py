@@ -106,7 +106,7 @@ class Counter:
                 client.send(question.encode())
                 return client.recv(100).decode(errors="replace").strip()
             except OSError as e:
-                return f"no answer ({e})"
+                return f"no answer ({e.strerror or e})"
 
     def is_gone(self) -> bool:
         """Whether its pid is free. Reaps it first: it is this process's child until it is dumped."""

@@ -112,7 +112,7 @@ def command(
     quiet: bool,
     verbose: bool,
 ) -> None:
-    """Write PID and its whole tree to the folder DIR, or into a store, and end it. Needs root.
+    """Write PID and its whole tree to the folder DIR, or into a store, and end it. Needs root, or its granted CRIU.
 
     The processes are ended only after the snapshot is complete and durable. If anything fails before, they
     keep running and DIR is unchanged. A store (`gpucr store init`) holds many snapshots: what is already there is

@@ -132,8 +132,8 @@ def command(
     if plan.why_not_isolated is not None and isolate is None:
         say(f"not isolated: {plan.why_not_isolated}")
     if plan.network == "own" and network is None:
-        reach = "`gpucr exec` reaches it, and " if processes.can_checkpoint_processes() else ""
-        say(f"its network is its own: {reach}--network host would share the machine's")
+        reach = "`gpucr exec` reaches it; " if processes.can_checkpoint_processes() else ""
+        say(f"its network is a loopback of its own: {reach}--network host shares the machine's")
     click.echo(f"name  {record.name}")
     click.echo(f"pid   {record.pid}")
     click.echo(f"log   {record.log_path}")

@@ -115,7 +115,7 @@ def revoke() -> tuple[Path, ...]:
                 empty.rmdir()
     except OSError as e:
         raise CriuUnavailable(
-            f"{GRANTED_FOLDER} cannot be removed: {e}", hint=f"remove {GRANTED_FOLDER} by hand"
+            f"{GRANTED_FOLDER} cannot be removed: {e.strerror or e}", hint=f"remove {GRANTED_FOLDER} by hand"
         ) from e
     return tuple(folder / GRANTED_NAME for folder in folders)
 

@@ -26,7 +26,9 @@ def registry() -> Registry:
         return Registry(state_folder() / "jobs")
     except OSError as e:
         raise InvalidRequest(
-            f"there is no registry of jobs: {e}", hint="set XDG_STATE_HOME to a private folder", code="GPUCR-REGISTRY"
+            f"there is no registry of jobs: {e.strerror or e}",
+            hint="set XDG_STATE_HOME to a private folder",
+            code="GPUCR-REGISTRY",
         ) from e
 
 
@@ -37,10 +39,16 @@ def registry_in_use() -> Iterator[None]:
         yield
     except OSError as e:
         raise Unsupported(
-            f"the registry of jobs cannot be used: {e}",
-            hint="set XDG_STATE_HOME to a folder that can be written",
+            f"the registry of jobs cannot be used: {e.strerror or e}",
+            hint=_writable_hint(),
             code="GPUCR-REGISTRY",
         ) from e
+
+
+def _writable_hint() -> str:
+    with contextlib.suppress(OSError):
+        return f"gpucr keeps it in {state_folder()}: free space there and let it be written, or set XDG_STATE_HOME"
+    return "set XDG_STATE_HOME to a folder that can be written"
 
 
 def resolve_pid(target: int | str) -> int:
@@ -122,7 +130,7 @@ def find_by_pid_or_name(target: int | str) -> ListedJob:
         if separator:
             raise InvalidRequest(
                 f"{target} is in the registry of {user}, which is that user's alone",
-                hint=f"ask as that user: sudo -H -u {user} gpucr logs {name}",
+                hint=f"ask as that user: sudo -H -u {user} gpucr COMMAND {name}",
                 code="GPUCR-NO-JOB",
             )
         with registry_in_use():
@@ -254,7 +262,7 @@ class RestoredName:
         try:
             self._reservation.register(record)
         except OSError as e:
-            return (f"the restored job is not in the registry of jobs: {e}",)
+            return (f"the restored job is not in the registry of jobs: {e.strerror or e}",)
         return ()
 
 

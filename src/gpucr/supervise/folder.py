@@ -152,12 +152,12 @@ class SupervisedFolder:
         try:
             try:
                 locks.lock(fd, wait_s=wait_s)
-            except BlockingIOError as e:
+            except BlockingIOError:
                 raise InvalidRequest(
                     f"the job {self.name} has a supervisor already",
-                    hint="`gpucr jobs` shows it; SIGINT ends it and leaves the job running",
+                    hint=f"`gpucr jobs` shows it; `gpucr supervise {self.name} --leave` ends it, the job keeps running",
                     code="GPUCR-SUPERVISED",
-                ) from e
+                ) from None
             yield
         finally:
             os.close(fd)
@@ -218,7 +218,7 @@ def _writing(path: Path) -> Iterator[None]:
 
 def _no_folder(e: OSError) -> Unsupported:
     return Unsupported(
-        f"what is kept of supervised jobs cannot be written: {e}",
+        f"what is kept of supervised jobs cannot be written: {e.strerror or e}",
         hint="set XDG_STATE_HOME to a private folder that can be written",
         code="GPUCR-REGISTRY",
     )
