@@ -54,6 +54,12 @@ _SAYS_NOTHING = (LookupError, FileNotFoundError, ProcessLookupError)
 """Causes that add nothing: a bare key, or "not found", which the message says already, with the name."""
 
 
+def reason_of(error: OSError) -> str:
+    """The kernel's words for it, without their number, and the whole path that it is about, if it names one."""
+    path = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else ""
+    return f"{path}: {error.strerror}" if error.strerror and path.startswith("/") else error.strerror or str(error)
+
+
 class GpucrError(Exception):
     """Base of all errors of gpucr. ``exit_code`` is what the commands end with, ``code`` names the situation."""
 

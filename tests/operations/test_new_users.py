@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
 import pytest
 
 import gpucr
+from gpucr.diagnosis.preflight.tree import check_free_pids
+from gpucr.linux.pid_uses import uses_of_pids
+from gpucr.linux.reachable import closed_to_others
 from gpucr.operations import launch
 from tests import command
-from tests.counter import wait_until
+from tests.counter import CounterFactory, wait_until
 
 pytestmark = pytest.mark.usefixtures("state_home")
 
@@ -139,8 +143,18 @@ def test_a_registry_without_room_says_where_it_is(tmp_path: Path) -> None:
     assert "/proc/gpucr" in hint
 
 
-def test_a_running_job_has_no_choice_of_gpus_for_a_resume(counter: object) -> None:
-    job = counter("--mib", "1")  # type: ignore[operator]
+@pytest.mark.by_user
+def test_a_home_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_STATE_HOME")
+    tmp_path.chmod(0o777)
+    error, hint = told(2, "jobs", env={"HOME": str(tmp_path)})
+    assert "there is no registry of jobs" in error
+    assert "Errno" not in error
+    assert "HOME" in hint
+
+
+def test_a_running_job_has_no_choice_of_gpus_for_a_resume(counter: CounterFactory) -> None:
+    job = counter("--mib", "1")
     for options in (("--gpu-map", "0=1"), ("--gpu", "1")):
         error, hint = told(2, "resume", job.pid, *options)
         assert "no suspended device memory" in error
@@ -160,3 +174,30 @@ def test_a_machine_without_a_driver() -> None:
     error, hint = told(4, "ps", env={"LD_LIBRARY_PATH": ""})
     assert "libcuda.so.1" in error
     assert 'eval "$(gpucr sim env)"' in hint
+
+
+def test_what_is_private_on_the_way_to_a_program() -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:  # pytest's own folder is private
+        folder = Path(name)
+        program = folder / "venv/python"
+        program.parent.mkdir()
+        program.touch()
+        link = folder / "link"
+        link.symlink_to(program)
+        way = (folder, program.parent, program)
+        for each in way:
+            each.chmod(0o755)
+        assert closed_to_others([program, link, Path("/usr/bin/env")]) is None
+        for each in way:
+            each.chmod(0o700)
+            assert closed_to_others([Path("/usr/bin/env"), program]) == each
+            assert closed_to_others([link]) == each
+            each.chmod(0o755)
+
+
+def test_threads_of_a_process_that_has_a_wanted_pid_are_not_listed(counter: CounterFactory) -> None:
+    job = counter("--mib", "1")
+    threads = [int(each.name) for each in Path(f"/proc/{job.pid}/task").iterdir()]
+    assert len(threads) > 1
+    found = check_free_pids(uses_of_pids(threads))
+    assert [finding.what for finding in found] == [f"pid {job.pid} is taken by counter"]

@@ -17,7 +17,7 @@ import msgspec
 from msgspec.structs import replace
 
 from gpucr import records
-from gpucr.errors import InvalidRequest, Unsupported
+from gpucr.errors import InvalidRequest, Unsupported, reason_of
 from gpucr.jobs.record import boot_id, pid_namespace
 from gpucr.jobs.registered import registry
 from gpucr.linux import durable, locks, processes, trusted_paths
@@ -193,7 +193,7 @@ def _usable() -> Iterator[Any]:
         yield
     except OSError as e:
         raise Unsupported(
-            f"the records of borrowers cannot be written: {e.strerror or e}",
+            f"the records of borrowers cannot be written: {reason_of(e)}",
             hint="set XDG_STATE_HOME to a private folder that can be written",
             code="GPUCR-REGISTRY",
         ) from e

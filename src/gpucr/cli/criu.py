@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
+from pathlib import Path
 
 import click
 
@@ -12,6 +15,7 @@ from gpucr.criu import granted
 from gpucr.criu.engine import Criu
 from gpucr.criu.install import ENVIRONMENT_VARIABLE, CriuInstall, find_criu
 from gpucr.errors import CriuError, CriuUnavailable, InvalidRequest
+from gpucr.linux.reachable import closed_to_others
 
 
 @click.command("criu")
@@ -49,6 +53,7 @@ def command(*, no_fetch: bool, grant: bool, group: str | None, network: bool, re
         say("\n".join(f"removed {path}" for path in granted.revoke()) or "nothing was granted")
     if grant:
         granted.grant(_find(fetch=not no_fetch), group=group, network=network)
+        say_if_closed()
     install = _find(fetch=not no_fetch)
     problem = _problem(install)
     grants = granted.find_grants()
@@ -74,6 +79,18 @@ def command(*, no_fetch: bool, grant: bool, group: str | None, network: bool, re
             click.echo(f"granted  {line}")
     if problem is not None:
         raise CriuUnavailable(problem.message, hint=problem.hint) from problem
+
+
+def say_if_closed() -> None:
+    """Warn root if ordinary users cannot start the gpucr that was set up for them: Python or the package is private."""
+    closed: Path | None = None
+    with contextlib.suppress(OSError):
+        closed = closed_to_others((Path(sys.executable), Path(__file__)))
+    if closed is not None:
+        say(f"warning: ordinary users cannot start this gpucr: they may not read {closed}")
+        say(
+            "hint:  install it where they can, with a Python that is not in a home folder: /usr/bin/python3 -m venv DIR"
+        )
 
 
 def _granted_text(there: granted.Grant | None) -> str:

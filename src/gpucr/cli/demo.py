@@ -22,7 +22,7 @@ from gpucr.cli.options import complete_folder, json_option
 from gpucr.cli.output import print_json, say
 from gpucr.driver.cuda import load_driver
 from gpucr.driver.gpus import gpu_processes, list_gpus
-from gpucr.errors import DeadlineExceeded, DriverUnavailable, GpucrError, InvalidRequest, ProcessNotFound
+from gpucr.errors import DeadlineExceeded, DriverUnavailable, GpucrError, InvalidRequest, ProcessNotFound, reason_of
 from gpucr.linux.processes import describe, kill_and_wait, read_stat
 from gpucr.quantities import format_bytes
 from gpucr.undo.interrupts import not_over_yet
@@ -106,7 +106,7 @@ class Counter:
                 client.send(question.encode())
                 return client.recv(100).decode(errors="replace").strip()
             except OSError as e:
-                return f"no answer ({e.strerror or e})"
+                return f"no answer ({reason_of(e)})"
 
     def is_gone(self) -> bool:
         """Whether its pid is free. Reaps it first: it is this process's child until it is dumped."""

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from gpucr.cli.criu import say_if_closed
 from gpucr.cli.options import complete_folder, json_option
 from gpucr.cli.output import print_json, say
 from gpucr.cli.suggesting import SuggestingGroup
@@ -68,6 +69,7 @@ def install(*, group: str | None, units_dir: Path, keys: Path, no_enable: bool, 
       sudo gpucr helper install --group trainers
     """
     _print("install", installed.install(units_dir, keys=keys, group=group, enable=not no_enable), as_json=as_json)
+    say_if_closed()
     if (left := what_is_left(units_dir, enable=not no_enable)) is not None:
         say(f"warning: {left}; without systemd run `gpucr helper listen`")
 

@@ -27,7 +27,7 @@ from gpucr.criu.install import (
     CriuInstall,
 )
 from gpucr.criu.relocated import NotRelocatable, relocated
-from gpucr.errors import CriuUnavailable, InvalidRequest
+from gpucr.errors import CriuUnavailable, InvalidRequest, reason_of
 from gpucr.linux import capabilities, trusted_paths
 
 _LIBRARIES = "lib"
@@ -115,7 +115,7 @@ def revoke() -> tuple[Path, ...]:
                 empty.rmdir()
     except OSError as e:
         raise CriuUnavailable(
-            f"{GRANTED_FOLDER} cannot be removed: {e.strerror or e}", hint=f"remove {GRANTED_FOLDER} by hand"
+            f"{GRANTED_FOLDER} cannot be removed: {reason_of(e)}", hint=f"remove {GRANTED_FOLDER} by hand"
         ) from e
     return tuple(folder / GRANTED_NAME for folder in folders)
 

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from gpucr.errors import GpucrError, InvalidRequest, Unsupported
+from gpucr.errors import GpucrError, InvalidRequest, Unsupported, reason_of
 from gpucr.jobs import others
 from gpucr.jobs.record import JobRecord, Network
 from gpucr.jobs.registry import ListedJob, Registry, Reservation, is_replaceable
@@ -26,8 +26,8 @@ def registry() -> Registry:
         return Registry(state_folder() / "jobs")
     except OSError as e:
         raise InvalidRequest(
-            f"there is no registry of jobs: {e.strerror or e}",
-            hint="set XDG_STATE_HOME to a private folder",
+            f"there is no registry of jobs: {reason_of(e)}",
+            hint="is HOME another user's, after su or sudo? Unset it, or set XDG_STATE_HOME to a private folder",
             code="GPUCR-REGISTRY",
         ) from e
 
@@ -39,7 +39,7 @@ def registry_in_use() -> Iterator[None]:
         yield
     except OSError as e:
         raise Unsupported(
-            f"the registry of jobs cannot be used: {e.strerror or e}",
+            f"the registry of jobs cannot be used: {reason_of(e)}",
             hint=_writable_hint(),
             code="GPUCR-REGISTRY",
         ) from e
@@ -262,7 +262,7 @@ class RestoredName:
         try:
             self._reservation.register(record)
         except OSError as e:
-            return (f"the restored job is not in the registry of jobs: {e.strerror or e}",)
+            return (f"the restored job is not in the registry of jobs: {reason_of(e)}",)
         return ()
 
 

@@ -77,7 +77,7 @@ def plan_sandbox(
         if clone:
             raise InvalidRequest(
                 "the job of this snapshot was in no sandbox, so a clone would need its pids and ports",
-                hint="--isolate puts the clone into one; `gpucr run` starts jobs in one",
+                hint="add --isolate, which puts the clone into one; as root, `gpucr run` starts jobs in one",
             )
         return None
     if shell_job:

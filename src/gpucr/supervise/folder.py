@@ -18,7 +18,7 @@ from typing import Any, Literal
 from msgspec.structs import replace
 
 from gpucr import records
-from gpucr.errors import InvalidRequest, Unsupported
+from gpucr.errors import InvalidRequest, Unsupported, reason_of
 from gpucr.jobs.names import is_name
 from gpucr.jobs.record import MAX_RECORD_BYTES
 from gpucr.linux import durable, locks, processes, trusted_paths
@@ -218,7 +218,7 @@ def _writing(path: Path) -> Iterator[None]:
 
 def _no_folder(e: OSError) -> Unsupported:
     return Unsupported(
-        f"what is kept of supervised jobs cannot be written: {e.strerror or e}",
+        f"what is kept of supervised jobs cannot be written: {reason_of(e)}",
         hint="set XDG_STATE_HOME to a private folder that can be written",
         code="GPUCR-REGISTRY",
     )
