@@ -12,6 +12,8 @@ from gpucr.diagnosis.preflight.tree import check_free_pids
 from gpucr.linux.pid_uses import uses_of_pids
 from gpucr.linux.reachable import closed_to_others
 from gpucr.operations import launch
+from gpucr.supervise.folder import SupervisedFolder
+from gpucr.supervise.settings import Supervision
 from tests import command
 from tests.counter import CounterFactory, wait_until
 
@@ -201,3 +203,20 @@ def test_threads_of_a_process_that_has_a_wanted_pid_are_not_listed(counter: Coun
     assert len(threads) > 1
     found = check_free_pids(uses_of_pids(threads))
     assert [finding.what for finding in found] == [f"pid {job.pid} is taken by counter"]
+
+
+def test_a_pid_and_a_container() -> None:
+    assert told(2, "dump", "1", "--container", "web", "--to", "x")[0].startswith("PID|NAME... means nothing with")
+
+
+def test_a_new_job_is_not_supervised_as_the_earlier_one_of_its_name(tmp_path: Path) -> None:
+    folder = SupervisedFolder("train")
+    folder.write_settings(Supervision(store=str(tmp_path / "store"), every_s=60.0))
+    folder.change_phase("supervised")
+    folder.append_event({"event": "supervised"})
+    assert command.run("run", "--name", "train", "--no-isolate", "--", "true").returncode == 0
+    assert not folder.exists()
+    assert folder.events_path.exists()
+    assert command.run("supervise", "--all").stdout == "every supervised job has its supervisor\n"
+    (job,) = command.run_json("jobs", "train")["jobs"]
+    assert job["supervision"] is None

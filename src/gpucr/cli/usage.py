@@ -15,6 +15,7 @@ _NUMBERS = {
     "is not a valid float.": "is not a number",
 }
 """Click names its types, which nobody has heard of."""
+_OPTIONAL = re.compile(r"^\[([^\[\]]+)\](?=$|\.)")
 
 
 def as_invalid_request(error: click.ClickException) -> InvalidRequest:
@@ -29,27 +30,28 @@ def shows_help(error: click.ClickException) -> bool:
 
 def _message(error: click.ClickException) -> str:
     if isinstance(error, click.MissingParameter):
-        return f"{_name(error.param)} is missing{_choices(error)}"
+        return f"{name_of(error.param)} is missing{_choices(error)}"
     if isinstance(error, click.NoSuchOption):
         return f"there is no option {error.option_name}"
     if isinstance(error, click.BadParameter):
         said = error.message
         for words, plain in _NUMBERS.items():
             said = said.replace(words, plain)
-        where = f"{_name(error.param)}: " if isinstance(error.param, click.Option) else ""
+        where = f"{name_of(error.param)}: " if isinstance(error.param, click.Option) else ""
         return where + said.rstrip(".")
     said = error.format_message().rstrip(".")
     if found := re.match(r"Got unexpected extra arguments? \((.*)\)$", said, re.DOTALL):
         return f"too many arguments: {found[1]}"
-    return said[:1].lower() + said[1:]
+    return said[:1].lower() + said[1:] if said[1:2].islower() else said
 
 
-def _name(param: click.Parameter | None) -> str:
+def name_of(param: click.Parameter | None) -> str:
+    """An option's longest name, or what the usage line calls an argument."""
     if param is None:
         return "a value"
     if isinstance(param, click.Option):
         return max(param.opts, key=len)
-    return (param.metavar or param.human_readable_name).removeprefix("[--] ")
+    return _OPTIONAL.sub(r"\1", (param.metavar or param.human_readable_name).removeprefix("[--] "))
 
 
 def _choices(error: click.MissingParameter) -> str:

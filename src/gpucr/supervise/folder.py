@@ -162,6 +162,16 @@ class SupervisedFolder:
         finally:
             os.close(fd)
 
+    def leave_to_new_job(self) -> None:
+        """Another job has the name now: it is not supervised as the earlier one was. Log and events stay.
+
+        Raises InvalidRequest while there is a supervisor, Unsupported.
+        """
+        if self.exists():
+            with self.held(), _writing(self.path):
+                for name in (_SETTINGS, _STATE):
+                    (self.path / name).unlink(missing_ok=True)
+
     def remove(self) -> None:
         """Remove the folder. Raises InvalidRequest while there is a supervisor."""
         if self.path.exists():
