@@ -418,7 +418,7 @@ def test_a_guest_that_speaks_out_of_turn_has_failed() -> None:
 @pytest.mark.parametrize(
     ("address", "node", "count", "why"),
     [
-        ("n1", 0, 2, "is no place to meet"),
+        ("n1", 0, 2, "'n1' is no place to meet"),
         ("n1:", 0, 2, "is no place to meet"),
         (":7788", 0, 2, "is no place to meet"),
         ("n1:99999", 0, 2, "is no place to meet"),

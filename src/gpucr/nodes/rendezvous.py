@@ -48,6 +48,8 @@ class Rendezvous:
         """With ``HOST:PORT``; an IPv6 address is in brackets. Raises InvalidRequest."""
         host, _, port = address.rpartition(":")
         number = int(port) if port.isdecimal() and len(port) < 6 else 0
+        if not host or number == 0:
+            raise InvalidRequest(f"{address!r} is no place to meet", hint="name node 0 and a free port: HOST:PORT")
         return cls(host.removeprefix("[").removesuffix("]"), number, node, node_count, secret, meet_s)
 
     @property

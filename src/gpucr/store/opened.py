@@ -217,10 +217,14 @@ class Store:
         """
         names = self.key_names()
         if name not in names:
-            raise StoreError(f"the store {self.backend.url} has no key {name}", path=self.path(name))
+            hint = f"`gpucr store keys {self.backend.url}` lists them"
+            raise StoreError(
+                f"the store {self.backend.url} has no key {_key_id(name)}", path=self.path(name), hint=hint
+            )
         if not any(kind != "damaged" for other, kind in names.items() if other != name):
             hint = "add another key first"
-            raise StoreError(f"{name} is the only key of the store {self.backend.url}", path=self.path(name), hint=hint)
+            message = f"{_key_id(name)} is the only key of the store {self.backend.url}"
+            raise StoreError(message, path=self.path(name), hint=hint)
         if name == self.opened_with:
             raise self._not_removed(name, "is the one to remove")
         if self.opened_with is None or self.opened_with not in names:
@@ -314,6 +318,10 @@ def _unlock(backend: Backend, config: StoreConfig, secret: Secret | None) -> tup
     kind = "passphrase" if secret.kind == "scrypt" else "key file"
     hint = "give one that it was made with"
     raise WrongKey(f"this {kind} does not open the store {backend.url}", path=backend.url, hint=hint)
+
+
+def _key_id(name: str) -> str:
+    return name.removeprefix(KEYS_PREFIX).removesuffix(".json")
 
 
 def _require_few_passphrases(backend: Backend, key_objects: Sequence[bytes]) -> None:
