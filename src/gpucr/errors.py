@@ -54,10 +54,12 @@ _SAYS_NOTHING = (LookupError, FileNotFoundError, ProcessLookupError)
 """Causes that add nothing: a bare key, or "not found", which the message says already, with the name."""
 
 
-def reason_of(error: OSError) -> str:
-    """The kernel's words for it, without their number, and the whole path that it is about, if it names one."""
+def reason_of(error: BaseException) -> str:
+    """What it says. Of an OSError the kernel's words without their number, after the file's name, if it has one."""
+    if not isinstance(error, OSError) or not error.strerror:
+        return str(error)
     path = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else ""
-    return f"{path}: {error.strerror}" if error.strerror and path.startswith("/") else error.strerror or str(error)
+    return f"{path}: {error.strerror}" if path else error.strerror
 
 
 class GpucrError(Exception):

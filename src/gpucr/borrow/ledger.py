@@ -165,7 +165,7 @@ def _read(name: str) -> Borrowing | None:
         return None
     except (OSError, RecordError) as e:
         raise InvalidRequest(
-            f"the record of a borrower cannot be read: {path}: {e}",
+            f"the record of a borrower cannot be read: {path}: {reason_of(e)}",
             hint="check with `gpucr jobs` that its command does not run, then remove the file",
             code="GPUCR-BORROW-DAMAGED",
         ) from e

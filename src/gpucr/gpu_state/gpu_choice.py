@@ -163,7 +163,7 @@ class _Job:
 def _named_pairs(request: GpuRequest, job: _Job, here: Sequence[Gpu]) -> list[tuple[Gpu, Gpu]]:
     """What the user named, as GPUs."""
     pairs: list[tuple[Gpu, Gpu]] = []
-    if not job.gpus:
+    if (request.onto or request.pairs) and not job.gpus:
         raise InvalidRequest(
             "the job has no suspended device memory, so no GPUs can be chosen for it",
             hint="omit --gpu and --gpu-map; `gpucr move` takes a running job to other GPUs",

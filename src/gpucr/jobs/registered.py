@@ -198,7 +198,7 @@ class DumpNote:
         try:
             registry().update(record, **changes)
         except (OSError, GpucrError) as e:
-            self.warning = f"the record of the job {record.name} does not know of this snapshot: {e}"
+            self.warning = f"the record of the job {record.name} does not know of this snapshot: {reason_of(e)}"
 
 
 def restored_name_or_warning(
@@ -218,7 +218,7 @@ def restored_name_or_warning(
     except (OSError, GpucrError) as e:
         if name is not None or clone or (isinstance(e, GpucrError) and e.code == "GPUCR-BUSY"):
             raise
-        return None, (f"the restored job will not be in the registry of jobs: {e}",)
+        return None, (f"the restored job will not be in the registry of jobs: {reason_of(e)}",)
     return made, made.warnings if made is not None else ()
 
 

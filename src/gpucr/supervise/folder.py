@@ -191,7 +191,7 @@ class SupervisedFolder:
             ) from e
         except (OSError, RecordError) as e:
             raise InvalidRequest(
-                f"what is kept of the supervised job {self.name} cannot be read: {self.path / name}: {e}",
+                f"what is kept of the supervised job {self.name} cannot be read: {self.path / name}: {reason_of(e)}",
                 hint=f"supervise it again: gpucr supervise {self.name} --every 10m --to STORE",
                 code="GPUCR-SUPERVISION-DAMAGED",
             ) from e
