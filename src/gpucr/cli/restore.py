@@ -73,11 +73,11 @@ def command(
     quiet: bool,
     verbose: bool,
 ) -> None:
-    """Bring the job of a snapshot back: same pids, same memory, same GPUs or others. Needs root, or its granted CRIU.
+    """Bring the job of a snapshot back: same pids, same memory, same GPUs or others.
 
-    The snapshot is the folder DIR, or one in a store: by name or id, `latest`, or without a name the only one. It is
-    verified and stays unchanged. If anything fails, the processes restored so far are ended. A snapshot of `gpucr dump
-    --container` is restored by the container's runtime.
+    Needs root, or a CRIU that root has granted. The snapshot is the folder DIR, or one in a store: by name or id,
+    `latest`, or without a name the only one. It is verified and stays unchanged. If anything fails, the processes
+    restored so far are ended. A snapshot of `gpucr dump --container` is restored by the container's runtime.
 
     \b
     Example:
