@@ -19,8 +19,8 @@ from gpucr.cli.output import print_json, printable
 from gpucr.errors import GpucrError, InvalidRequest
 from gpucr.jobs import others
 from gpucr.jobs.record import JobRecord
-from gpucr.jobs.registered import find_by_pid_or_name, is_gone
-from gpucr.jobs.registry import ListedJob
+from gpucr.jobs.registered import find_by_pid_or_name
+from gpucr.jobs.registry import ListedJob, is_gone
 from gpucr.model import ProcessId
 from gpucr.operations.gpu_jobs import device_bytes_of_jobs
 from gpucr.operations.launch import forget_jobs, list_jobs

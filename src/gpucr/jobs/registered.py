@@ -11,11 +11,10 @@ from pathlib import Path
 from gpucr.errors import GpucrError, InvalidRequest, Unsupported, reason_of
 from gpucr.jobs import others
 from gpucr.jobs.record import JobRecord, Network
-from gpucr.jobs.registry import ListedJob, Registry, Reservation, is_replaceable
+from gpucr.jobs.registry import ListedJob, Registry, Reservation, is_gone, is_replaceable
 from gpucr.linux import processes, trusted_paths
 from gpucr.linux.private_folders import state_folder
 from gpucr.model import Job, ProcessId
-from gpucr.snapshot.folder import MANIFEST_NAME
 from gpucr.snapshot.job_snapshot import JobSnapshot
 from gpucr.snapshot.manifest import LaunchRecord
 
@@ -104,23 +103,6 @@ def find_running(name: str) -> ListedJob:
             code="GPUCR-JOB-NOT-RUNNING",
         )
     return job
-
-
-def is_gone(snapshot: str) -> bool:
-    """Whether a recorded snapshot no longer exists, judged without opening a store.
-
-    For a store on this machine, only if the whole store is gone.
-    """
-    folder, _, in_store = snapshot.partition("#")
-    if "://" in folder:
-        return False
-    try:
-        os.stat(folder if in_store else os.path.join(folder, MANIFEST_NAME))
-    except (FileNotFoundError, NotADirectoryError):
-        return True
-    except (OSError, ValueError):
-        return False
-    return False
 
 
 def find_by_pid_or_name(target: int | str) -> ListedJob:
