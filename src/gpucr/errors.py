@@ -54,6 +54,14 @@ _SAYS_NOTHING = (LookupError, FileNotFoundError, ProcessLookupError)
 """Causes that add nothing: a bare key, or "not found", which the message says already, with the name."""
 
 
+def reason_of(error: BaseException) -> str:
+    """What it says. Of an OSError the kernel's words without their number, after the file's name, if it has one."""
+    if not isinstance(error, OSError) or not error.strerror:
+        return str(error)
+    path = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else ""
+    return f"{path}: {error.strerror}" if path else error.strerror
+
+
 class GpucrError(Exception):
     """Base of all errors of gpucr. ``exit_code`` is what the commands end with, ``code`` names the situation."""
 

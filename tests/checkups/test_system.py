@@ -45,12 +45,18 @@ def test_a_working_criu() -> None:
     assert severities(engine.check(CRIU)) == ["ok", "ok"]
 
 
-@pytest.mark.parametrize(("is_privileged", "severity"), [(True, "blocking"), (False, "warning")])
-def test_no_criu(is_privileged: bool, severity: str) -> None:
+@pytest.mark.parametrize(
+    ("is_privileged", "severity", "repair", "remedy"),
+    [
+        (True, "blocking", "fetch-criu", "CRIU 4.2 or newer"),
+        (False, "warning", None, "sudo gpucr criu --grant"),  # what a user fetches, only root can start
+    ],
+)
+def test_no_criu(is_privileged: bool, severity: str, repair: str | None, remedy: str) -> None:
     facts = CriuFacts(None, (4, 2, 0), is_privileged, "there is no `criu` on PATH")
     one = only(engine.check(facts))
-    assert (one.severity, one.repair, one.code) == (severity, "fetch-criu", "GPUCR-NO-CRIU")
-    assert "CRIU 4.2 or newer" in one.remedy
+    assert (one.severity, one.repair, one.code) == (severity, repair, "GPUCR-NO-CRIU")
+    assert remedy in one.remedy
 
 
 def test_a_criu_that_does_not_work_here() -> None:

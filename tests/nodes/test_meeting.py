@@ -418,11 +418,11 @@ def test_a_guest_speaking_out_of_turn_has_failed() -> None:
 @pytest.mark.parametrize(
     ("address", "node", "count", "why"),
     [
-        ("n1", 0, 2, "is no place to meet"),
-        ("n1:", 0, 2, "is no place to meet"),
-        (":7788", 0, 2, "is no place to meet"),
-        ("n1:99999", 0, 2, "is no place to meet"),
-        ("n1:123456", 0, 2, "is no place to meet"),
+        ("n1", 0, 2, "'n1' is not an address"),
+        ("n1:", 0, 2, "is not an address"),
+        (":7788", 0, 2, "is not an address"),
+        ("n1:99999", 0, 2, "is not an address"),
+        ("n1:123456", 0, 2, "is not an address"),
         ("n1:7788", 2, 2, "there is no node 2 of 2"),
         ("n1:7788", -1, 2, "there is no node -1 of 2"),
         ("n1:7788", 0, 0, "0 nodes cannot meet"),

@@ -75,9 +75,15 @@ def test_a_kernel_thread(name: str) -> None:
     assert "process 2 (kthreadd) is a kernel thread" in refused(2, name, 2)
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", sorted({*COMMANDS} - {"state"}))
 def test_an_ancestor_of_gpucr(name: str) -> None:
     assert f"process {os.getpid()} is an ancestor of gpucr" in refused(2, name, os.getpid())
+
+
+def test_the_state_of_an_ancestor_of_gpucr() -> None:
+    """It is only looked at: nothing stops gpucr."""
+    assert f"process {os.getpid()} (" in (refused_text := refused(2, "state", os.getpid()))
+    assert "does not use CUDA" in refused_text
 
 
 @pytest.mark.parametrize("operation", [gpucr.suspend, gpucr.resume])
@@ -313,8 +319,14 @@ class TestSnapshots:
 
 def test_not_a_snapshot(tmp_path: Path) -> None:
     assert "is not a folder" in refused(2, "restore", tmp_path / "nothing")
-    assert "holds no manifest.json" in refused(5, "restore", tmp_path)
-    assert "holds no manifest.json" in refused(5, "inspect", tmp_path)
+    for command_name in ("restore", "inspect", "verify"):
+        message = refused(5, command_name, tmp_path)
+        assert "holds no manifest.json: it is no snapshot" in message
+        assert "removed" not in message  # it may be anything
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "manifest.json").touch()
+    assert f"name one: {tmp_path / 'b'}" in refused(5, "verify", tmp_path)
 
 
 def flipped(data: bytes, position: int) -> bytes:
@@ -402,9 +414,11 @@ def test_unknown_words() -> None:
 
 
 @pytest.mark.parametrize("name", ["suspend", "resume", "dump"])
-@pytest.mark.parametrize("timeout_s", ["nan", "inf", 1e12])
-def test_an_infinite_timeout(name: str, timeout_s: object, process_without_cuda: int) -> None:
-    assert "cannot be met" in refused(2, name, process_without_cuda, "--timeout", timeout_s)
+@pytest.mark.parametrize(
+    ("timeout_s", "why"), [("nan", "is not a time"), ("inf", "is not a time"), ("1000000000000", "cannot be met")]
+)
+def test_an_infinite_timeout(name: str, timeout_s: str, why: str, process_without_cuda: int) -> None:
+    assert why in refused(2, name, process_without_cuda, "--timeout", timeout_s)
 
 
 @pytest.mark.parametrize(

@@ -123,6 +123,7 @@ def test_each_clone_of_a_job_has_its_own_memory(driver: CudaDriver, tmp_path: Pa
         counts = []
         for _ in range(2):
             clone = gpucr.restore(tmp_path / "s", clone=True)
+            assert clone.warnings == ()  # an interposer's socket is its copy's own
             copy = opened.enter_context(SandboxedCounter(clone.pid, job.port))
             assert driver.state(clone.pid) is RUNNING
             assert blocks_of(clone.pid) == blocks_of(job.pid)

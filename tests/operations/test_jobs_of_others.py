@@ -83,7 +83,7 @@ def test_a_plain_name_finds_the_users_job_for_root(user: OrdinaryUser) -> None:
     assert f"did you mean {user.name}/only-hers?" in near.stderr
     assert "there is no user 'nobody-at-all'" in user.as_root("suspend", "nobody-at-all/x").stderr
     logs = user.as_root("logs", f"{user.name}/only-hers")
-    assert f"sudo -H -u {user.name} gpucr logs only-hers" in logs.stderr
+    assert f"sudo -H -u {user.name} gpucr COMMAND only-hers" in logs.stderr
 
 
 def test_it_is_for_root_alone(user: OrdinaryUser) -> None:

@@ -424,6 +424,9 @@ def test_a_missing_snapshot_is_reported(tmp_path: Path) -> None:
     done = command.run("suspend", "job")
     assert f"was dumped to {snapshot}, which no longer exists" in done.stderr
     assert "gpucr restore" not in done.stderr
+    done = command.run("run", "--name", "job", "--", "true")
+    assert f"its snapshot {snapshot} is gone" in done.stderr
+    assert "gpucr restore" not in done.stderr
     snapshot.mkdir()
     (snapshot / "manifest.json").touch()
     assert "which is gone" not in command.run("jobs").stdout

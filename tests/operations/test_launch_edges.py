@@ -285,7 +285,7 @@ def test_a_dump_continues_if_the_registry_cannot_be_written(folder: Path, tmp_pa
     in_the_way.mkdir()
     done = command.run("dump", "job", "--to", tmp_path / "s")
     assert done.returncode == 0, done.stderr
-    assert "the record of the job job does not list this snapshot: [Errno 21]" in done.stderr
+    assert "the record of the job job does not list this snapshot: " in done.stderr
     in_the_way.rmdir()
     wait_until(lambda: gpucr.list_jobs()[0].state.word != "running", "its keeper to write that it has ended")
     assert gpucr.restore(tmp_path / "s").name == "job"

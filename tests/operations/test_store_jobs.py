@@ -748,7 +748,7 @@ def test_a_damaged_snapshot_gives_exit_code_5(process_without_cuda: int, store: 
         (("store", "init", "{store}/packs"), "is not empty"),
         (("store", "init", "{store}/a/b"), "cannot be made"),
         (("prune", "{store}#a"), "names a snapshot"),
-        (("prune", "{store}", "--keep-within", "7"), "is no time"),
+        (("prune", "{store}", "--keep-within", "7"), "is not a time"),
         (("diff", "{store}#a", "{store}/.."), "holds no"),
         (("store", "init", "{store}2", "--key-file", "/nonexistent"), "cannot be read"),
         (("store", "init", "{store}2", "--encrypt"), "no key was given"),

@@ -344,7 +344,9 @@ def test_a_job_on_a_terminal_continues_with_a_warning_about_its_shell(
     assert processes.has_terminal(shell.pid)
     for cycle in range(3):
         report = gpucr.dump(shell.pid, tmp_path / str(cycle), leave_running=True)
-        assert any("has a controlling terminal" in warning for warning in report.warnings)
+        (warning,) = [each for each in report.warnings if "has a controlling terminal" in each]
+        assert "moves it to the background" in warning
+        assert "hint: `fg`" in warning
         assert driver.state(shell.pid) is RUNNING
         assert_untouched([shell.pid])
     # What the parent sees last is that the job continues.

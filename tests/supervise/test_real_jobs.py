@@ -57,6 +57,7 @@ def test_a_drained_job_resumes_where_it_was(tmp_path: Path) -> None:
     _wait_for_step(tmp_path, 30)
     drained = command.run_json("supervise", "train", "--drain")
     assert drained["jobs"] == [{"name": "train", "phase": "draining"}]
+    assert "drained" in command.run("jobs").stdout
     assert registry().find("train").state.word == "dumped"
     (tmp_path / "go").touch()
     (taken_up,) = command.run_json("supervise", "--all")["jobs"]
@@ -132,7 +133,7 @@ def test_an_unreachable_store_is_waited_for_while_the_job_runs(tmp_path: Path) -
     [
         (["--every", "10m"], "give --every TIME (or auto) and --to STORE"),
         (["--every", "0s", "--to", "store"], "--every is 0 s"),
-        (["--every", "ten minutes", "--to", "store"], "is no time"),
+        (["--every", "ten minutes", "--to", "store"], "is not a time"),
         (["--every", "2d", "--to", "store"], "most of the work would be lost"),
         (["--every", "10m", "--to", "store#name"], "leave out what follows the #"),
         (["--every", "10m", "--to", "store", "--health", "'"], "is no command"),

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from gpucr import errors
-from gpucr.errors import GpucrError
+from gpucr.errors import GpucrError, reason_of
 
 SOURCE = Path(errors.__file__).parent
 TESTS = Path(__file__).parents[1]
@@ -167,3 +167,40 @@ def test_the_commands_help_lists_every_exit_code() -> None:
 
     told = {int(code) for code in re.findall(r"^  (\d+) ", _EXIT_CODES, re.MULTILINE)}
     assert told == {0} | {each.exit_code for each in CLASSES}
+
+
+_STANDALONE = {"criu/in_namespaces.py", "diagnosis/canaries/programs/__main__.py", "operations/dump_steps.py"}
+"""Processes that only tell their parent, and the folder that could not be removed, which its error names."""
+
+
+def test_no_message_shows_the_number_of_an_errno() -> None:
+    found = []
+    for file in sorted(SOURCE.rglob("*.py")):
+        name = str(file.relative_to(SOURCE))
+        for handler in ast.walk(ast.parse(file.read_text())):
+            if not isinstance(handler, ast.ExceptHandler) or handler.type is None or name in _STANDALONE:
+                continue
+            caught = {each.id for each in ast.walk(handler.type) if isinstance(each, ast.Name)}
+            if caught & {"OSError", "PermissionError", "FileNotFoundError", "FileExistsError"}:
+                found += [
+                    f"{name}:{each.lineno}: reason_of({handler.name})"
+                    for each in ast.walk(handler)
+                    if isinstance(each, ast.FormattedValue)
+                    and each.conversion == -1
+                    and isinstance(each.value, ast.Name)
+                    and each.value.id == handler.name
+                ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (OSError(2, "No such file or directory", "/x"), "/x: No such file or directory"),
+        (OSError(28, "No space left on device"), "No space left on device"),
+        (OSError("what a library says"), "what a library says"),
+        (ValueError("not a number"), "not a number"),
+    ],
+)
+def test_the_reason_of_an_error(error: Exception, reason: str) -> None:
+    assert reason_of(error) == reason

@@ -176,10 +176,10 @@ def test_a_gpu_no_process_can_see() -> None:
 
 def test_a_job_without_gpus_has_none_to_place() -> None:
     here = machine(10)
-    with pytest.raises(InvalidRequest, match="where the job ran"):
-        choose_gpus(GpuRequest.of("0=0", None), [], [], here)
-    with pytest.raises(InvalidRequest, match="the job uses 0 GPUs"):
-        choose_gpus(GpuRequest.of(None, "0"), [], [], here)
+    for asked in (GpuRequest.of("0=0", None), GpuRequest.of(None, "0")):
+        with pytest.raises(InvalidRequest, match="no suspended device memory") as caught:
+            choose_gpus(asked, [], [], here)
+        assert "gpucr move" in str(caught.value.hint)
     assert choose_gpus(GpuRequest.of(None, "auto"), [], [], here).gpu_map is None
 
 

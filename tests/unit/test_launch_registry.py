@@ -295,10 +295,16 @@ def test_an_exit_status_is_removed_when_another_job_takes_the_name(registry: Reg
 
 
 def test_a_dumped_job_keeps_its_name_until_it_is_restored_or_forgotten(registry: Registry, tmp_path: Path) -> None:
-    record = _register(registry, "train", _ended(), tmp_path, snapshot="/snap", dumped=True)
+    snapshot = tmp_path / "snap"
+    record = _register(registry, "train", _ended(), tmp_path, snapshot=str(snapshot), dumped=True)
     with pytest.raises(InvalidRequest, match="is dumped") as caught:
         _register(registry, "train", _ended(), tmp_path)
-    assert "gpucr restore /snap" in str(caught.value.hint)
+    assert f"its snapshot {snapshot} is gone" in str(caught.value.hint)
+    snapshot.mkdir()
+    (snapshot / "manifest.json").touch()
+    with pytest.raises(InvalidRequest, match="is dumped") as caught:
+        _register(registry, "train", _ended(), tmp_path)
+    assert f"gpucr restore {snapshot}" in str(caught.value.hint)
     with registry.reserve("train", replaces=lambda job: job.state.word == "dumped") as reservation:
         reservation.register(replace(record, dumped=False))
     assert registry.find("train").state.word != "dumped"

@@ -147,6 +147,7 @@ class _Run:
                 return self._watch(record)
             except BaseException:  # nobody would watch the job, or learn of the end of its allocation
                 end_processes(record)
+                self._say(f"{record.name} is ended, too; {self._snapshots.next_start()}")
                 raise
 
     def _not_begun(self, reason: str | None) -> int:

@@ -114,6 +114,7 @@ def require_store(place: str) -> str:
     """The location of a store. Raises InvalidRequest for a snapshot in one."""
     if "#" in place:
         raise InvalidRequest(
-            f"{place} is not a store", hint="give --to the folder or the URL of one: `gpucr store init` makes it"
+            f"{place} names a snapshot, and a store is meant: a job has its snapshots by its id",
+            hint="leave out what follows the #",
         )
     return place

@@ -17,7 +17,7 @@ import msgspec
 from msgspec.structs import replace
 
 from gpucr import records
-from gpucr.errors import InvalidRequest, Unsupported
+from gpucr.errors import InvalidRequest, Unsupported, reason_of
 from gpucr.jobs.record import boot_id, pid_namespace
 from gpucr.jobs.registered import registry
 from gpucr.linux import durable, locks, processes, trusted_paths
@@ -168,7 +168,7 @@ def _read(name: str) -> Borrowing | None:
         return None
     except (OSError, RecordError) as e:
         raise InvalidRequest(
-            f"the record of a borrower cannot be read: {path}: {e}",
+            f"the record of a borrower cannot be read: {path}: {reason_of(e)}",
             hint="check with `gpucr jobs` that its command does not run, then remove the file",
             code="GPUCR-BORROW-DAMAGED",
         ) from e
@@ -196,7 +196,7 @@ def _usable() -> Iterator[Any]:
         yield
     except OSError as e:
         raise Unsupported(
-            f"the records of borrowers cannot be written: {e}",
+            f"the records of borrowers cannot be written: {reason_of(e)}",
             hint="set XDG_STATE_HOME to a private folder that can be written",
             code="GPUCR-REGISTRY",
         ) from e

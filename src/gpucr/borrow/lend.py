@@ -18,7 +18,7 @@ from gpucr.diagnosis import preflight
 from gpucr.diagnosis.traps import findings_of_traps
 from gpucr.driver import own_use
 from gpucr.driver.gpus import gpu_processes
-from gpucr.errors import GpucrError, InvalidRequest, JobDamaged, NotACudaProcess, Unsupported
+from gpucr.errors import GpucrError, InvalidRequest, JobDamaged, NotACudaProcess, Unsupported, reason_of
 from gpucr.gpu_state import at_work
 from gpucr.gpu_state.ways import uses_files
 from gpucr.jobs import selection
@@ -290,7 +290,7 @@ def _remove(snapshot: str, key_file: str | None, say: Say) -> None:
         else:
             shutil.rmtree(snapshot)
     except (GpucrError, OSError) as e:
-        say(f"the snapshot {snapshot} is not needed any more, and could not be removed: {e}")
+        say(f"the snapshot {snapshot} is not needed any more, and could not be removed: {reason_of(e)}")
 
 
 @contextlib.contextmanager

@@ -77,9 +77,11 @@ def check(facts: CriuFacts) -> list[Finding]:
                 facts.missing,
                 "dump and restore are refused; suspend and resume work",
                 "gpucr criu fetches one on Debian and Ubuntu; elsewhere install CRIU "
-                f"{version_text(facts.least)} or newer",
+                f"{version_text(facts.least)} or newer"
+                if facts.is_privileged
+                else "sudo gpucr criu --grant fetches one and lets ordinary users start it",
                 code="GPUCR-NO-CRIU",
-                repair="fetch-criu",
+                repair="fetch-criu" if facts.is_privileged else None,
                 about=_ABOUT,
             )
         ]

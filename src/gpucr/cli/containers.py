@@ -9,6 +9,7 @@ import click
 from click.core import ParameterSource
 
 from gpucr.cli.output import print_json
+from gpucr.cli.usage import name_of
 
 if TYPE_CHECKING:
     from gpucr.containers.by_runtime import ContainerReport
@@ -23,7 +24,7 @@ def refuse_other_options(what: str, allowed: Collection[str]) -> None:
         name = parameter.name or ""
         given = context.get_parameter_source(name) not in (ParameterSource.DEFAULT, ParameterSource.DEFAULT_MAP, None)
         if given and context.params.get(name) is not None and name not in (*allowed, *_ALWAYS):
-            raise click.UsageError(f"{parameter.opts[-1]} means nothing with {what}: the container's runtime does that")
+            raise click.UsageError(f"{name_of(parameter)} means nothing with {what}: the container's runtime does that")
 
 
 def print_container(kind: str, report: ContainerReport, *, as_json: bool, quiet: bool) -> None:

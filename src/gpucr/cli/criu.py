@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
+from pathlib import Path
+
 import click
 
 from gpucr.cli.options import json_option
 from gpucr.cli.output import print_json, say
 from gpucr.criu import granted
 from gpucr.criu.engine import Criu
-from gpucr.criu.install import CriuInstall, find_criu
+from gpucr.criu.install import ENVIRONMENT_VARIABLE, CriuInstall, find_criu
 from gpucr.errors import CriuError, CriuUnavailable, InvalidRequest
+from gpucr.linux.reachable import closed_to_others
 
 
 @click.command("criu")
@@ -47,6 +53,7 @@ def command(*, no_fetch: bool, grant: bool, group: str | None, network: bool, re
         say("\n".join(f"removed {path}" for path in granted.revoke()) or "nothing was granted")
     if grant:
         granted.grant(_find(fetch=not no_fetch), group=group, network=network)
+        say_if_closed()
     install = _find(fetch=not no_fetch)
     problem = _problem(install)
     grants = granted.find_grants()
@@ -74,6 +81,18 @@ def command(*, no_fetch: bool, grant: bool, group: str | None, network: bool, re
         raise CriuUnavailable(problem.message, hint=problem.hint) from problem
 
 
+def say_if_closed() -> None:
+    """Warn root if ordinary users cannot start the gpucr that was set up for them: Python or the package is private."""
+    closed: Path | None = None
+    with contextlib.suppress(OSError):
+        closed = closed_to_others((Path(sys.executable), Path(__file__)))
+    if closed is not None:
+        say(f"warning: ordinary users cannot start this gpucr: they may not read {closed}")
+        say(
+            "hint:  install it where they can, with a Python that is not in a home folder: /usr/bin/python3 -m venv DIR"
+        )
+
+
 def _granted_text(there: granted.Grant | None) -> str:
     if there is None:
         return "no: only root can dump and restore"
@@ -85,7 +104,7 @@ def _find(*, fetch: bool) -> CriuInstall:
     try:
         return find_criu()
     except CriuUnavailable:
-        if not fetch:
+        if not fetch or os.environ.get(ENVIRONMENT_VARIABLE):  # the one that it names is never replaced by another
             raise
     from gpucr.criu.provide import provide_criu  # rarely needed, and slow to import
 

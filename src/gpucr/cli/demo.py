@@ -22,7 +22,7 @@ from gpucr.cli.options import complete_folder, json_option
 from gpucr.cli.output import print_json, say
 from gpucr.driver.cuda import load_driver
 from gpucr.driver.gpus import gpu_processes, list_gpus
-from gpucr.errors import DeadlineExceeded, DriverUnavailable, GpucrError, InvalidRequest, ProcessNotFound
+from gpucr.errors import DeadlineExceeded, DriverUnavailable, GpucrError, InvalidRequest, ProcessNotFound, reason_of
 from gpucr.linux.processes import describe, kill_and_wait, read_stat
 from gpucr.quantities import format_bytes
 from gpucr.undo.interrupts import not_over_yet
@@ -106,7 +106,7 @@ class Counter:
                 client.send(question.encode())
                 return client.recv(100).decode(errors="replace").strip()
             except OSError as e:
-                return f"no answer ({e})"
+                return f"no answer ({reason_of(e)})"
 
     def is_gone(self) -> bool:
         """Whether its pid is free. Reaps it first: it is this process's child until it is dumped."""
@@ -249,7 +249,7 @@ def command(*, mib: int, keep: Path | None, as_json: bool) -> None:
 
     The program counts in device memory and answers over UDP. It must answer 101 before the dump and 102 after the
     restore, with all its device memory intact. It runs on the GPU where there is one with driver 570 or newer, else on
-    the simulated driver. Needs root (for CRIU); leaves nothing behind.
+    the simulated driver. Needs root, or a CRIU that root has granted; leaves nothing behind.
 
     \b
     Examples:

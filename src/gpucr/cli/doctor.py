@@ -12,6 +12,7 @@ import msgspec
 from gpucr.checkups.doctor import DoctorReport, doctor
 from gpucr.checkups.repairs import Repair
 from gpucr.cli.columns import Column, fit, terminal_width, wrapped
+from gpucr.cli.durations import Limit
 from gpucr.cli.options import complete_folder, job_argument, json_option, quiet_option
 from gpucr.cli.output import print_json, printable, say
 from gpucr.diagnosis.canaries.results import WHAT, CanaryResult, ProbeReport
@@ -54,10 +55,10 @@ _BELOW = " " * len(_ROW.format("", ""))
 @click.option(
     "--canary-timeout",
     "canary_timeout_s",
-    type=click.FloatRange(min=0, min_open=True),
-    default=CANARY_TIMEOUT_S,
+    type=Limit(),
+    default=f"{CANARY_TIMEOUT_S:g}s",
     show_default=True,
-    metavar="S",
+    metavar="TIME",
     help="With --probe: time limit of one canary.",
 )
 @json_option

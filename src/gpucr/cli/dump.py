@@ -112,11 +112,11 @@ def command(
     quiet: bool,
     verbose: bool,
 ) -> None:
-    """Write PID and its whole tree to the folder DIR, or into a store, and end it. Needs root.
+    """Write PID and its whole tree to the folder DIR, or into a store, and end it.
 
-    The processes are ended only after the snapshot is complete and durable. If anything fails before, they
-    keep running and DIR is unchanged. A store (`gpucr store init`) holds many snapshots: what is already there is
-    checked, not written again.
+    Needs root, or a CRIU that root has granted. The processes are ended only after the snapshot is complete and
+    durable. If anything fails before, they keep running and DIR is unchanged. A store (`gpucr store init`) holds many
+    snapshots: what is already there is checked, not written again.
 
     \b
     Example:

@@ -25,5 +25,22 @@ class Duration(click.ParamType):  # type: ignore[type-arg]  # click 8.1 knows no
         found = re.fullmatch(r"(\d+(?:\.\d+)?)(ms|[smhdw])", str(value))
         if found is None:
             also = "".join(f", or {word}" for word in self._words)
-            self.fail(f"{value!r} is no time: write 90s, 10m, 12h, 7d or 2w{also}", param, ctx)
+            self.fail(f"{value!r} is not a time: write 90s, 10m, 12h, 7d or 2w{also}", param, ctx)
         return float(found[1]) * _UNITS[found[2]]
+
+
+class Limit(Duration):
+    """How long something may take: a time above 0, or ``least_s`` or more. A bare number is seconds."""
+
+    def __init__(self, least_s: float | None = None) -> None:
+        super().__init__()
+        self._least_s = least_s
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float | str:
+        """Raises click's usage error if it is invalid."""
+        text = str(value)
+        seconds = super().convert(f"{text}s" if re.fullmatch(r"\d+(?:\.\d+)?", text) else value, param, ctx)
+        if isinstance(seconds, float) and (seconds <= 0 or seconds < (self._least_s or 0)):
+            what = "above 0" if self._least_s is None else f"{self._least_s:g}s or more"
+            self.fail(f"{text!r} is not {what}", param, ctx)
+        return seconds

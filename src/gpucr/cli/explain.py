@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
 _SECTION = re.compile(r"^## (GPUCR-[A-Z0-9-]+)\n(.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
+_MOST_NEAR = 5
+_WIDEST = 100
+"""Longer lines are hard to read."""
 _LINK = re.compile(r"\[([^\]]+)\]\([^)\s]+\)")
 
 
@@ -62,12 +65,23 @@ def command(*, code: str | None, as_json: bool) -> None:
         return
     if code not in known:
         bare = {each.removeprefix("GPUCR-"): each for each in known}
-        near = [bare[each] for each in difflib.get_close_matches(code.removeprefix("GPUCR-"), bare, n=3, cutoff=0.7)]
+        word = code.removeprefix("GPUCR-")
+        near = [bare[each] for each in bare if word and word in each.split("-")][:_MOST_NEAR]
+        near = near or [bare[each] for each in difflib.get_close_matches(word, bare, n=_MOST_NEAR, cutoff=0.7)]
         raise InvalidRequest(
             f"there is no error code {code}",
             hint=f"did you mean {' or '.join(near)}?" if near else "`gpucr explain` lists all codes",
         )
-    click.echo(f"{code}\n\n{known[code]}")
+    click.echo(f"{code}\n\n{_for_terminal(known[code], terminal_width())}")
+
+
+def _for_terminal(body: str, width: int | None) -> str:
+    """The page in lines of the terminal's width, without Markdown's marks for bold text; elsewhere as it is."""
+    if width is None:
+        return body
+    size = min(width, _WIDEST)
+    paragraphs = body.replace("**", "").split("\n\n")
+    return "\n\n".join("\n".join(wrapped(" ".join(each.split()), size)) for each in paragraphs)
 
 
 def _first_sentence(body: str) -> str:

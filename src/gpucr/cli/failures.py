@@ -12,8 +12,9 @@ from typing import Any
 
 import click
 
+from gpucr.cli import usage
 from gpucr.cli.output import JsonWanted, print_json, say
-from gpucr.errors import CriuError, DriverError, GpucrError, InvalidRequest, OutputLost, Unsupported
+from gpucr.errors import CriuError, DriverError, DriverUnavailable, GpucrError, InvalidRequest, OutputLost, Unsupported
 from gpucr.linux.descriptor_limit import OUT_OF_DESCRIPTORS
 
 _MORE_MEMORY = "free memory, or raise the limit (ulimit -v); `gpucr ps` shows where the job is"
@@ -44,11 +45,11 @@ def say_error(error: GpucrError, *, of_job: str = "") -> None:
 
 
 def show_usage(error: click.ClickException, wanted: JsonWanted) -> None:
-    """Show click's usage error: likewise, after click's own text."""
-    error.show()
-    say(f"code:  {InvalidRequest.code}")
-    if wanted.is_wanted and not wanted.is_printed:
-        print_json("error", fields_of(InvalidRequest(error.format_message())))
+    """Show click's usage error likewise. A group without a command shows its help, which is no failure to explain."""
+    if usage.shows_help(error):
+        error.show()
+    else:
+        show(usage.as_invalid_request(error), wanted)
 
 
 def unexpected(error: Exception, *, has_succeeded: bool = False) -> GpucrError:
@@ -104,6 +105,8 @@ def _hint(error: GpucrError) -> str | None:
     if isinstance(error, DriverError) and error.result == _OPERATING_SYSTEM and _SIMULATED in os.environ:
         folder = os.environ[_SIMULATED]
         return f"the driver is simulated: see that the process can use its state folder {folder} ({_SIMULATED})"
+    if isinstance(error, DriverUnavailable) and (error.hint or "").startswith("install NVIDIA"):
+        return f'{error.hint}; to try gpucr without a GPU: eval "$(gpucr sim env)"'
     return error.hint
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from gpucr.cli.criu import say_if_closed
 from gpucr.cli.options import complete_folder, json_option
 from gpucr.cli.output import print_json, say
 from gpucr.cli.suggesting import SuggestingGroup
@@ -14,7 +15,7 @@ from gpucr.helper.folders import WORK_FOLDER
 from gpucr.helper.keys import KEYS_FOLDER
 from gpucr.helper.place import SOCKET, socket_path
 from gpucr.helper.served import Settings
-from gpucr.linux.unit_files import UNITS_FOLDER, UnitFile
+from gpucr.linux.unit_files import UNITS_FOLDER, UnitFile, what_is_left
 
 _units_dir_option = click.option(
     "--units-dir",
@@ -68,6 +69,9 @@ def install(*, group: str | None, units_dir: Path, keys: Path, no_enable: bool, 
       sudo gpucr helper install --group trainers
     """
     _print("install", installed.install(units_dir, keys=keys, group=group, enable=not no_enable), as_json=as_json)
+    say_if_closed()
+    if (left := what_is_left(units_dir, enable=not no_enable)) is not None:
+        say(f"warning: {left}; without systemd run `gpucr helper listen`")
 
 
 @command.command("uninstall")
@@ -86,7 +90,7 @@ def uninstall(*, units_dir: Path, as_json: bool) -> None:
 @command.command("status")
 @json_option
 def status(*, as_json: bool) -> None:
-    """Show whether this user can use the helper, and its CRIU.
+    """Show whether this user can use the helper, and its CRIU. Exit code 1 if there is none.
 
     \b
     Example:
@@ -98,9 +102,11 @@ def status(*, as_json: bool) -> None:
         version = install.version_text if install is not None else None
         print_json("helper.status", {"socket": None if path is None else str(path), "criu_version": version})
     elif install is None:
-        click.echo("there is no helper for this user")
+        click.echo("there is no helper for this user (root installs one: gpucr helper install)")
     else:
         click.echo(f"the helper listens at {path}, with CRIU {install.version_text}")
+    if install is None:
+        raise SystemExit(1)
 
 
 @command.command("listen")

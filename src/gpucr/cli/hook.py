@@ -109,7 +109,7 @@ def status(*, config_dir: Path, as_json: bool) -> None:
         raise SystemExit(1)
 
 
-@command.command("run")
+@command.command("run", short_help="Do the work of one hook, for CRIU.")
 def run() -> None:
     """Do the work of one hook, which CRIU's environment variables name.
 

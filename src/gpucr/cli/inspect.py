@@ -9,14 +9,14 @@ from typing import Any
 import click
 
 from gpucr.cli.columns import shortened, terminal_width, wrapped
-from gpucr.cli.keys import key_file_option, with_key
+from gpucr.cli.keys import key_file_option
 from gpucr.cli.options import complete_place, json_option
 from gpucr.cli.output import print_json, printable, say
+from gpucr.cli.places import open_place
 from gpucr.cli.reports import snapshot_text
 from gpucr.cli.snapshot_tree import as_json_record, tree_of
 from gpucr.operations.inspect import inspect
 from gpucr.quantities import counted, format_bytes
-from gpucr.snapshot.location import open_snapshot
 from gpucr.snapshot.manifest import Manifest, ProcessRecord, members
 
 
@@ -37,7 +37,7 @@ def command(*, snapshot: str, verify: bool, every_file: bool, key_file: Path | N
       gpucr inspect /var/snapshots/training-0042 --files
       gpucr inspect /var/snapshots/store#latest
     """
-    opened = with_key(key_file, lambda key: open_snapshot(snapshot, key), place=snapshot)
+    opened = open_place(snapshot, key_file)
     if verify:
         opened.verify()
     manifest = opened.manifest

@@ -14,13 +14,13 @@ import click
 
 from gpucr.cli.columns import Column, fit, terminal_width, wrapped
 from gpucr.cli.job_states import state_text
-from gpucr.cli.options import json_option
+from gpucr.cli.options import JobTarget, json_option
 from gpucr.cli.output import print_json, printable
 from gpucr.errors import GpucrError, InvalidRequest
 from gpucr.jobs import others
 from gpucr.jobs.record import JobRecord
-from gpucr.jobs.registered import is_gone
-from gpucr.jobs.registry import ListedJob
+from gpucr.jobs.registered import find_by_pid_or_name
+from gpucr.jobs.registry import ListedJob, is_gone
 from gpucr.model import ProcessId
 from gpucr.operations.gpu_jobs import device_bytes_of_jobs
 from gpucr.operations.launch import forget_jobs, list_jobs
@@ -50,14 +50,13 @@ _COLUMNS = (
 
 
 @click.command("jobs")
+@click.argument("targets", nargs=-1, type=JobTarget(), metavar="[NAME|PID]...")
 @click.option("--all", "show_all", is_flag=True, help="Also show ended jobs.")
 @click.option("--all-users", is_flag=True, help="Also show other users' running jobs, as USER/JOB. Root only.")
 @click.option(
     "--forget",
-    "forgotten",
-    metavar="NAME",
-    multiple=True,
-    help="Remove the record and logs of a job that no longer runs. A dumped job's log is kept.",
+    is_flag=True,
+    help="Remove the records and logs of these jobs, which no longer run. A dumped job's log is kept.",
 )
 @click.option(
     "--force",
@@ -65,25 +64,29 @@ _COLUMNS = (
     help="With --forget: also a job that may run elsewhere, and a dumped job's log.",
 )
 @json_option
-def command(*, show_all: bool, all_users: bool, forgotten: tuple[str, ...], force: bool, as_json: bool) -> None:
+def command(
+    *, targets: tuple[int | str, ...], show_all: bool, all_users: bool, forget: bool, force: bool, as_json: bool
+) -> None:
     """List the jobs that `gpucr run` started: name, pid, state, age, device memory, supervision, isolation, command.
 
-    A name stands for the pid in all commands. Each user has their own list; root can name other users' running jobs as
-    USER/JOB.
+    With NAME: only these jobs, ended or not. A name stands for the pid in all commands. Each user has their own list;
+    root can name other users' running jobs as USER/JOB.
 
     \b
     Example:
       gpucr jobs --all
       sudo gpucr jobs --all-users
-      gpucr jobs --forget train --forget test
+      gpucr jobs --forget train test
     """
-    if force and not forgotten:
+    if force and not forget:
         raise InvalidRequest("--force goes with --forget NAME", hint="leave it out")
-    if all_users and forgotten:
+    if forget and not targets:
+        raise InvalidRequest("--forget does not say which jobs", hint="name them: gpucr jobs --forget NAME")
+    if all_users and forget:
         raise InvalidRequest("--forget is for jobs of your own", hint="omit --all-users")
     more: Mapping[str, _More] = {}
-    if forgotten:
-        found: Sequence[ListedJob] = forget_jobs(forgotten, force=force)
+    if forget:
+        found: Sequence[ListedJob] = forget_jobs(map(str, targets), force=force)
         for job in found:
             SupervisedFolder(job.name).remove()
         if not as_json:
@@ -91,12 +94,22 @@ def command(*, show_all: bool, all_users: bool, forgotten: tuple[str, ...], forc
                 click.echo(f"{job.name} forgotten ({_state_text(job)}){_kept(job, force=force)}")
             return
     else:
-        found = [job for job in list_jobs(all_users=all_users) if show_all or job.state.word != "ended"]
+        if targets:
+            found = [_find(each) for each in dict.fromkeys(targets)]
+        else:
+            found = [job for job in list_jobs(all_users=all_users) if show_all or job.state.word != "ended"]
         more = _more(found)
     if as_json:
         print_json("jobs", {"jobs": [_as_json_record(job, more.get(job.name, _More())) for job in found]})
     else:
         _print_table(found, more)
+
+
+def _find(target: int | str) -> ListedJob:
+    """The job of this user, or for root, as USER/JOB, a running one of another user. Raises InvalidRequest."""
+    if isinstance(target, str) and others.SEPARATOR in target:
+        return others.find_running(target)
+    return find_by_pid_or_name(target)
 
 
 def _kept(job: ListedJob, *, force: bool) -> str:
@@ -117,6 +130,7 @@ class _More:
     supervisor: ProcessId | None = None
     is_lent: bool = False
     waits_for: tuple[str, ...] = ()
+    is_dumped: bool = False
 
     def cells(self, record: JobRecord | None) -> tuple[str, ...]:
         """The optional columns' cells."""
@@ -140,9 +154,11 @@ class _More:
 
     @property
     def word(self) -> str:
-        """The state of the supervision; ``missing``: there should be a supervisor."""
+        """The state of the supervision; ``missing``: there should be one; ``drained``: it has taken a last dump."""
         if self.state is None:
             return "-"
+        if self.is_dumped and self.state.phase == "draining":
+            return "drained"
         return "missing" if self.state.phase in UNFINISHED else self.state.phase
 
 
@@ -167,7 +183,8 @@ def _more(found: Sequence[ListedJob]) -> dict[str, _More]:
         with contextlib.suppress(GpucrError):  # whoever needs it reports damage
             if folder.exists():
                 state, supervisor = folder.state(), folder.supervisor()
-        more[job.name] = _More(device_bytes, state, supervisor, job.name in lent, lent.get(job.name, ()))
+        is_dumped = job.state.word == "dumped"
+        more[job.name] = _More(device_bytes, state, supervisor, job.name in lent, lent.get(job.name, ()), is_dumped)
     return more
 
 

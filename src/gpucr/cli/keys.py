@@ -67,7 +67,7 @@ def new_key(key_file: Path | None) -> Secret:
     if key is None and not sys.stdin.isatty():
         raise InvalidRequest(
             "no key was given, and there is no terminal to ask for a passphrase",
-            hint="give --key-file FILE; a key file is made with: head -c 32 /dev/urandom > FILE",
+            hint="give --key-file FILE; a key file is made with: (umask 077; head -c 32 /dev/urandom > FILE)",
         )
     return key if key is not None else ask_new()
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import click
 
-from gpucr.cli.durations import Duration
+from gpucr.cli.durations import Duration, Limit
 from gpucr.cli.keys import key_file_option, with_key
 from gpucr.cli.options import (
     complete_file,
@@ -45,8 +45,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 def command() -> None:
     """Dump and restore one job whose parts are on several nodes: all of them, or none.
 
-    Run the same command on every node, as `srun` does. Node 0 listens at HOST:PORT, the others connect to it; who has
-    another secret is not let in.
+    Run the same command on every node, as `srun` does. Node 0 listens at HOST:PORT, the others connect to it; one with
+    another secret is refused.
 
     \b
     Example:
@@ -80,8 +80,8 @@ def _meeting_options(function: F) -> F:
             help="How long the nodes wait for each other at first.",
         ),
         click.option(
-            "--timeout", "timeout_s", type=click.FloatRange(min=0, min_open=True), default=600.0, show_default=True,
-            metavar="S", help="Give up after S seconds, counted from the meeting, and undo on all nodes.",
+            "--timeout", "timeout_s", type=Limit(), default="10m", show_default=True, metavar="TIME",
+            help="Give up after this time, counted from the meeting, and undo on all nodes.",
         ),
     )  # fmt: skip
     for option in reversed(options):
@@ -89,7 +89,7 @@ def _meeting_options(function: F) -> F:
     return function
 
 
-@command.command("dump")
+@command.command("dump", short_help="Dump this node's part of a job into a set.")
 @job_argument(with_container=False)
 @click.option(
     "--to", required=True, metavar="STORE#NAME", shell_complete=complete_place, help="The set, in a store of all nodes."
@@ -162,7 +162,7 @@ def dump(
     print_phases(headline, report.phases, ("total", made.seconds))
 
 
-@command.command("restore")
+@command.command("restore", short_help="Restore this node's part of a set.")
 @click.argument("snapshot", metavar="STORE#NAME", shell_complete=complete_place)
 @_meeting_options
 @gpu_map_option

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
 
 import click
 
+from gpucr.cli.durations import Limit
 from gpucr.cli.output import JsonWanted
 from gpucr.gpu_state.ways import GpuState
 from gpucr.jobs.names import is_name
@@ -30,12 +31,15 @@ class JobTarget(click.ParamType):  # type: ignore[type-arg]  # click 8.1 knows n
         if isinstance(value, int):
             return value
         text = str(value)
-        if is_name(text.partition("/")[2] or text):
+        user, slash, name = text.rpartition("/")
+        if is_name(name) and bool(user) == bool(slash) and "/" not in user:
             return text
         try:
             return int(text)
         except ValueError:
-            self.fail(f"{text!r} is neither a pid nor the name of a job", param, ctx)
+            is_place = ctx is not None and "/" in text and any(each.name == "to" for each in ctx.command.params)
+            where = ": a folder or store goes after --to" if is_place else ""
+            self.fail(f"{text!r} is neither a pid nor the name of a job{where}", param, ctx)
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         """Names of jobs, and pids of processes that use CUDA."""
@@ -107,7 +111,9 @@ def job_argument(
             return command(job=job, **others)
 
         parameters = [
-            click.argument("targets", nargs=-1, type=JobTarget(), metavar="PID|NAME..."),
+            click.argument(
+                "targets", nargs=-1, type=JobTarget(), metavar="PID|NAME..." if is_required else "[PID|NAME]..."
+            ),
             click.option("--as-one", is_flag=True, help="The trees of several PIDs are one job."),
             click.option(
                 "--cgroup",
@@ -196,9 +202,9 @@ verbose_option = click.option(
 timeout_option = click.option(
     "--timeout",
     "timeout_s",
-    type=click.FloatRange(min=0, min_open=True),
-    metavar="S",
-    help="Give up after S seconds and undo. Default: 30 s for locking, no limit for the rest.",
+    type=Limit(),
+    metavar="TIME",
+    help="Give up after this time (90, 90s, 10m) and undo. Default: 30s for locking, no limit for the rest.",
 )
 gpu_state_option = click.option(
     "--gpu-state",

@@ -8,7 +8,7 @@ from typing import get_args
 import click
 
 from gpucr.cli.containers import print_container, refuse_other_options
-from gpucr.cli.keys import key_file_option, with_key
+from gpucr.cli.keys import key_file_option
 from gpucr.cli.options import (
     complete_place,
     force_option,
@@ -20,13 +20,13 @@ from gpucr.cli.options import (
     verbose_option,
 )
 from gpucr.cli.output import print_json
+from gpucr.cli.places import open_place
 from gpucr.cli.progress import progress_printer
 from gpucr.cli.reports import gpu_fields, print_phases, report_fields, say_gpu_reasons, say_warnings
 from gpucr.containers.record import is_container
 from gpucr.diagnosis.preflight import FilesMode, TcpMode
 from gpucr.operations.restore import restore
 from gpucr.quantities import counted
-from gpucr.snapshot.location import open_snapshot
 
 
 @click.command("restore")
@@ -73,11 +73,11 @@ def command(
     quiet: bool,
     verbose: bool,
 ) -> None:
-    """Bring the job of a snapshot back: same pids, same memory, same GPUs or others. Needs root.
+    """Bring the job of a snapshot back: same pids, same memory, same GPUs or others.
 
-    The snapshot is the folder DIR, or one in a store: by name or id, `latest`, or without a name the only one. It is
-    verified and stays unchanged. If anything fails, the processes restored so far are ended. A snapshot of `gpucr dump
-    --container` is restored by the container's runtime.
+    Needs root, or a CRIU that root has granted. The snapshot is the folder DIR, or one in a store: by name or id,
+    `latest`, or without a name the only one. It is verified and stays unchanged. If anything fails, the processes
+    restored so far are ended. A snapshot of `gpucr dump --container` is restored by the container's runtime.
 
     \b
     Example:
@@ -95,7 +95,7 @@ def command(
         print_container("restore", restore_container(Path(snapshot)), as_json=as_json, quiet=quiet)
         return
     listener = progress_printer(quiet=quiet or as_json, verbose=verbose)
-    opened = with_key(key_file, lambda key: open_snapshot(snapshot, key), place=snapshot)
+    opened = open_place(snapshot, key_file)
     report = restore(
         opened,
         gpu_map=gpu_map,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -10,10 +11,12 @@ import click
 from gpucr.cli.options import complete_file, complete_folder, json_option
 from gpucr.cli.output import print_json, printable, say
 from gpucr.cli.supervision import supervision_options
+from gpucr.errors import GpucrError
 from gpucr.jobs.record import Network
 from gpucr.linux import processes
 from gpucr.operations.launch import LaunchPlan, plan_job, run_job
 from gpucr.records import DEFAULT_PRIORITY, HIGHEST_PRIORITY, to_json
+from gpucr.supervise.folder import SupervisedFolder
 
 if TYPE_CHECKING:
     from gpucr.supervise.settings import Supervision
@@ -108,6 +111,8 @@ def command(
         started, supervisor_pid = supervised.job, supervised.supervisor_pid
     else:
         started, supervisor_pid = run_job(command_line, **how), None
+        with contextlib.suppress(GpucrError):  # an ended job of this name may have left it
+            SupervisedFolder(started.record.name).leave_to_new_job()
     record, plan = started.record, started.plan
     for warning in plan.warnings:
         say(f"warning: {warning}")
@@ -132,8 +137,8 @@ def command(
     if plan.why_not_isolated is not None and isolate is None:
         say(f"not isolated: {plan.why_not_isolated}")
     if plan.network == "own" and network is None:
-        reach = "`gpucr exec` reaches it, and " if processes.can_checkpoint_processes() else ""
-        say(f"its network is its own: {reach}--network host would share the machine's")
+        reach = "`gpucr exec` reaches it; " if processes.can_checkpoint_processes() else ""
+        say(f"its network is a loopback of its own: {reach}--network host shares the machine's")
     click.echo(f"name  {record.name}")
     click.echo(f"pid   {record.pid}")
     click.echo(f"log   {record.log_path}")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from gpucr.cli.options import complete_folder, json_option
-from gpucr.cli.output import print_json
+from gpucr.cli.output import print_json, say
 from gpucr.cli.suggesting import SuggestingGroup
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def command() -> None:
     """
 
 
-@command.command("install")
+@command.command("install", short_help="Write the units, check and enable them.")
 @_units_dir_option
 @click.option("--no-enable", is_flag=True, help="Write the files only; start and enable nothing.")
 @json_option
@@ -52,9 +52,12 @@ def install(*, units_dir: Path, no_enable: bool, as_json: bool) -> None:
     Example:
       gpucr service install
     """
+    from gpucr.linux.unit_files import what_is_left
     from gpucr.supervise import service
 
     _print("install", service.install(units_dir, enable=not no_enable), as_json=as_json)
+    if (left := what_is_left(units_dir, enable=not no_enable)) is not None:
+        say(f"warning: {left}; without systemd run `gpucr supervise --all` after a boot")
 
 
 @command.command("uninstall")

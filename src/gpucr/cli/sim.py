@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import shlex
 import socket
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import click
 from click.core import ParameterSource
 
+from gpucr.cli.durations import Limit
 from gpucr.cli.options import complete_folder, json_option
 from gpucr.cli.output import print_json
 from gpucr.cli.suggesting import SuggestingGroup
@@ -21,6 +23,24 @@ from gpucr.errors import DeadlineExceeded, DriverUnavailable
 from gpucr.sim.build import build, environment
 
 _RETRY_S = 0.05
+_MOST_GPUS = 16
+
+
+class _Gpus(click.ParamType):  # type: ignore[type-arg]  # click 8.1 knows no arguments
+    """What the simulated driver takes for its GPUs: checked here, since it only tells the program that starts CUDA."""
+
+    name = "gpus"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        count = 0
+        for each in str(value).split(","):
+            found = re.fullmatch(r"(?:(\d+)x)?0*[1-9]\d*(?:GiB|MiB)?", each)
+            if found is None:
+                self.fail(f"{each!r} names no GPUs: write 16GiB, 2x16GiB or 2x16GiB,80GiB", param, ctx)
+            count += int(found[1] or 1)
+        if not 1 <= count <= _MOST_GPUS:
+            self.fail(f"a simulated machine has 1 to {_MOST_GPUS} GPUs, not {count}", param, ctx)
+        return str(value)
 
 
 @click.group("sim", cls=SuggestingGroup)
@@ -36,7 +56,14 @@ def command() -> None:
 
 
 @command.command("env")
-@click.option("--gpus", default="2x16GiB", show_default=True, metavar="SPEC", help="[COUNTx]SIZE, comma separated.")
+@click.option(
+    "--gpus",
+    type=_Gpus(),
+    default="2x16GiB",
+    show_default=True,
+    metavar="SPEC",
+    help="[COUNTx]SIZE in GiB or MiB, comma separated.",
+)
 @click.option(
     "--state-dir",
     type=click.Path(path_type=Path),
@@ -67,7 +94,7 @@ def _quoted(value: str) -> str:
     return quoted if quoted.startswith("'") else f"'{quoted}'"
 
 
-@command.command("counter")
+@command.command("counter", short_help="Run a program that counts in GPU memory.")
 @click.option("--port", type=click.IntRange(0, 65535), required=True, help="UDP port; 0 picks a free one.")
 @click.option("--mib", type=click.IntRange(min=0), default=0, help="MiB of reproducible random bytes on each device.")
 @click.option("--devices", default="0", show_default=True, metavar="0,1", help="The devices to use.")
@@ -96,16 +123,16 @@ def counter(**options: int | str | bool | None) -> None:
     _become("counter", list(_counter_arguments(options)))
 
 
-@command.command("ask")
+@command.command("ask", short_help="Ask a counter program, and print its answer.")
 @click.argument("port", type=click.IntRange(1, 65535))
 @click.argument("text", default="hello")
 @click.option(
     "--timeout",
     "timeout_s",
-    type=click.FloatRange(min=0, min_open=True),
-    default=10,
+    type=Limit(),
+    default="10s",
     show_default=True,
-    metavar="S",
+    metavar="TIME",
     help="How long to wait for the answer.",
 )
 def ask(*, port: int, text: str, timeout_s: float) -> None:

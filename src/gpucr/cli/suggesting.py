@@ -6,15 +6,37 @@ import click
 
 _MEANT = {
     "checkpoint": ("suspend", "dump"),
+    "save": ("dump",),
     "freeze": ("suspend",),
+    "pause": ("suspend",),
     "thaw": ("resume",),
+    "unfreeze": ("resume",),
+    "unpause": ("resume",),
+    "load": ("restore",),
+    "clone": ("restore",),
+    "migrate": ("move",),
     "list": ("jobs", "ps", "ls"),
+    "status": ("jobs", "state"),
     "snapshots": ("ls",),
+    "show": ("inspect",),
+    "info": ("inspect",),
+    "init": ("store",),
     "start": ("run",),
+    "attach": ("logs",),
+    "end": ("stop",),
     "delete": ("rm",),
     "remove": ("rm",),
+    "check": ("doctor", "verify"),
 }
 """Words used by similar tools."""
+_OPTIONS = {"help": "--help", "version": "--version"}
+"""Of git and others, commands."""
+
+
+class NoSuchCommand(click.UsageError):
+    """``hint``: what may have been meant."""
+
+    hint: str | None = None
 
 
 class SuggestingGroup(click.Group):
@@ -30,6 +52,10 @@ class SuggestingGroup(click.Group):
             import difflib  # only here
 
             near = [each for each in _MEANT.get(name, ()) if each in known] or difflib.get_close_matches(name, known)
-            meant = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
-            ctx.fail(f"No such command {name!r}.{meant}")
+            error = NoSuchCommand(f"there is no command {name!r}", ctx)
+            if name in _OPTIONS:
+                error.hint = f"`{ctx.command_path} {' '.join([*args[1:2], _OPTIONS[name]])}`"
+            elif near:
+                error.hint = f"did you mean {' or '.join(near)}?"
+            raise error
         return super().resolve_command(ctx, args)

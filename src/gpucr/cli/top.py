@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 import click
 
 from gpucr.cli.columns import terminal_width
+from gpucr.cli.durations import Limit
 from gpucr.cli.job_table import Kept, chosen, job_lines
 from gpucr.cli.options import JobTarget
 from gpucr.cli.output import printable, say
@@ -26,11 +27,11 @@ from gpucr.supervise.folder import SupervisedFolder
 @click.option(
     "--interval",
     "interval_s",
-    type=click.FloatRange(min=0.1),
-    default=2.0,
+    type=Limit(0.1),
+    default="2s",
     show_default=True,
-    metavar="S",
-    help="Refresh every S seconds.",
+    metavar="TIME",
+    help="Refresh at this interval.",
 )
 @click.option("--once", is_flag=True, help="Print the jobs once and exit; needs no terminal.")
 def command(*, targets: tuple[int | str, ...], interval_s: float, once: bool) -> None:

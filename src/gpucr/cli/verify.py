@@ -9,10 +9,11 @@ import click
 from gpucr.cli.keys import key_file_option, with_key
 from gpucr.cli.options import complete_place, json_option, quiet_option
 from gpucr.cli.output import print_json, printable, say
+from gpucr.cli.places import open_place
 from gpucr.cli.progress import progress_printer
 from gpucr.errors import SnapshotDamaged, StoreDamaged
 from gpucr.quantities import format_bytes
-from gpucr.snapshot.location import is_store, open_snapshot
+from gpucr.snapshot.location import is_store
 
 
 @click.command("verify")
@@ -36,7 +37,7 @@ def command(*, snapshot: str, deep: bool, key_file: Path | None, as_json: bool, 
         _verify_store(snapshot, deep=deep, key_file=key_file, as_json=as_json, quiet=quiet)
         return
     problems: dict[str, list[str]] = {}
-    opened = open_snapshot(snapshot)
+    opened = open_place(snapshot)
     try:
         opened.verify()
     except SnapshotDamaged as error:

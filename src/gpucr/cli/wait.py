@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from gpucr.cli.durations import Duration
+from gpucr.cli.durations import Limit
 from gpucr.cli.job_states import state_fields, state_text
 from gpucr.cli.options import JobTarget, json_option
 from gpucr.cli.output import print_json, say
@@ -16,7 +16,7 @@ _UNKNOWN = 1
 
 @click.command("wait")
 @click.argument("job", type=JobTarget(), metavar="PID|NAME")
-@click.option("--timeout", "timeout_s", type=Duration(), metavar="TIME", help="Give up after TIME. Exit code 6.")
+@click.option("--timeout", "timeout_s", type=Limit(), metavar="TIME", help="Give up after this time. Exit code 6.")
 @json_option
 def command(*, job: int | str, timeout_s: float | None, as_json: bool) -> None:
     """Wait until a job has ended, through restarts by its supervisor, and end with its exit code.

@@ -139,7 +139,7 @@ def _pre_restore(call: HookCall) -> list[str]:
             path=str(meeting.MEETINGS.folder()),
             hint="check that root can write there",
         )
-    return [f"warning: {finding.sentence()}" for finding in findings]
+    return [f"warning: {finding.warning()}" for finding in findings]
 
 
 def _post_resume(call: HookCall) -> list[str]:

@@ -139,7 +139,7 @@ def dump_for_runtime(root_pid: int, images: Path, hooks: RuntimeHooks, *, claim:
         context, cuda, findings = _prepare(taken.found, images, taken.protection)
         preflight.require_no_blocking(findings, force=False)
         for finding in findings:
-            hooks.say(f"warning: {finding.sentence()}")
+            hooks.say(f"warning: {finding.warning()}")
         run = RuntimeDump(context, hooks, part)
         try:
             running.run(_steps(context, cuda, run), roll=taken.roll, protection=taken.protection)

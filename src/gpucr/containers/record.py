@@ -17,7 +17,7 @@ from typing import Literal, get_args
 
 from gpucr import records
 from gpucr.criu.options import DumpOptions
-from gpucr.errors import SnapshotDamaged
+from gpucr.errors import SnapshotDamaged, reason_of
 from gpucr.linux import durable
 from gpucr.records import Record
 from gpucr.snapshot.folder import CONTAINER_RECORD_NAME
@@ -68,7 +68,7 @@ def read_record(folder: Path) -> ContainerRecord:
             records.of_format(value, format=_FORMAT, format_version=_FORMAT_VERSION), ContainerRecord
         )
     except (OSError, ValueError) as e:
-        raise SnapshotDamaged(f"{path} cannot be used: {e}", path=str(path)) from e
+        raise SnapshotDamaged(f"{path} cannot be used: {reason_of(e)}", path=str(path)) from e
 
 
 def _read(path: Path) -> bytes:

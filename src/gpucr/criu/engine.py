@@ -21,7 +21,7 @@ from gpucr.criu.install import CriuInstall, run_check
 from gpucr.criu.options import DumpOptions, NetworkLock, RestoreOptions
 from gpucr.criu.remains import kill_orphans, task_pids
 from gpucr.criu.service import CriuService, Entered, Parent
-from gpucr.errors import CriuError, DeadlineExceeded, ProcessNotFound, SnapshotError
+from gpucr.errors import CriuError, DeadlineExceeded, ProcessNotFound, SnapshotError, reason_of
 from gpucr.linux import processes
 from gpucr.linux.namespaces import PidNamespace
 from gpucr.linux.terminal import foreground_kept
@@ -213,7 +213,7 @@ class Criu:
                         hint="allow more time with --timeout",
                     ) from e
                 raise CriuError(
-                    f"CRIU could not be started to {phase} the job: {e}",
+                    f"CRIU could not be started to {phase} the job: {reason_of(e)}",
                     phase=phase,
                     reason=str(e),
                     hint="in a sandbox it must be found under the same path as outside",

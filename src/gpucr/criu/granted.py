@@ -27,7 +27,7 @@ from gpucr.criu.install import (
     CriuInstall,
 )
 from gpucr.criu.relocated import NotRelocatable, relocated
-from gpucr.errors import CriuUnavailable, InvalidRequest
+from gpucr.errors import CriuUnavailable, InvalidRequest, reason_of
 from gpucr.linux import capabilities, trusted_paths
 
 _LIBRARIES = "lib"
@@ -93,7 +93,7 @@ def grant(install: CriuInstall, *, group: str | None = None, network: bool = Fal
             shutil.rmtree(old)
     except (OSError, NotRelocatable) as e:
         raise CriuUnavailable(
-            f"{install.path} cannot be granted to ordinary users: {e}",
+            f"{install.path} cannot be granted to ordinary users: {reason_of(e)}",
             hint=f"{GRANTED_FOLDER} must be on a file system of the machine's own, without nosuid or noexec, and only "
             "root may be able to change what is above it",
         ) from e
@@ -115,7 +115,7 @@ def revoke() -> tuple[Path, ...]:
                 empty.rmdir()
     except OSError as e:
         raise CriuUnavailable(
-            f"{GRANTED_FOLDER} cannot be removed: {e}", hint=f"remove {GRANTED_FOLDER} by hand"
+            f"{GRANTED_FOLDER} cannot be removed: {reason_of(e)}", hint=f"remove {GRANTED_FOLDER} by hand"
         ) from e
     return tuple(folder / GRANTED_NAME for folder in folders)
 
@@ -178,7 +178,7 @@ def place_copy(install: CriuInstall, top: Path) -> Path:
                 shutil.rmtree(old)
     except (OSError, NotRelocatable) as e:
         raise CriuUnavailable(
-            f"{install.path} cannot be copied for ordinary users: {e}",
+            f"{install.path} cannot be copied for ordinary users: {reason_of(e)}",
             hint=f"only root may be able to change {top} and what is above it",
         ) from e
     return program

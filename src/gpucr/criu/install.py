@@ -224,7 +224,8 @@ def _ask_version(command: tuple[str, ...], path: Path) -> tuple[int, int, int]:
             start_new_session=True,  # Ctrl-C is for gpucr and must not make this CRIU look unusable
         )
     except (OSError, subprocess.TimeoutExpired) as e:
-        raise CriuUnavailable(f"{path} does not start: {e}", hint=_FETCH_HINT) from e
+        reason = e.strerror if isinstance(e, OSError) else f"it is not done after {_START_TIMEOUT_S:g} s"
+        raise CriuUnavailable(f"{path} does not start: {reason}", hint=_FETCH_HINT) from e
     match = _VERSION_LINE.search(result.stdout)
     if result.returncode != 0 or match is None:
         said = (result.stderr or result.stdout).strip().splitlines()

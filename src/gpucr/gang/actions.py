@@ -22,7 +22,7 @@ from msgspec.structs import replace
 
 from gpucr.driver.api import Driver
 from gpucr.driver.libcuda import NOT_READY
-from gpucr.errors import DeadlineExceeded, GpucrError, IllegalState, JobChanged, LockTimeout
+from gpucr.errors import DeadlineExceeded, GpucrError, IllegalState, JobChanged, LockTimeout, reason_of
 from gpucr.gang.discovery import uses_libcuda
 from gpucr.gang.hold_leader import LeaderHold, LocksFailed
 from gpucr.gang.holdable import MAX_LOCK_TIMEOUT_MS, DriverLock, Holdable
@@ -297,7 +297,7 @@ class Gang:
         try:
             state = self.state(member.pid)
         except (GpucrError, OSError) as error:
-            return f"state not known: {error}"
+            return f"state not known: {reason_of(error)}"
         return state.word if state is not None else "ended"
 
     def _everywhere(

@@ -164,6 +164,12 @@ class _Job:
 def _named_pairs(request: GpuRequest, job: _Job, here: Sequence[Gpu]) -> list[tuple[Gpu, Gpu]]:
     """What the user named, as GPUs."""
     pairs: list[tuple[Gpu, Gpu]] = []
+    if (request.onto or request.pairs) and not job.gpus:
+        raise InvalidRequest(
+            "the job has no suspended device memory, so no GPUs can be chosen for it",
+            hint="omit --gpu and --gpu-map; `gpucr move` takes a running job to other GPUs",
+            code="GPUCR-BAD-GPU",
+        )
     if request.onto:
         if len(request.onto) != len(job.used):
             uses = ", ".join(_label(gpu) for gpu in job.used) or "none"

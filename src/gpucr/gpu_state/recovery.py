@@ -12,7 +12,7 @@ import msgspec
 
 from gpucr.driver.api import Driver
 from gpucr.driver.cuda import load_driver
-from gpucr.errors import GpucrError, JobChanged
+from gpucr.errors import GpucrError, JobChanged, reason_of
 from gpucr.gang import Gang
 from gpucr.gang.threads import GangThreads
 from gpucr.interposer.presence import agent_threads, is_interposed
@@ -229,7 +229,7 @@ class BringBack(Action):
                 try:
                     staging.close_left_behind(self.restore_threads[member.pid])
                 except OSError as error:  # it has ended, or cannot be traced: the next capture closes it
-                    append_to_log("guard", f"a staging file stays open in process {member.pid}: {error}")
+                    append_to_log("guard", f"a staging file stays open in process {member.pid}: {reason_of(error)}")
 
 
 def _is_reservation(pid: int, extent: StagedExtent) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 from gpucr import gang as gangs
 from gpucr.driver.libcuda import INVALID_VALUE
-from gpucr.errors import CudaStarted, DriverError, GpucrError, JobChanged
+from gpucr.errors import CudaStarted, DriverError, GpucrError, JobChanged, reason_of
 from gpucr.gang import Gang
 from gpucr.gang.threads import GangThreads, explained
 from gpucr.gpu_state import staging
@@ -170,7 +170,9 @@ class CheckpointGang:
                 staging.close_left_behind(self.restore_threads.get(process.pid, process.pid))
             except OSError as error:
                 if processes.keeps_running(process.id):
-                    meter.note(f"a staging file stays open in process {process.pid} ({process.name}): {error}")
+                    meter.note(
+                        f"a staging file stays open in process {process.pid} ({process.name}): {reason_of(error)}"
+                    )
 
     def _tree(self) -> tuple[ProcessInfo, ...]:
         trees = processes.trees(self._root_pids) if self._whole_tree else ()

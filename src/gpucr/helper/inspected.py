@@ -18,6 +18,7 @@ from gpucr.criu.imaged_files import MEMFD_MAGIC
 from gpucr.criu.images import FilesImage
 from gpucr.criu.linked_files import GHOST, REMAP_IMAGE, REMAP_MAGIC
 from gpucr.criu.pids import TREE_IMAGE
+from gpucr.errors import reason_of
 from gpucr.helper.peer import Peer
 from gpucr.helper.rights import Refused, Rights, require_no_special
 
@@ -81,7 +82,7 @@ def require_inspected(folder: Path, peer: Peer, kernel: Mapping[int, Rights] | N
         _check_memory_files(names, open_image, peer)
         _check_remaps(names, open_image)
     except (OSError, ImageError) as e:
-        raise Refused(f"CRIU's images cannot be read: {e}") from e
+        raise Refused(f"CRIU's images cannot be read: {reason_of(e)}") from e
     return has_filter
 
 

@@ -8,15 +8,14 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from gpucr.errors import GpucrError, InvalidRequest, Unsupported
+from gpucr.errors import GpucrError, InvalidRequest, Unsupported, reason_of
 from gpucr.jobs import others
 from gpucr.jobs.record import JobRecord, Network
-from gpucr.jobs.registry import ListedJob, Registry, Reservation, is_replaceable
+from gpucr.jobs.registry import ListedJob, Registry, Reservation, is_gone, is_replaceable
 from gpucr.linux import processes, trusted_paths
 from gpucr.linux.private_folders import state_folder
 from gpucr.model import Job, ProcessId
 from gpucr.quantities import whole_number
-from gpucr.snapshot.folder import MANIFEST_NAME
 from gpucr.snapshot.job_snapshot import JobSnapshot
 from gpucr.snapshot.manifest import LaunchRecord
 
@@ -27,7 +26,9 @@ def registry() -> Registry:
         return Registry(state_folder() / "jobs")
     except OSError as e:
         raise InvalidRequest(
-            f"there is no registry of jobs: {e}", hint="set XDG_STATE_HOME to a private folder", code="GPUCR-REGISTRY"
+            f"there is no registry of jobs: {reason_of(e)}",
+            hint="is HOME another user's, after su or sudo? Unset it, or set XDG_STATE_HOME to a private folder",
+            code="GPUCR-REGISTRY",
         ) from e
 
 
@@ -38,10 +39,16 @@ def registry_in_use() -> Iterator[None]:
         yield
     except OSError as e:
         raise Unsupported(
-            f"the registry of jobs cannot be used: {e}",
-            hint="set XDG_STATE_HOME to a folder that can be written",
+            f"the registry of jobs cannot be used: {reason_of(e)}",
+            hint=_writable_hint(),
             code="GPUCR-REGISTRY",
         ) from e
+
+
+def _writable_hint() -> str:
+    with contextlib.suppress(OSError):
+        return f"gpucr keeps it in {state_folder()}: free space there and let it be written, or set XDG_STATE_HOME"
+    return "set XDG_STATE_HOME to a folder that can be written"
 
 
 def resolve_pid(target: int | str) -> int:
@@ -101,23 +108,6 @@ def find_running(name: str) -> ListedJob:
     return job
 
 
-def is_gone(snapshot: str) -> bool:
-    """Whether a recorded snapshot no longer exists, judged without opening a store.
-
-    For a store on this machine, only if the whole store is gone.
-    """
-    folder, _, in_store = snapshot.partition("#")
-    if "://" in folder:
-        return False
-    try:
-        os.stat(folder if in_store else os.path.join(folder, MANIFEST_NAME))
-    except (FileNotFoundError, NotADirectoryError):
-        return True
-    except (OSError, ValueError):
-        return False
-    return False
-
-
 def find_by_pid_or_name(target: int | str) -> ListedJob:
     """The registered job, in any state. Raises InvalidRequest if there is none."""
     pid = target if isinstance(target, int) else whole_number(target)
@@ -127,7 +117,7 @@ def find_by_pid_or_name(target: int | str) -> ListedJob:
         if separator:
             raise InvalidRequest(
                 f"{target} is in the registry of {user}, which is that user's alone",
-                hint=f"ask as that user: sudo -H -u {user} gpucr logs {name}",
+                hint=f"ask as that user: sudo -H -u {user} gpucr COMMAND {name}",
                 code="GPUCR-NO-JOB",
             )
         with registry_in_use():
@@ -194,7 +184,7 @@ class DumpNote:
         try:
             registry().update(record, **changes)
         except (OSError, GpucrError) as e:
-            self.warning = f"the record of the job {record.name} does not list this snapshot: {e}"
+            self.warning = f"the record of the job {record.name} does not list this snapshot: {reason_of(e)}"
 
 
 def restored_name_or_warning(
@@ -214,7 +204,7 @@ def restored_name_or_warning(
     except (OSError, GpucrError) as e:
         if name is not None or clone or (isinstance(e, GpucrError) and e.code == "GPUCR-BUSY"):
             raise
-        return None, (f"the restored job will not be in the registry of jobs: {e}",)
+        return None, (f"the restored job will not be in the registry of jobs: {reason_of(e)}",)
     return made, made.warnings if made is not None else ()
 
 
@@ -259,7 +249,7 @@ class RestoredName:
         try:
             self._reservation.register(record)
         except OSError as e:
-            return (f"the restored job is not in the registry of jobs: {e}",)
+            return (f"the restored job is not in the registry of jobs: {reason_of(e)}",)
         return ()
 
 

@@ -27,6 +27,7 @@ from gpucr.jobs.record import MAX_RECORD_BYTES, JobRecord, JobState, StateWord, 
 from gpucr.linux import durable, locks, trusted_paths
 from gpucr.model import ProcessId
 from gpucr.records import RecordError
+from gpucr.snapshot.folder import MANIFEST_NAME
 
 LOCK_TIMEOUT_S = 10.0
 """How long to wait for another gpucr that works on the same record: a start takes about a second."""
@@ -342,6 +343,23 @@ def _remove(folder: Path, kept: Collection[Path] = ()) -> None:
     shutil.rmtree(folder)
 
 
+def is_gone(snapshot: str) -> bool:
+    """Whether a recorded snapshot no longer exists, judged without opening a store.
+
+    For a store on this machine, only if the whole store is gone.
+    """
+    folder, _, in_store = snapshot.partition("#")
+    if "://" in folder:
+        return False
+    try:
+        os.stat(folder if in_store else os.path.join(folder, MANIFEST_NAME))
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except (OSError, ValueError):
+        return False
+    return False
+
+
 def _require_forgettable(job: ListedJob, *, force: bool) -> None:
     if job.state.word == "running" or (job.state.word == "elsewhere" and not force):
         raise _in_the_way(job, "it cannot be forgotten")
@@ -350,7 +368,10 @@ def _require_forgettable(job: ListedJob, *, force: bool) -> None:
 def _in_the_way(job: ListedJob, therefore: str) -> InvalidRequest:
     """The error for a name in use: the job's state, and what to do about it."""
     hint = f"`gpucr jobs --forget {job.name}` removes its record and its log"
-    if job.record is not None:
+    snapshot = job.record.snapshot if job.record is not None else None
+    if job.state.word == "dumped" and (snapshot is None or is_gone(snapshot)):
+        hint = f"its snapshot {snapshot} is gone; `gpucr jobs --forget {job.name}` forgets the job"
+    elif job.record is not None:
         hint = {
             "running": f"its pid is {job.record.pid}; `gpucr logs {job.name}` shows what it does",
             "dumped": f"`gpucr restore {job.record.snapshot}` restores it; `gpucr jobs --forget {job.name}` forgets it",

@@ -77,7 +77,7 @@ def plan_sandbox(
         if clone:
             raise InvalidRequest(
                 "the job of this snapshot was in no sandbox, so a clone would need its pids and ports",
-                hint="--isolate puts the clone into one; `gpucr run` starts jobs in one",
+                hint="add --isolate, which puts the clone into one; as root, `gpucr run` starts jobs in one",
             )
         return None
     if shell_job:
@@ -154,9 +154,8 @@ def _is_original(manifest: Manifest) -> bool:
 
 def check_clone(manifest: Manifest) -> list[preflight.Finding]:
     """What a copy undesirably shares with its original."""
-    if not manifest.folders:
-        return []
-    return [facts.CLONE_SOCKETS.seen(f"in {manifest.folders[-1].path}")]
+    named = [folder.path for folder in manifest.folders if folder.has_names]
+    return [facts.CLONE_SOCKETS.seen(f"in {', '.join(named)}")] if named else []
 
 
 class RestoreSite(Struct, frozen=True):

@@ -89,14 +89,16 @@ class FoundJob(Struct, frozen=True):
         )
 
 
-def find_job(job: int | str | JobSelector, *, only: bool = False, force: bool = False) -> FoundJob:
+def find_job(
+    job: int | str | JobSelector, *, only: bool = False, force: bool = False, looks_only: bool = False
+) -> FoundJob:
     """The processes of a job and the CUDA state of each.
 
     A thread id means its process; a keeper and the name of a registered job mean the job's first process. ``only``
-    excludes descendants. ``force`` also accepts processes that are not one job. Raises ProcessNotFound, InvalidRequest
-    (also if it is not one job) or NotPermitted; changes nothing.
+    excludes descendants. ``force`` also accepts processes that are not one job, ``looks_only`` one that gpucr runs in.
+    Raises ProcessNotFound, InvalidRequest (also if it is not one job) or NotPermitted; changes nothing.
     """
-    return _examine(_trees_of(JobSelector.of(job), only=only, force=force))
+    return _examine(_trees_of(JobSelector.of(job), only=only, force=force, looks_only=looks_only))
 
 
 @contextlib.contextmanager
@@ -110,9 +112,11 @@ def claimed_job(job: int | str | JobSelector, *, only: bool = False, force: bool
         yield replace(_examine(trees), claims=claims)
 
 
-def _trees_of(selector: JobSelector, *, only: bool, force: bool) -> list[tuple[ProcessInfo, ...]]:
+def _trees_of(
+    selector: JobSelector, *, only: bool, force: bool, looks_only: bool = False
+) -> list[tuple[ProcessInfo, ...]]:
     roots = _roots_in(selector.cgroup) if selector.cgroup is not None else [_root_of(each) for each in selector.trees]
-    found = [processes.resolve_target(each, force=force) for each in roots]
+    found = [processes.resolve_target(each, force=force, looks_only=looks_only) for each in roots]
     trees = list(processes.trees(each for each in dict.fromkeys(found) if not processes.ancestors(each) & set(found)))
     if only:
         if len(trees) > 1:

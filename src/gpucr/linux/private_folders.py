@@ -14,9 +14,9 @@ def state_folder() -> Path:
     Raises OSError if the user has no home folder, and PermissionError if somebody else can change it: with sudo, HOME
     may be the other user's.
     """
-    base = os.environ.get("XDG_STATE_HOME")
+    base = os.environ.get("XDG_STATE_HOME", "")  # a relative path is ignored, as the XDG specification says
     try:
-        folder = Path(base) if base else Path.home() / ".local" / "state"
+        folder = Path(base) if base.startswith("/") else Path.home() / ".local" / "state"
     except RuntimeError as e:  # a container's uid without a passwd entry, and no HOME
         raise FileNotFoundError(f"uid {os.geteuid()} has no home folder") from e
     trusted_paths.require_ours(folder / "gpucr")
@@ -30,8 +30,8 @@ def runtime_folder() -> Path:
     """
     if os.geteuid() == 0:
         return Path("/run/gpucr")
-    runtime = os.environ.get("XDG_RUNTIME_DIR")
-    if not runtime:
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    if not runtime.startswith("/"):
         return state_folder()
     trusted_paths.require_ours(Path(runtime) / "gpucr")
     return Path(runtime) / "gpucr"

@@ -258,11 +258,12 @@ def all_pids() -> Iterator[int]:
                 yield int(entry.name)
 
 
-def resolve_target(pid: int, *, force: bool = False) -> int:
+def resolve_target(pid: int, *, force: bool = False, looks_only: bool = False) -> int:
     """The process that a user means by ``pid``; a thread id means its process.
 
     Raises ProcessNotFound (none, zombie), InvalidRequest (not a pid, a kernel thread, gpucr itself; unless ``force``
-    insists, the machine's init or an ancestor of gpucr) and NotPermitted (another user's process).
+    insists, the machine's init or an ancestor of gpucr, which ``looks_only`` allows) and NotPermitted (another user's
+    process).
     """
     if pid <= 0:
         raise InvalidRequest(f"{pid} is not a process id", hint="a process id is a number above 0")
@@ -284,7 +285,7 @@ def resolve_target(pid: int, *, force: bool = False) -> int:
             hint="name the job's own first process; `gpucr ps` and `gpucr jobs` list them",
             code="GPUCR-NOT-ONE-JOB",
         )
-    if not force and leader in ancestors(os.getpid()):
+    if not (force or looks_only) and leader in ancestors(os.getpid()):
         raise InvalidRequest(
             f"process {leader} is an ancestor of gpucr, which would stop itself with it",
             hint="run gpucr from outside the job, for example from another terminal; suspend and resume leave gpucr "

@@ -52,6 +52,14 @@ def is_live(folder: Path) -> bool:
     return RUNNING.exists() and folder == UNITS_FOLDER
 
 
+def what_is_left(folder: Path, *, enable: bool) -> str | None:
+    """What an installation that was to ``enable`` units has not done, where no systemd reads them; else None."""
+    if not enable or is_live(folder):
+        return None
+    why = f"systemd does not read {folder}" if folder != UNITS_FOLDER else "systemd does not run here"
+    return f"{why}: the units are written, and nothing was enabled or started"
+
+
 def verify(paths: Sequence[Path]) -> bool:
     """Have systemd-analyze read the units. False if it is not installed. Raises BrokenInstall with its message."""
     program = shutil.which("systemd-analyze")

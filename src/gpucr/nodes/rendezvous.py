@@ -34,7 +34,7 @@ class Rendezvous:
     def __post_init__(self) -> None:
         secrets.check(self.secret)
         if not 1 <= self.port < 1 << 16 or not self.host:
-            raise InvalidRequest(f"{self.address} is no place to meet", hint="name node 0 and a free port: HOST:PORT")
+            raise InvalidRequest(f"{self.address} is not an address", hint="name node 0 and a free port: HOST:PORT")
         if not 1 <= self.node_count <= MAX_MEETING:
             raise InvalidRequest(
                 f"{self.node_count} nodes cannot meet", hint=f"up to {MAX_MEETING} can; say how many: --nodes N"
@@ -48,7 +48,10 @@ class Rendezvous:
     def at(cls, address: str, *, node: int, node_count: int, secret: bytes, meet_s: float = 60.0) -> Rendezvous:
         """With ``HOST:PORT``; an IPv6 address is in brackets. Raises InvalidRequest."""
         host, _, port = address.rpartition(":")
-        return cls(host.removeprefix("[").removesuffix("]"), whole_number(port) or 0, node, node_count, secret, meet_s)
+        number = whole_number(port) or 0
+        if not host or number == 0:
+            raise InvalidRequest(f"{address!r} is not an address", hint="give node 0's name and a free port: HOST:PORT")
+        return cls(host.removeprefix("[").removesuffix("]"), number, node, node_count, secret, meet_s)
 
     @property
     def address(self) -> str:

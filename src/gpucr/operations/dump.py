@@ -365,7 +365,7 @@ def _warnings(prepared: Prepared) -> tuple[str, ...]:
     noted = (context.note.warning,) if context.note is not None and context.note.warning is not None else ()
     repaired = repairs_of(context.target, context.writer)
     hooks = context.cuda.hooks.warnings if context.cuda is not None else ()
-    return (*(finding.sentence() for finding in prepared.findings), *noted, *repaired, *hooks)
+    return (*(finding.warning() for finding in prepared.findings), *noted, *repaired, *hooks)
 
 
 def _downtime_s(steps: Sequence[Step], phases: Sequence[Phase]) -> float:

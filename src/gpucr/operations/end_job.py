@@ -82,7 +82,7 @@ def await_end(job: int | str, *, timeout_s: float | None = None, cancel: Cancell
         if record is None:
             return registered.find_by_pid_or_name(job).state
         if not _wait(lambda: state_of(record).word != "running", timeout_s, interrupts):
-            raise DeadlineExceeded(f"the job {record.name} still runs after {timeout_s:g} s", hint="wait longer")
+            raise DeadlineExceeded(f"the job {record.name} still runs", hint="wait longer (--timeout)")
         interrupts.conclude()
     return state_of(record)
 

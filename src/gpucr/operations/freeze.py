@@ -102,7 +102,7 @@ def freeze(
         if cuda is not None:
             steps.insert(0, cuda.allocate(leave_running=True))
         phases = running.run(steps, roll=taken.roll, deadline=deadline, protection=protection)
-        warnings = tuple(finding.sentence() for finding in findings)
+        warnings = tuple(finding.warning() for finding in findings)
         if cuda is not None:
             cuda.gang.deadline = None  # from here on a signal leads back to a running job
             warnings += tuple(cuda.hooks.warnings)

@@ -87,7 +87,7 @@ def job_states(pid: int | str | JobSelector, *, only: bool = False) -> tuple[Pro
 
     Raises NotACudaProcess if none of them uses CUDA.
     """
-    found = selection.find_job(pid, only=only)
+    found = selection.find_job(pid, only=only, looks_only=True)
     job = found.job
     if not job.gang:
         raise NotACudaProcess(

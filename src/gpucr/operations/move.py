@@ -93,7 +93,7 @@ def move(
         taken.roll.require_gang("the rest of the job runs on its new GPUs")
         return replace(
             change_report(found.job.root.pid, work.gang, phases, lambda member: member.found),
-            warnings=(*(finding.sentence() for finding in findings), *work.hooks.warnings),
+            warnings=(*(finding.warning() for finding in findings), *work.hooks.warnings),
             lock=work.gang.first_lock,
             gpu_map=choice.gpu_map,
             gpu_reasons=choice.reasons,

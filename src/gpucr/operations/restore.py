@@ -273,7 +273,7 @@ def _run(
         phases=phases,
         size_bytes=snapshot.manifest.size_bytes,
         seconds=sum(phase.seconds for phase in phases),
-        warnings=(*(finding.sentence() for finding in findings), *warnings, *criu.warnings, *keep.warnings),
+        warnings=(*(finding.warning() for finding in findings), *warnings, *criu.warnings, *keep.warnings),
         gpu_map=placement.choice.gpu_map,
         gpu_reasons=placement.choice.reasons,
     )

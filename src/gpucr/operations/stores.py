@@ -47,8 +47,7 @@ def init_store(
     left in the folder. Raises InvalidRequest, StoreError, BrokenInstall.
     """
     location = place_of_store(place)
-    if location.snapshot is not None:
-        raise InvalidRequest(f"{place} names a snapshot, not a store", hint="leave out what follows the #")
+    _require_complete(place)
     gid = None if shared_with_group is None else sharing.group_to_share_with(location, shared_with_group)
     with all_or_nothing("init", place, cancel) as interrupts:
         interrupts.conclude()
@@ -82,7 +81,7 @@ def _make_folder(path: Path) -> None:
         raise StoreError(
             f"the folder {path} cannot be made: {e.strerror}",
             path=str(path),
-            hint="name another one, in one that exists",
+            hint="name another one" if path.parent.is_dir() else f"make the folder above first: mkdir -p {path.parent}",
         ) from e
     if others - _LEFT_BY_INIT and "gpucr-store.json" not in others:  # `Store.create` reports an existing store
         raise StoreError(
@@ -95,6 +94,7 @@ def _make_folder(path: Path) -> None:
 
 def list_snapshots(store: Place, *, key: Secret | None = None) -> Listing:
     """The snapshots of a store, oldest first, and those that cannot be read. Raises StoreError, WrongKey."""
+    _require_complete(store)
     return snapshots.list_all(open_store(store, key))
 
 
@@ -135,7 +135,8 @@ def remove_parts(
     """`remove_snapshot`, with all that was removed."""
     location = place_of_store(store)
     if location.snapshot is None:
-        raise InvalidRequest(f"{store} names no snapshot", hint=f"name one: {store}#NAME")
+        hint = f"name one: {store}#NAME; a plain snapshot is a folder: rm -r removes it"
+        raise InvalidRequest(f"{store} names no snapshot of a store", hint=hint)
     with all_or_nothing("remove", store, cancel) as interrupts:
         opened = open_store(store, key)
         found = snapshots.find_to_remove(opened, location.snapshot)

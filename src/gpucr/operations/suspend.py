@@ -120,7 +120,7 @@ def suspend(
             has_hooks = member.id in work.hooks.processes
             suspended.remember(member, held.get(member.pid, {}), has_hooks=has_hooks)
         taken.roll.require_gang("the rest of the job is suspended")
-        warnings = tuple(finding.sentence() for finding in findings)
+        warnings = tuple(finding.warning() for finding in findings)
         return replace(
             change_report(found.job.root.pid, gang, phases, lambda _: CudaState.CHECKPOINTED),
             warnings=(*warnings, *work.hooks.warnings),

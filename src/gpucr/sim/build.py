@@ -120,8 +120,8 @@ def environment(
 
 
 def _default_cache_dir() -> Path:
-    root = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(root) / "gpucr" / "sim"
+    root = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(root) if root.startswith("/") else Path.home() / ".cache") / "gpucr" / "sim"
 
 
 def _default_state_dir() -> Path:

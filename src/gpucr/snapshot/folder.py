@@ -23,7 +23,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from gpucr.errors import InvalidRequest, SnapshotDamaged, SnapshotError, SnapshotExists, SnapshotUnfinished
+from gpucr.errors import InvalidRequest, SnapshotDamaged, SnapshotError, SnapshotExists
 from gpucr.linux import durable, locks, trusted_paths
 from gpucr.linux.held_folder import HeldFolder
 from gpucr.records import RecordError
@@ -336,11 +336,9 @@ class Snapshot:
             if not folder.is_dir():
                 hint = "name the folder that was given to dump with --to"
                 raise InvalidRequest(f"{folder} is not a folder", hint=hint) from e
-            raise SnapshotUnfinished(
-                f"{folder} holds no {MANIFEST_NAME}: it is no snapshot, or its dump was never finished",
-                path=str(file),
-                hint="name another folder; what an interrupted dump left can be removed",
-            ) from e
+            from gpucr.snapshot.without_manifest import unfinished  # hardly ever needed
+
+            raise unfinished(folder, file) from e
         except PermissionError as e:
             hint = "a snapshot is private to who made it: run the command as that user or as root"
             raise SnapshotError(f"{file}: permission denied for uid {os.geteuid()}", path=str(file), hint=hint) from e

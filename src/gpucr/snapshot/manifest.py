@@ -82,12 +82,16 @@ class FileRecord(Record, frozen=True):
 
 
 class FolderRecord(Record, frozen=True):
-    """A folder outside the snapshot that a restore needs, and recreates if missing. ``mode``: 12 bits."""
+    """A folder outside the snapshot that a restore needs, and recreates if missing. ``mode``: 12 bits.
+
+    ``has_names``: a socket of the program itself is bound in it, not only its interposer's.
+    """
 
     path: str
     mode: Mode
     uid: Owner
     gid: Owner
+    has_names: bool = False
 
     def __post_init__(self) -> None:
         check_absolute(self.path)

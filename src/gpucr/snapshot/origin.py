@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, BinaryIO
 
 from gpucr.criu.image_entries import ImageError, OpenImage, images_in
-from gpucr.errors import SnapshotDamaged
+from gpucr.errors import SnapshotDamaged, reason_of
 from gpucr.gpu_state.backend import CUSTOM_STORAGE, INTERPOSED
 from gpucr.model import DevicePart
 from gpucr.snapshot.device import crew
@@ -56,7 +56,7 @@ def images_read_from(folder: Path) -> Iterator[None]:
         yield
     except (OSError, ImageError) as e:
         raise SnapshotDamaged(
-            f"CRIU's images cannot be read: {e}",
+            f"CRIU's images cannot be read: {reason_of(e)}",
             path=str(folder),
             hint="this snapshot cannot be restored: use another",
         ) from e

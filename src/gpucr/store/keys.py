@@ -50,7 +50,7 @@ class Secret(Struct, frozen=True):
         if not MIN_KEY_FILE_BYTES <= len(content) <= MAX_KEY_FILE_BYTES:
             raise InvalidRequest(
                 f"a key file of {len(content)} bytes cannot be used",
-                hint=f"make one of {MIN_KEY_FILE_BYTES} random bytes: head -c 32 /dev/urandom > FILE",
+                hint=f"make one of {MIN_KEY_FILE_BYTES} random bytes: (umask 077; head -c 32 /dev/urandom > FILE)",
             )
         return cls("hkdf", content)
 

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from pathlib import Path
@@ -86,7 +87,10 @@ def backend_at(location: Location) -> Backend:
         raise StoreError(
             f"the folder {location.path} cannot be used: {e.strerror}",
             path=str(location.path),
-            hint="a store must belong to root or to you, and nobody else may write there (chmod go-w)",
+            hint="it is another user's: run the command as that user, or share a store (`gpucr store init "
+            "--shared-with-group`)"
+            if e.errno == errno.EACCES
+            else "a store must belong to root or to you, and nobody else may write there (chmod go-w)",
         ) from e
 
 

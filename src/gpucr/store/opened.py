@@ -21,6 +21,7 @@ from gpucr.store.local import LocalBackend
 KEYS_PREFIX = "keys/"
 HINT_DAMAGED = "the disk, a copy or somebody damaged it: use another snapshot, or another copy of the store"
 _MASTER_BYTES = 32
+_PLAIN_MANIFEST = "manifest.json"
 _MAX_KEYS = 64
 _MAX_PASSPHRASES = 8
 """Each one takes 0.3 s to try, even a forged one."""
@@ -104,6 +105,9 @@ class Store:
         except Missing as e:
             hint = f"make one first (`gpucr store init {backend.url}`), or correct the name"
             message = f"there is no store at {backend.url}"
+            if isinstance(backend, LocalBackend) and os.path.exists(f"{backend.url}/{_PLAIN_MANIFEST}"):
+                hint = f"`gpucr inspect {backend.url}` shows it; make a store in another folder: gpucr store init STORE"
+                message = f"{backend.url} is the folder of a plain snapshot, not a store"
             raise StoreError(message, path=backend.url, hint=hint, code="GPUCR-NO-STORE") from e
         except OSError as e:
             raise _not_usable(backend, e) from e
@@ -186,7 +190,12 @@ class Store:
                 raise StoreError(message, path=self.path(KEYS_PREFIX), hint="remove one that nobody needs first")
 
     def key_names(self) -> dict[str, str]:
-        """The key objects, each with its kind: ``passphrase``, ``key file``, or ``damaged``. Raises StoreError."""
+        """The key objects, each with its kind: ``passphrase``, ``key file``, or ``damaged``.
+
+        Raises StoreError, also for a store that is not encrypted.
+        """
+        if self.keys is None:
+            raise _not_encrypted(self.backend, "it has no keys, and none can be added: make another one with --encrypt")
         return {name: _kind(data) for name, data in _key_objects(self.backend)}
 
     def damaged_keys(self) -> dict[str, str]:
@@ -208,10 +217,14 @@ class Store:
         """
         names = self.key_names()
         if name not in names:
-            raise StoreError(f"the store {self.backend.url} has no key {name}", path=self.path(name))
+            hint = f"`gpucr store keys {self.backend.url}` lists them"
+            raise StoreError(
+                f"the store {self.backend.url} has no key {_key_id(name)}", path=self.path(name), hint=hint
+            )
         if not any(kind != "damaged" for other, kind in names.items() if other != name):
             hint = "add another key first"
-            raise StoreError(f"{name} is the only key of the store {self.backend.url}", path=self.path(name), hint=hint)
+            message = f"{_key_id(name)} is the only key of the store {self.backend.url}"
+            raise StoreError(message, path=self.path(name), hint=hint)
         if name == self.opened_with:
             raise self._not_removed(name, "is the one to remove")
         if self.opened_with is None or self.opened_with not in names:
@@ -284,7 +297,7 @@ def _unlock(backend: Backend, config: StoreConfig, secret: Secret | None) -> tup
             raise _not_encrypted(backend, "omit the key if you mean a plain store")
         return None
     if secret is None:
-        hint = "give its key file or passphrase"
+        hint = "give its key with --key-file FILE or GPUCR_KEY_FILE, or its passphrase in GPUCR_PASSPHRASE"
         raise WrongKey(f"the store {backend.url} is encrypted, and no key was given", path=backend.url, hint=hint)
     found = list(_key_objects(backend))
     if secret.kind == "scrypt":
@@ -305,6 +318,10 @@ def _unlock(backend: Backend, config: StoreConfig, secret: Secret | None) -> tup
     kind = "passphrase" if secret.kind == "scrypt" else "key file"
     hint = "give one that it was made with"
     raise WrongKey(f"this {kind} does not open the store {backend.url}", path=backend.url, hint=hint)
+
+
+def _key_id(name: str) -> str:
+    return name.removeprefix(KEYS_PREFIX).removesuffix(".json")
 
 
 def _require_few_passphrases(backend: Backend, key_objects: Sequence[bytes]) -> None:

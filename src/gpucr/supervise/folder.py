@@ -18,7 +18,7 @@ from typing import Any, Literal
 from msgspec.structs import replace
 
 from gpucr import records
-from gpucr.errors import InvalidRequest, Unsupported
+from gpucr.errors import InvalidRequest, Unsupported, reason_of
 from gpucr.jobs.names import is_name
 from gpucr.jobs.record import MAX_RECORD_BYTES
 from gpucr.linux import durable, locks, processes, trusted_paths
@@ -163,15 +163,25 @@ class SupervisedFolder:
         try:
             try:
                 locks.lock(fd, wait_s=wait_s)
-            except BlockingIOError as e:
+            except BlockingIOError:
                 raise InvalidRequest(
                     f"the job {self.name} has a supervisor already",
-                    hint="`gpucr jobs` shows it; SIGINT ends it and leaves the job running",
+                    hint=f"`gpucr jobs` shows it; `gpucr supervise {self.name} --leave` ends it, the job keeps running",
                     code="GPUCR-SUPERVISED",
-                ) from e
+                ) from None
             yield
         finally:
             os.close(fd)
+
+    def leave_to_new_job(self) -> None:
+        """Another job has the name now: it is not supervised as the earlier one was. Log and events stay.
+
+        Raises InvalidRequest while there is a supervisor, Unsupported.
+        """
+        if self.exists():
+            with self.held(), _writing(self.path):
+                for name in (_SETTINGS, _STATE):
+                    (self.path / name).unlink(missing_ok=True)
 
     def remove(self) -> None:
         """Remove the folder. Raises InvalidRequest while there is a supervisor."""
@@ -195,7 +205,7 @@ class SupervisedFolder:
 
     def _damaged(self, name: str, why: Exception) -> InvalidRequest:
         return InvalidRequest(
-            f"what is kept of the supervised job {self.name} cannot be read: {self.path / name}: {why}",
+            f"what is kept of the supervised job {self.name} cannot be read: {self.path / name}: {reason_of(why)}",
             hint=f"supervise it again: gpucr supervise {self.name} --every 10m --to STORE",
             code="GPUCR-SUPERVISION-DAMAGED",
         )
@@ -232,7 +242,7 @@ def _writing(path: Path) -> Iterator[None]:
 
 def _no_folder(e: OSError) -> Unsupported:
     return Unsupported(
-        f"what is kept of supervised jobs cannot be written: {e}",
+        f"what is kept of supervised jobs cannot be written: {reason_of(e)}",
         hint="set XDG_STATE_HOME to a private folder that can be written",
         code="GPUCR-REGISTRY",
     )

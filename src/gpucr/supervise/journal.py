@@ -13,6 +13,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from gpucr.errors import reason_of
 from gpucr.supervise.folder import SupervisedFolder, SupervisedState, as_time
 
 _ON_EVENT_LIMIT_S = 60.0
@@ -64,4 +65,4 @@ class Journal:
             )
         except (OSError, subprocess.SubprocessError) as e:
             with contextlib.suppress(OSError):
-                sys.stderr.write(f"--on-event {self._on_event[0]}: {e}\n")
+                sys.stderr.write(f"--on-event {self._on_event[0]}: {reason_of(e)}\n")

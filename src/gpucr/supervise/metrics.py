@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from gpucr.errors import GpucrError, InvalidRequest
+from gpucr.errors import GpucrError, InvalidRequest, reason_of
 from gpucr.jobs.registered import registry
 from gpucr.linux import durable
 from gpucr.store import extra
@@ -127,7 +127,9 @@ def serve(host: str, port: int) -> int:
     try:
         server, _ = client.start_http_server(port, addr=host, registry=_registry())
     except (OSError, OverflowError) as e:
-        raise InvalidRequest(f"{host}:{port} cannot be listened on: {e}", hint="name another address or port") from e
+        raise InvalidRequest(
+            f"{host}:{port} cannot be listened on: {reason_of(e)}", hint="name another address or port"
+        ) from e
     return int(server.server_port)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import stat
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +18,8 @@ from gpucr.snapshot.manifest import FolderRecord
 from gpucr.undo.interrupts import Interrupts
 from gpucr.undo.steps import Meter
 
+_INTERPOSERS = re.compile(r"[0-9]+\.[0-9]+")
+
 
 def socket_folders(tree: Sequence[ProcessInfo], *, is_sandboxed: bool) -> tuple[FolderRecord, ...]:
     """The folders in which the tree's local sockets are bound, and those above them, outermost first."""
@@ -27,8 +30,15 @@ def socket_folders(tree: Sequence[ProcessInfo], *, is_sandboxed: bool) -> tuple[
         with contextlib.suppress(OSError, UnicodeEncodeError):  # gone meanwhile, together with the socket's name
             str(folder).encode()
             found = folder.stat()
-            records.append(FolderRecord(str(folder), stat.S_IMODE(found.st_mode), found.st_uid, found.st_gid))
+            mode = stat.S_IMODE(found.st_mode)
+            has_names = any(each.parent == folder and not _is_interposers(each, mode) for each in paths)
+            records.append(FolderRecord(str(folder), mode, found.st_uid, found.st_gid, has_names))
     return tuple(records)
+
+
+def _is_interposers(socket: Path, folder_mode: int) -> bool:
+    """Whether the name is that of an interposer's socket: every copy of a job makes one of its own (PID.NAMESPACE)."""
+    return folder_mode == 0o700 and _INTERPOSERS.fullmatch(socket.name) is not None
 
 
 class MakeFolders:

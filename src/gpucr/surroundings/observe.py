@@ -12,7 +12,7 @@ from msgspec import Struct
 from gpucr.criu.image_entries import ImageError
 from gpucr.criu.images import FilesImage
 from gpucr.criu.linked_files import save_linked_files
-from gpucr.errors import CriuError
+from gpucr.errors import CriuError, reason_of
 from gpucr.linux import processes
 from gpucr.linux.files_in_use import FileInUse, Inode, files_in_use
 from gpucr.linux.processes import PROC
@@ -139,7 +139,7 @@ def _images_explained() -> Iterator[None]:
         yield
     except (OSError, ImageError) as e:
         raise CriuError(
-            f"CRIU's image of open files cannot be read: {e}",
+            f"CRIU's image of open files cannot be read: {reason_of(e)}",
             phase="dump",
             hint="this CRIU may be newer than gpucr: `gpucr criu` shows which one is used",
         ) from e

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from gpucr.diagnosis.canaries.canary import DidNotStart
 from gpucr.driver.gpus import list_gpus, visible_gpus
-from gpucr.errors import InterposerError
+from gpucr.errors import InterposerError, reason_of
 from gpucr.interposer.client import Agent, Held
 from gpucr.interposer.protocol import BadAnswer, Block, Refused
 from gpucr.interposer.vault import Shown, Vault
@@ -22,7 +22,7 @@ def _spoken(doing: str) -> Iterator[None]:
     try:
         yield
     except (Refused, BadAnswer, OSError) as e:
-        raise InterposerError(f"its interposer did not {doing}: {e}") from e
+        raise InterposerError(f"its interposer did not {doing}: {reason_of(e)}") from e
 
 
 class MemoryOfItsOwn:
@@ -33,7 +33,7 @@ class MemoryOfItsOwn:
         try:
             self._agent = Agent(pid)
         except (Refused, BadAnswer, OSError) as e:
-            raise DidNotStart(f"its interposer does not answer: {e}") from e
+            raise DidNotStart(f"its interposer does not answer: {reason_of(e)}") from e
         try:
             self._vault = Vault(visible_gpus(list_gpus(), os.environ)[0].uuid)
         except BaseException:

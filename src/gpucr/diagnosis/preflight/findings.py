@@ -41,6 +41,11 @@ class Finding(Struct, frozen=True):
         """What and evidence in one line."""
         return f"{self.what} ({self.evidence})" if self.evidence else self.what
 
+    def warning(self) -> str:
+        """The sentence, what follows from it, and what to do."""
+        hint = f"; hint: {self.remedy}" if self.remedy else ""
+        return f"{self.sentence()}: {self.consequence}{hint}" if self.consequence else f"{self.sentence()}{hint}"
+
 
 def require_no_blocking(findings: Iterable[Finding], *, force: bool = False) -> None:
     """Raise Unsupported with the first blocking findings and the number of the others, unless ``force``."""

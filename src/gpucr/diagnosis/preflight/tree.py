@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Sequence
 from gpucr.diagnosis.preflight.findings import Finding
 from gpucr.diagnosis.preflight.support import processes as facts
 from gpucr.diagnosis.preflight.support.fact import Fact
-from gpucr.errors import CriuUnavailable, NotPermitted
+from gpucr.errors import CriuUnavailable, NotPermitted, ProcessNotFound
 from gpucr.helper.place import socket_path
 from gpucr.linux import capabilities, processes
 from gpucr.linux.files_in_use import files_in_use
@@ -255,9 +255,10 @@ def check_free_pids(uses: Sequence[PidUse]) -> list[Finding]:
     ``uses`` is from `gpucr.linux.pid_uses.uses_of_pids`.
     """
     found: list[Finding] = []
+    taken = {use.pid for use in uses}
     for use in uses:
         stat = processes.read_stat(use.holder)
-        if stat is None:
+        if stat is None or (use.kind == "process" and _is_thread_of(use.pid, taken)):
             continue
         found.append(
             _kind_of_use(use, is_zombie=stat.status in "ZX").seen(
@@ -271,6 +272,14 @@ def check_free_pids(uses: Sequence[PidUse]) -> list[Finding]:
             )
         )
     return found
+
+
+def _is_thread_of(pid: int, taken: Collection[int]) -> bool:
+    """Whether it is a thread of a process that is told of anyway."""
+    with contextlib.suppress(ProcessNotFound):
+        leader = processes.thread_group_leader(pid)
+        return leader != pid and leader in taken
+    return False
 
 
 def _kind_of_use(use: PidUse, *, is_zombie: bool) -> Fact:

@@ -21,7 +21,7 @@ import msgspec
 
 from gpucr.driver.cuda import load_driver
 from gpucr.driver.custom_storage import CustomStorage
-from gpucr.errors import CustomStorageError, DriverError, GpucrError
+from gpucr.errors import CustomStorageError, DriverError, GpucrError, reason_of
 from gpucr.gpu_state.custom_storage.holding import Holding, Phase, Place
 from gpucr.gpu_state.custom_storage.messages import LANES, MESSAGE_BYTES, PASS, SLOT_BYTES, Answer, Ask, Failure
 from gpucr.interposer.vault import Vault, Vaults
@@ -57,7 +57,7 @@ class Carrier:
         except GpucrError as e:
             return Answer(Failure(e.message, e.hint))
         except (OSError, MemoryError, LookupError) as e:
-            return Answer(Failure(f"the carrier of device memory failed: {e}"))
+            return Answer(Failure(f"the carrier of device memory failed: {reason_of(e)}"))
         finally:
             for each in descriptors:
                 os.close(each)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from gpucr.errors import CustomStorageError, GpucrError, Unsupported
+from gpucr.errors import CustomStorageError, GpucrError, Unsupported, reason_of
 from gpucr.gang import Gang
 from gpucr.gpu_state import suspended
 from gpucr.gpu_state.custom_storage import kept
@@ -72,7 +72,9 @@ class SuspendedStorage:
                 elif self._gang.state(pid) is CudaState.CHECKPOINTED:
                     carrier.of("forget", members[pid])  # it stays suspended, and can be resumed later
         except (GpucrError, OSError) as e:
-            failure = e if isinstance(e, GpucrError) else CustomStorageError(f"what was kept cannot be read: {e}")
+            failure = (
+                e if isinstance(e, GpucrError) else CustomStorageError(f"what was kept cannot be read: {reason_of(e)}")
+            )
             return dict.fromkeys(files or maps, failure)
         finally:
             for file in files.values():

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 
+from gpucr.errors import reason_of
 from gpucr.gpu_state.recovery import CallAfterRestore
 from gpucr.interposer.client import Agent
 from gpucr.interposer.presence import is_interposed
@@ -139,7 +140,7 @@ def _call_one(which: Hooks, pid: int, agent_of: AgentOf) -> str | None:
             return f"process {pid}: what it registered with {name} takes longer than {LIMIT_S:g} s"
         return f"process {pid}: what it registered with {name} was not called: {e.reason}"
     except (BadAnswer, OSError) as e:
-        return f"process {pid}: what it registered with {name} was not called: {e}"
+        return f"process {pid}: what it registered with {name} was not called: {reason_of(e)}"
     return f"process {pid}: {failed} of {counted(count, 'function')} of {name} failed" if failed else None
 
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 
 from gpucr.driver.api import Driver
-from gpucr.errors import DeadlineExceeded, InterposerError, JobChanged
+from gpucr.errors import DeadlineExceeded, InterposerError, JobChanged, reason_of
 from gpucr.gang.holdable import DriverLock
 from gpucr.interposer.client import Agent
 from gpucr.interposer.protocol import BadAnswer, Refused
@@ -28,7 +28,7 @@ def spoken(pid: int, doing: str) -> Iterator[None]:
         if stat is None or stat.status in "ZX":
             raise JobChanged(f"process {pid} ended", pids=[pid], hint="its own log may say why") from e
         raise InterposerError(
-            f"the interposer of process {pid} did not {doing}: {e}",
+            f"the interposer of process {pid} did not {doing}: {reason_of(e)}",
             hint="try again; `--gpu-state driver` does without it",
         ) from e
 

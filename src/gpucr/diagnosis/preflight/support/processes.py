@@ -85,7 +85,7 @@ IO_URING = Fact(
 UNDUMPABLE = Fact(
     what="{process} has a descriptor that CRIU cannot dump",
     consequence="the dump would fail",
-    remedy="close it, or dump without the part of the program that needs it",
+    remedy="close it, or dump without the part of the program that needs it; one that is just starting CUDA: try again",
     code="GPUCR-UNSUPPORTED-FILE",
     case="without CUDA; else CRIU decides",
     kinds=UNDUMPABLE_KINDS,
@@ -94,7 +94,8 @@ GPU_HELD = Fact(
     what="{process} holds an NVIDIA device without a CUDA context",
     consequence="CRIU cannot dump it",
     remedy="keep programs that render on GPUs, or monitor them, out of the tree; restart a worker that was "
-    "forked from a CUDA process which another tool than gpucr has checkpointed since",
+    "forked from a CUDA process which another tool than gpucr has checkpointed since; one that is just starting CUDA: "
+    "try again",
     code="GPUCR-GPU-HELD",
 )
 _LINKED = "a file whose name is gone, but which has another one"

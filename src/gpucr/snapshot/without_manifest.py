@@ -1,0 +1,22 @@
+"""What a folder without a manifest is: what a dump that was interrupted has left, or anything else."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from gpucr.errors import SnapshotUnfinished
+from gpucr.snapshot.folder import DEVICE_NAME, IMAGES_NAME, MANIFEST_NAME
+
+
+def unfinished(folder: Path, manifest_file: Path) -> SnapshotUnfinished:
+    """The error for such a folder. Only what a dump has left is said to be removable."""
+    names = {each.name for each in folder.iterdir()}
+    within = [name for name in sorted(names) if os.path.exists(folder / name / MANIFEST_NAME)]
+    if names & {IMAGES_NAME, DEVICE_NAME}:
+        what, hint = "its dump was never finished", "name another folder; what an interrupted dump left can be removed"
+    elif within:
+        what, hint = "it is no snapshot, and has some in it", f"name one: {folder / within[-1]}"
+    else:
+        what, hint = "it is no snapshot", "name the folder that was given to dump with --to"
+    return SnapshotUnfinished(f"{folder} holds no {MANIFEST_NAME}: {what}", path=str(manifest_file), hint=hint)
