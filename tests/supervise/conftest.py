@@ -142,10 +142,10 @@ class Bench:
         self.is_busy = True
         self.folder = SupervisedFolder("train")
 
-    def supervise(self, *, again: bool = True, **settings: Any) -> str:
+    def supervise(self, *, with_new_settings: bool = True, **settings: Any) -> str:
         """Run a supervisor to its end. Returns the phase."""
         chosen = Supervision(store="/store", **{"every_s": 600.0, **settings})
-        if again:
+        if with_new_settings:
             self.folder.write_settings(chosen)
         journal = Journal(self.folder, self.clock.wall_s)
         watch = Watch(

@@ -296,7 +296,7 @@ def test_a_drain_takes_a_last_dump_from_which_the_job_resumes(bench: Bench) -> N
     again = Bench()
     again.job.now, again.job.stored = bench.job.now, bench.job.stored
     again.clock.after(100, again.ends(DONE))
-    assert again.supervise(anew=False) == "finished"
+    assert again.supervise(with_new_settings=False) == "finished"
     assert again.job.done == ["end", "restore s2"]
     assert dict(again.folder.state().restarts) == {"taken-up": 1}
     assert again.folder.state().snapshots[-1].failures == ()
@@ -352,7 +352,7 @@ def test_after_a_reboot_it_is_restored_and_the_snapshot_is_not_blamed(bench: Ben
     again = Bench()
     again.job.now, again.job.stored = Look("failed", "it ended, and nobody can say how"), bench.job.stored
     again.clock.after(10, again.ends(DONE))
-    assert again.supervise(anew=False) == "finished"
+    assert again.supervise(with_new_settings=False) == "finished"
     assert again.job.done == ["end", "restore s1"]
     assert again.folder.state().snapshots[0].failures == ()
 

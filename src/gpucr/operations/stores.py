@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 from msgspec import Struct, structs
 
 from gpucr.errors import InvalidRequest, StoreError
-from gpucr.snapshot.location import Place, open_store, place_of_store
+from gpucr.snapshot.location import Place, open_store, place_of_store, place_of_whole_store
 from gpucr.store import copy, prune, sets, sharing, snapshots, verify
 from gpucr.store.checks import Checks
 from gpucr.store.keys import Secret
@@ -46,8 +46,7 @@ def init_store(
     ``shared_with_group``: members of this group can use it, only root can prune it; needs root. On failure nothing is
     left in the folder. Raises InvalidRequest, StoreError, BrokenInstall.
     """
-    location = place_of_store(place)
-    _require_complete(place)
+    location = place_of_whole_store(place)
     gid = None if shared_with_group is None else sharing.group_to_share_with(location, shared_with_group)
     with all_or_nothing("init", place, cancel) as interrupts:
         interrupts.conclude()
@@ -94,7 +93,7 @@ def _make_folder(path: Path) -> None:
 
 def list_snapshots(store: Place, *, key: Secret | None = None) -> Listing:
     """The snapshots of a store, oldest first, and those that cannot be read. Raises StoreError, WrongKey."""
-    _require_complete(store)
+    place_of_whole_store(store)
     return snapshots.list_all(open_store(store, key))
 
 
@@ -160,7 +159,7 @@ def prune_store(
 
     A later prune frees the space: see `PruneRules`. Raises StoreDamaged, StoreError, WrongKey.
     """
-    _require_complete(store)
+    place_of_whole_store(store)
 
     def work(interrupts: Interrupts, _: Meter) -> PruneReport:
         return prune.prune(open_store(store, key), rules or PruneRules(), dry_run=dry_run, check=interrupts.check)
@@ -190,7 +189,7 @@ def copy_snapshots(
     What the target already has is read once, and copied again if damaged; with ``trust_store`` it is not read.
     Repeating an interrupted copy continues it. Raises InvalidRequest, StoreDamaged, StoreError, WrongKey.
     """
-    _require_complete(target)
+    place_of_whole_store(target)
     opened, named = _named(source, key)
     to = open_store(target, target_key)
     wanted = named if named is not None else snapshots.list_all(opened).intact()
@@ -239,7 +238,7 @@ def store_keys(
     Stored data is not re-encrypted: the user of a removed key may have kept what it opens. Raises WrongKey, and
     StoreError, also for the last key and the one that ``key`` opened.
     """
-    _require_complete(store)
+    place_of_whole_store(store)
     with all_or_nothing("keys", store, cancel) as interrupts:
         opened = open_store(store, key)
         interrupts.conclude()
@@ -259,11 +258,6 @@ def _named(place: Place, key: Secret | None) -> tuple[Store, Sequence[StoredSnap
     location = place_of_store(place)
     store = open_store(place, key)
     return store, None if location.snapshot is None else snapshots.find_parts(store, location.snapshot)
-
-
-def _require_complete(place: Place) -> None:
-    if place_of_store(place).snapshot is not None:
-        raise InvalidRequest(f"{place} names a snapshot, and a store is meant", hint="leave out what follows the #")
 
 
 def _counting(interrupts: Interrupts, meter: Meter) -> Callable[[int], None]:

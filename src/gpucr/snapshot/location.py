@@ -138,6 +138,14 @@ def place_of_store(place: Place) -> Location:
     return location.parse(os.fspath(place))
 
 
+def place_of_whole_store(place: Place) -> Location:
+    """Like `place_of_store`; raises InvalidRequest for a snapshot in a store, too."""
+    location = place_of_store(place)
+    if location.snapshot is not None:
+        raise InvalidRequest(f"{place} names a snapshot, and a store is meant", hint="leave out what follows the #")
+    return location
+
+
 def is_store(place: Place) -> bool:
     """Whether this names a store or a snapshot in one, not the folder of one snapshot. Raises InvalidRequest."""
     return _store_location(place) is not None
