@@ -81,8 +81,10 @@ def test_only_leaves_the_descendants_alone(counter: CounterFactory, driver: Cuda
 def test_suspending_twice_changes_nothing(counter: CounterFactory, driver: CudaDriver) -> None:
     job = counter()
     gpucr.suspend(job.pid)
-    report = gpucr.suspend(job.pid)
+    said: list[str] = []
+    report = gpucr.suspend(job.pid, on_progress=lambda progress: said.append(progress.description))
     assert [(p.found, p.now) for p in report.processes] == [(CHECKPOINTED, CHECKPOINTED)]
+    assert not [each for each in said if str(job.pid) in each], "it does not say that it does anything"
     gpucr.resume(job.pid)
     assert job.ask() == 101
 

@@ -42,7 +42,8 @@ class LockGang:
 
     def describe(self) -> str:
         """What will be locked."""
-        return f"lock the CUDA work of {_names(self._gang)}"
+        running = [each for each in self._gang.members if each.found is CudaState.RUNNING]
+        return f"lock the CUDA work of {_names(running)}" if running else "no CUDA work has to be locked"
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
         """Lock all members that run."""
@@ -92,14 +93,16 @@ class CheckpointGang:
 
     def describe(self) -> str:
         """What will be checkpointed."""
-        running = [each.pid for each in self._gang.members if each.found is not CudaState.CHECKPOINTED]
-        over = [str(pid) for pid in running if self._staged.hands_over(pid)]
+        running = [each for each in self._gang.members if each.found is not CudaState.CHECKPOINTED]
+        if not running:
+            return "no process has to be checkpointed"
+        over = [str(each.pid) for each in running if self._staged.hands_over(each.pid)]
         where, final = "host memory", ""
         if over:
             there = self._staged.handed_over_to
             where = there if len(over) == len(running) else f"host memory, or {there}"
             final = f"; the driver hands over that of {', '.join(over)}, which cannot be called off once begun"
-        return f"checkpoint {_names(self._gang)}: device memory to {where}, GPUs released{final}"
+        return f"checkpoint {_names(running)}: device memory to {where}, GPUs released{final}"
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
         """Checkpoint until the tree has no running CUDA process (at most MAX_ROUNDS rounds)."""
@@ -390,7 +393,7 @@ class RestoreGang:
         """What will be restored, and where to."""
         gpu_map = self._placement.choice.gpu_map if self._placement is not None else None
         where = f" with the GPU map {gpu_map}" if gpu_map is not None else ""
-        return f"restore {_names(self._gang)}: host memory to device memory{where}"
+        return f"restore {_names(self._gang.members)}: host memory to device memory{where}"
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
         """Restore all members that are checkpointed."""
@@ -431,7 +434,7 @@ class UnlockGang:
 
     def describe(self) -> str:
         """What will run again."""
-        return f"unlock {_names(self._gang)}"
+        return f"unlock {_names(self._gang.members)}"
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
         """Unlock all members that are locked."""
@@ -443,8 +446,8 @@ class UnlockGang:
         self._gang.return_to_found()
 
 
-def _names(gang: Gang) -> str:
-    pids = [str(member.pid) for member in gang.members]
+def _names(members: Sequence[GangMember]) -> str:
+    pids = [str(member.pid) for member in members]
     if not pids:
         return "no process"
     return ("process " if len(pids) == 1 else "processes ") + ", ".join(pids)
