@@ -48,6 +48,14 @@ def wait_for(condition: Callable[[], Any], what: str) -> Any:
     return value
 
 
+def running_criu() -> psutil.Process:
+    """The one CRIU that this process has started. Other tests may have left children of other kinds, and zombies."""
+    children = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+    # It changes its title at the request.
+    (criu,) = [each for each in children if any(w == "swrk" or w.startswith("criu: ") for w in each.cmdline())]
+    return criu
+
+
 def is_running(pid: int) -> bool:
     """Whether the process exists and is no zombie. psutil fails where it comes into being just then."""
     stat = processes.read_stat(pid)

@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from msgspec import structs
 
@@ -25,7 +24,7 @@ from gpucr.jobs.sandbox import EmptySandbox, Started
 from gpucr.linux import processes
 from gpucr.linux.namespaces import last_pid_clear_of
 from tests.counter import processes_in
-from tests.criu.conftest import BEAT, LOOP, is_running, join_at_the_latest, status_of, wait_for
+from tests.criu.conftest import BEAT, LOOP, is_running, join_at_the_latest, running_criu, status_of, wait_for
 from tests.sandboxed import end_all_in
 from tests.storm import later
 
@@ -89,11 +88,6 @@ class Job:
 
     def images_bytes(self) -> int:
         return sum(path.stat().st_size for path in self.images.iterdir())
-
-    def criu_pid(self) -> int:
-        """Of the CRIU in the sandbox, which is a child of this process."""
-        living = (child.pid for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE)
-        return next(pid for pid in living if len(processes.describe(pid).ns_pids) > 1)
 
 
 @pytest.fixture
@@ -178,7 +172,7 @@ def test_the_deadline_passes_while_memory_is_written(make_job: type[Job], tmp_pa
 
 def test_a_killed_criu_leaves_the_job_running(make_job: type[Job], tmp_path: Path) -> None:
     job = make_job(tmp_path, CODE + LARGE)
-    watcher = when_writing(job, lambda: os.kill(job.criu_pid(), signal.SIGKILL))
+    watcher = when_writing(job, lambda: os.kill(running_criu().pid, signal.SIGKILL))
     with pytest.raises(CriuError, match="SIGKILL"):
         job.dump()
     watcher.join()
@@ -192,7 +186,7 @@ def test_a_killed_criu_leaves_nothing_of_a_restore(make_job: type[Job], tmp_path
 
         def kill_when_forked() -> None:
             wait_for(lambda: made.sandbox.pids.outer_pid(1001), "the root to be forked")
-            os.kill(job.criu_pid(), signal.SIGKILL)
+            os.kill(running_criu().pid, signal.SIGKILL)
 
         watcher = threading.Thread(target=kill_when_forked)
         watcher.start()

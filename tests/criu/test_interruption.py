@@ -21,7 +21,7 @@ from gpucr.errors import CriuError, DeadlineExceeded
 from gpucr.model import ProcessId
 from tests.storm import later, sample
 
-from .conftest import StartProgram, Workspace, is_running, join_at_the_latest, wait_for
+from .conftest import StartProgram, Workspace, is_running, join_at_the_latest, running_criu, wait_for
 
 pytestmark = pytest.mark.criu
 
@@ -54,13 +54,6 @@ def when_writing(images: Path, action: Callable[[], object]) -> threading.Thread
     thread = threading.Thread(target=watch)
     thread.start()
     return thread
-
-
-def only_criu(but_pid: int) -> psutil.Process:
-    """The CRIU that this process runs. Other tests may have left children."""
-    running = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
-    others = [child for child in running if "tests.loaded" not in child.cmdline()]
-    return next(child for child in others if child.pid != but_pid)
 
 
 @pytest.mark.parametrize("hook", ["pre-dump", "query-ext-files", "post-dump"])
@@ -176,7 +169,7 @@ def test_criu_ignores_a_stray_ctrl_c_and_term(workspace: Workspace, start: Start
     def disturb(hook: str, _pid: int) -> None:
         if hook == "query-ext-files":
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                only_criu(program.pid).send_signal(number)
+                running_criu().send_signal(number)
 
     workspace.dump(program, on_notify=disturb)
     program.wait_gone(pids)
@@ -187,7 +180,7 @@ def test_criu_ignores_a_stray_ctrl_c_and_term(workspace: Workspace, start: Start
 def test_a_killed_criu_leaves_the_tree_running(workspace: Workspace, start: StartProgram) -> None:
     program = start(TREE + LARGE)
     pids = program.tree()
-    watcher = when_writing(workspace.images, lambda: only_criu(program.pid).kill())
+    watcher = when_writing(workspace.images, lambda: running_criu().kill())
     with pytest.raises(CriuError, match="SIGKILL"):
         workspace.dump(program)
     watcher.join()
