@@ -60,7 +60,9 @@ def python(code: str) -> list[str]:
 
 
 def test_a_hang_is_a_failure_and_nothing_is_left(tmp_path: Path) -> None:
-    forks_and_hangs = "import os, time\nos.fork()\nprint('ready', flush=True)\nwhile True: time.sleep(60)"
+    forks_and_hangs = (
+        "import os, time\nis_parent = os.fork()\nif is_parent: print('ready', flush=True)\nwhile True: time.sleep(60)"
+    )
     job = Job(python(forks_and_hangs), tmp_path / "job", deadline_s=30.0)
     try:
         job.wait_ready()
