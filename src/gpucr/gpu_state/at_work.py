@@ -1,6 +1,6 @@
 """Records of where a job belongs while an operation has its device memory: then NVML does not show it on any GPU.
 
-Who is to do something about the jobs on some GPUs needs to wait for others' work only where it may concern these.
+An operation on the jobs of some GPUs then waits for others' work only if it may concern these GPUs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ class AtWork:
         self._ids = tuple(dict.fromkeys((*roots, *(member.id for member in job.gang))))
         each = [held.get(member.pid) or _before_suspend(member.id) for member in job.gang]
         self._gpus = () if moves or not all(each) else tuple(sorted({uuid for gpus in each for uuid in gpus}))
-
         self._written: list[ProcessId] = []
 
     def begin(self) -> None:
