@@ -23,6 +23,7 @@ from gpucr.cli.output import print_json
 from gpucr.cli.places import open_place
 from gpucr.cli.progress import progress_printer
 from gpucr.cli.reports import gpu_fields, print_phases, report_fields, say_gpu_reasons, say_warnings
+from gpucr.cli.units import warn_of_our_end
 from gpucr.containers.record import is_container
 from gpucr.diagnosis.preflight import FilesMode, TcpMode
 from gpucr.operations.restore import restore
@@ -110,6 +111,7 @@ def command(
         on_progress=listener,
     )
     if not quiet:
+        warn_of_our_end()
         say_warnings(report)
         say_gpu_reasons(report)
     if as_json:
