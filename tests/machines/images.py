@@ -136,7 +136,7 @@ def find_images() -> dict[Release, Image]:
 
 
 def build_images() -> dict[Release, Image]:
-    """The images, made if they are not there: needs root, Debian's packages, PyPI, 6 GiB. Raises MachinesMissing."""
+    """The images, made if they are missing: needs root, Debian's packages, PyPI, 6 GiB. Raises MachinesMissing."""
     _check_programs()
     home = _home()
     with _exclusive(home):

@@ -128,6 +128,12 @@ class Machine:
             self._process.kill()
             self._process.wait()
 
+    def join(self, wire: int, address: str) -> None:
+        """Give the card on this wire an address, in a network of 256, and take it up."""
+        mac = self._mac(wire)
+        card = f"$(basename $(dirname $(grep -l {mac} /sys/class/net/*/address)))"
+        self.run(f"ip address add {address}/24 dev {card} && ip link set dev {card} up")
+
     def plug(self, wire: int, is_in: bool) -> None:
         """Plug the cable in or out; the machine sees its link go down."""
         self._monitor_command("set_link", name=f"wire{wire}", up=is_in)
@@ -289,9 +295,11 @@ class Machine:
         return "\n".join(text.splitlines()[-20:])
 
     def _card(self, number: int, wire: Wire) -> list[str]:
-        mac = f"52:54:00:12:{number:02x}:{self.number:02x}"
         network = f"socket,id=wire{number},mcast=230.77.0.1:{wire.port},localaddr=127.0.0.1"
-        return ["-netdev", network, "-device", f"virtio-net-pci,netdev=wire{number},mac={mac}"]
+        return ["-netdev", network, "-device", f"virtio-net-pci,netdev=wire{number},mac={self._mac(number)}"]
+
+    def _mac(self, wire: int) -> str:
+        return f"52:54:00:12:{wire:02x}:{self.number:02x}"
 
 
 def _drive(disk: Path, *, is_ours: bool) -> list[str]:

@@ -1,4 +1,4 @@
-"""What systemd says of units decides when it ends the jobs in them: here it is a script that answers as it does."""
+"""When systemd ends the jobs in its units, by their properties: here a script answers as systemctl does."""
 
 from __future__ import annotations
 

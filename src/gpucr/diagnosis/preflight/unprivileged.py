@@ -20,11 +20,21 @@ if TYPE_CHECKING:
 _NAMESPACES: tuple[Kind | Literal["user"], ...] = ("user", "pid", "mnt", "net", "ipc")
 
 
+def check_attach() -> list[Finding]:
+    """Whether Yama keeps everybody, root too, from attaching to processes."""
+    scope = tracing.yama_scope()
+    if scope is None or scope < tracing.NO_ATTACH:
+        return []
+    return [facts.NO_ATTACH.seen(f"kernel.yama.ptrace_scope is {scope}")]
+
+
 def check_ptrace(pids: Iterable[int]) -> list[Finding]:
     """Whether Yama lets an ordinary user attach to these processes if he has not started them himself.
 
     Those with an interposer have granted permission by now (jobs/tracing.py).
     """
+    if found := check_attach():
+        return found
     scope = tracing.yama_scope()
     if not scope or (closed := next((pid for pid in pids if not tracing.is_allowed(pid)), None)) is None:
         return []
@@ -32,12 +42,13 @@ def check_ptrace(pids: Iterable[int]) -> list[Finding]:
 
 
 def check_dump_by_user(job: Job, install: CriuInstall, *, in_sandbox: bool = False) -> list[Finding]:
-    """What an ordinary user's CRIU cannot dump of a job. Nothing where root's CRIU is used. ``in_sandbox``: of gpucr's.
+    """What this CRIU cannot dump of a job: root's only where Yama forbids it. ``in_sandbox``: of gpucr's.
 
     The privileged helper's CRIU attaches to any process; gpucr itself has to, if there is device memory.
     """
-    if not install.is_unprivileged:
-        return []
+    nobody = check_attach()
+    if nobody or not install.is_unprivileged:
+        return nobody
     if install.origin == "helper":
         return [
             *check_ptrace(each.pid for each in job.gang),
@@ -96,9 +107,10 @@ def _foreign_namespaces(pid: int) -> list[str]:
 def check_restore_by_user(
     install: CriuInstall, uids: Collection[int], *, in_sandbox: bool, has_connections: bool
 ) -> list[Finding]:
-    """What an ordinary user's CRIU cannot restore. ``uids``: those of the job's threads."""
-    if not install.is_unprivileged:
-        return []
+    """What an ordinary user's CRIU cannot restore, and root's only where Yama forbids it. ``uids``: of all threads."""
+    nobody = check_attach()
+    if nobody or not install.is_unprivileged:
+        return nobody
     found, images = [], "CRIU's images of the job"
     if has_connections and not install.has_network:
         found.append(facts.HAD_CONNECTION.seen(images))

@@ -1,4 +1,4 @@
-"""What only root can dump and restore."""
+"""What only root can dump and restore, and where nobody can."""
 
 from __future__ import annotations
 
@@ -19,6 +19,12 @@ CONNECTION = Fact(
     remedy="let it use local (AF_UNIX) sockets, or wait until it has closed them; have root grant it to a group of "
     "yours (`sudo gpucr criu --grant --network --group GROUP`); or " + _REMEDY,
     code="GPUCR-ONLY-ROOT",
+)
+NO_ATTACH = Fact(
+    what="this machine lets nobody attach to any process",
+    consequence="neither gpucr nor CRIU can stop or restore a process",
+    remedy="remove kernel.yama.ptrace_scope=3 from /etc/sysctl.d and reboot: nothing else lowers it",
+    code="GPUCR-TRACED",
 )
 OTHER_USER = Fact(
     what="{process} runs as uid {uid}",

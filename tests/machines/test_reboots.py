@@ -1,0 +1,86 @@
+"""Snapshots and jobs over a reboot, also into another kernel."""
+
+from __future__ import annotations
+
+import json
+
+from tests.machines.conftest import Boot
+from tests.machines.images import BOOKWORM, TRIXIE
+from tests.machines.jobs import last_count
+from tests.machines.machine import Machine
+
+# Everything that the boot takes away: System V and POSIX shared memory, a file in /tmp, a deleted file, a connection.
+_HOLDS = """\
+import itertools, mmap, os, socket, tempfile, time
+shared = os.open("/dev/shm/shared", os.O_RDWR | os.O_CREAT)
+os.ftruncate(shared, 4096)
+memory = mmap.mmap(shared, 4096)
+deleted = tempfile.TemporaryFile()
+deleted.write(b"deleted")
+listener = socket.create_server(("127.0.0.1", 7000))
+client = socket.create_connection(("127.0.0.1", 7000))
+server, _ = listener.accept()
+began = time.monotonic()
+last = began
+for number in itertools.count(1):
+    memory[:8] = number.to_bytes(8, "little")
+    client.sendall(memory[:8])
+    assert int.from_bytes(server.recv(8), "little") == number
+    deleted.seek(0)
+    assert deleted.read() == b"deleted"
+    now = time.monotonic()
+    assert last <= now < last + 60, (last, now)
+    last = now
+    print(number, flush=True)
+    time.sleep(0.05)
+"""
+
+
+def _dump_a_job(machine: Machine, name: str, program: str) -> int:
+    machine.write(f"/root/{name}.py", program)
+    machine.gpucr("run", "--name", name, "--", "python3", f"/root/{name}.py")
+    machine.wait(f"test $(gpucr logs {name} | wc -l) -gt 5")
+    machine.gpucr("dump", name, "--to", f"/root/{name}")
+    return last_count(machine, name)
+
+
+def _restore(machine: Machine, name: str, before: int) -> None:
+    machine.gpucr("restore", f"/root/{name}")
+    machine.wait(f"test $(gpucr logs {name} | tail -n 1) -gt {before}")
+
+
+def test_a_dumped_job_continues_after_a_reboot(boot: Boot) -> None:
+    machine = boot()
+    before = _dump_a_job(machine, "holds", _HOLDS)
+    machine.reboot()
+    assert "dumped" in machine.gpucr("jobs").stdout
+    machine.run("rm -rf /tmp/*; touch /tmp/other; sysctl -q kernel.ns_last_pid=5000")
+    _restore(machine, "holds", before)
+
+
+def test_a_dumped_job_continues_on_another_kernel_and_back(boot: Boot) -> None:
+    machine = boot(TRIXIE, kernel="6.1")
+    before = _dump_a_job(machine, "holds", _HOLDS)
+    for kernel in ("6.12", "6.1"):
+        machine.power_off()
+        machine.start(kernel)
+        assert machine.run("uname -r").stdout.startswith(kernel)
+        _restore(machine, "holds", before)
+        machine.gpucr("kill", "holds")
+
+
+def test_what_was_suspended_when_the_power_went_is_said_to_be_lost(boot: Boot) -> None:
+    machine = boot(BOOKWORM)
+    simulated = 'eval "$(gpucr sim env --gpus 1x64MiB)"'
+    machine.run(f"{simulated}; gpucr run --name counter --no-isolate -- gpucr sim counter --port 7000 --mib 8")
+    machine.wait(f"{simulated}; gpucr ps | grep -q running")
+    machine.run(f"{simulated}; gpucr suspend counter")
+    machine.run("sync")
+    machine.cut_power()
+    machine.start()
+    [job] = json.loads(machine.gpucr("jobs", "--all", "--json").stdout)["jobs"]
+    assert job["state"] == "lost"
+    resumed = machine.gpucr("resume", "counter", check=False)
+    assert resumed.returncode == 2
+    assert "the job counter" in resumed.stderr
+    machine.gpucr("run", "--name", "counter", "--", "true")  # the name is free
