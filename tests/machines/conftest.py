@@ -82,7 +82,7 @@ def boot(images: dict[Release, Image], tmp_path: Path, request: pytest.FixtureRe
         machine = Machine(images[release], tmp_path / f"machine-{number}", hardware, number)
         machines.append(machine)
         _RESULTS.booted(str(request.path), f"Debian {release.number}, Linux {machine.linux(kernel)}")
-        machine.start(kernel, options, installs=True)
+        machine.start(kernel, options, is_new=True)
         return machine
 
     yield make

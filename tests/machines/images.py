@@ -31,6 +31,7 @@ TESTS = Path("/opt/clone")
 
 _HERE = Path(__file__).parent
 _DISK = "3G"
+_GPUCR_DISK_BYTES = 96 << 20
 _PROGRAMS = {
     "qemu-system-x86_64": "qemu-system-x86",
     "qemu-img": "qemu-utils",
@@ -125,6 +126,10 @@ class Image:
     disk: Path
     kernels: dict[str, Kernel]
 
+    def booted(self, kernel: Kernel) -> Path:
+        """Where a machine is kept that has booted this kernel: its disk and its memory."""
+        return self.disk.with_name(f"booted-{self.release.name}-{kernel.name}.qcow2")
+
 
 def find_images() -> dict[Release, Image]:
     """The images, if all are there already. Raises MachinesMissing."""
@@ -139,7 +144,7 @@ def build_images() -> dict[Release, Image]:
     """The images, made if they are missing: needs root, Debian's packages, PyPI, 6 GiB. Raises MachinesMissing."""
     _check_programs()
     home = _home()
-    with _exclusive(home):
+    with exclusive(home):
         if not (home / "done").exists():
             if os.geteuid() != 0:
                 raise MachinesMissing("the images of the test machines are not built, which only root can do")
@@ -164,7 +169,7 @@ def gpucr_disk(release: Release) -> Path:
     for path in files:
         digest.update(f"{path}\0".encode() + (REPOSITORY / path).read_bytes())
     disk = home / f"gpucr-{release.name}-{digest.hexdigest()[:16]}.tar"
-    with _exclusive(home):
+    with exclusive(home):
         if not disk.exists():
             for old in home.glob(f"gpucr-{release.name}-*"):
                 old.unlink() if old.is_file() else shutil.rmtree(old)
@@ -194,7 +199,7 @@ def _remove_others(home: Path) -> None:
         if folder != home:
             shutil.rmtree(folder)
     for entry in home.iterdir():
-        if entry.name != ".lock":
+        if not entry.name.startswith(".lock"):
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
 
 
@@ -329,6 +334,7 @@ def _pack_gpucr(home: Path, release: Release, files: list[str], disk: Path) -> N
     with tarfile.open(disk.with_suffix(".partial"), "w") as archive:
         for path in packed:
             archive.add(root / path.relative_to("/"), str(path.relative_to("/")), filter=_owned)
+    os.truncate(disk.with_suffix(".partial"), _GPUCR_DISK_BYTES)  # a booted machine finds another one of the same size
     disk.with_suffix(".partial").rename(disk)
 
 
@@ -352,8 +358,9 @@ def _say(what: str) -> None:
 
 
 @contextmanager
-def _exclusive(folder: Path) -> Iterator[None]:
-    with (folder / ".lock").open("w") as lock:
+def exclusive(folder: Path, what: str = "") -> Iterator[None]:
+    """Nobody else makes this in this folder meanwhile."""
+    with (folder / f".lock{what}").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
