@@ -164,7 +164,7 @@ def _faults(known: list[str]) -> list[str]:
 def _verify(place: str) -> None:
     """Raises GpucrError for the first problem."""
     for name, problems in gpucr.verify_snapshots(place, deep=True).problems.items():
-        raise StoreDamaged(f"{place}: {name}: {problems[0]}")
+        raise StoreDamaged(f"{name}: {problems[0]}", path=place)
 
 
 def _say(line: str) -> None:
