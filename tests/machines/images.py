@@ -313,23 +313,23 @@ def _pack_gpucr(home: Path, release: Release, files: list[str], disk: Path) -> N
     root = home / f"root-{release.name}"
     inside = GPUCR / f"lib/python{release.python}/site-packages/gpucr"
     packed = (GPUCR / "bin/gpucr", GPUCR / "bin/cuda-checkpoint", inside, TESTS, *_CACHES)
-    for path in packed:
-        there = root / path.relative_to("/")
-        shutil.rmtree(there) if there.is_dir() else there.unlink(missing_ok=True)
-    for name in files:
-        targets = [TESTS / name]
-        if name.startswith("src/gpucr/"):
-            targets.append(inside.parent / name.removeprefix("src/"))
-        for target in targets:
-            there = root / target.relative_to("/")
-            there.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(REPOSITORY / name, there)
+    wanted = {root / TESTS.relative_to("/") / name: name for name in files}
+    package = root / inside.parent.relative_to("/")
+    wanted |= {package / name.removeprefix("src/"): name for name in files if name.startswith("src/gpucr/")}
+    for path in [*package.glob("gpucr/**/*"), *(root / TESTS.relative_to("/")).rglob("*")]:
+        if path.is_file() and path not in wanted and "__pycache__" not in path.parts:
+            path.unlink()
+    for path, name in wanted.items():  # what is as before stays, and so does its bytecode
+        if not path.exists() or path.read_bytes() != (REPOSITORY / name).read_bytes():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(REPOSITORY / name, path)
     _write_command(root / packed[0].relative_to("/"), "import sys\nfrom gpucr.__main__ import main\nsys.exit(main())\n")
     drop_in = (REPOSITORY / "scripts/cuda-checkpoint").read_text().partition("\n")[2]
     _write_command(root / packed[1].relative_to("/"), drop_in)
     _compile(root, root / inside.relative_to("/"))
     _run("chroot", str(root), str(GPUCR / "bin/python3"), "-c", _COMPILE)
     made, also = (root / path.relative_to("/") for path in _CACHES)
+    shutil.rmtree(also, ignore_errors=True)
     shutil.copytree(made, also, symlinks=True)
     with tarfile.open(disk.with_suffix(".partial"), "w") as archive:
         for path in packed:

@@ -24,7 +24,7 @@ def test_what_a_command_has_reported_is_there_after_a_power_loss(boot: Boot, kin
         os.truncate(disks[-1], size_mib << 20)
     machine = boot(hardware=Hardware(disks=tuple(disks)))
     looked = machine.run(
-        f"cd /opt/clone && python3 -m tests.machines.power_loss {kind} {_MOMENTS} 1", check=False, limit_s=1500
+        f"cd /opt/clone && python3 -m tests.inside.power_loss {kind} {_MOMENTS} 1", check=False, limit_s=1500
     )
     assert looked.stdout.splitlines()[-1].endswith(" 0 faults"), looked.stdout + looked.stderr
     assert looked.returncode == 0

@@ -1,6 +1,6 @@
 """In a machine: work on a file system whose writes are logged, then look at what is left of it at many moments.
 
-``python -m tests.machines.power_loss FILE-SYSTEM MOMENTS SEED`` with the disks /dev/vdc to /dev/vdf: the file system,
+``python -m tests.inside.power_loss FILE-SYSTEM MOMENTS SEED`` with the disks /dev/vdc to /dev/vdf: the file system,
 the log, a copy that is brought from moment to moment, and what a mount of it writes. Prints a line, and each fault.
 """
 
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import gpucr
 from gpucr.errors import GpucrError, StoreDamaged
-from tests.machines.write_log import WriteLog, moments
+from tests.inside.write_log import WriteLog, moments
 
 _DISK, _LOG, _COPY, _SCRATCH = "/dev/vdc", "/dev/vdd", "/dev/vde", "/dev/vdf"
 _AT = Path("/mnt/logged")
