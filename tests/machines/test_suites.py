@@ -45,3 +45,8 @@ def test_the_main_operations(boot: Boot, release: Release, kernel: str, options:
 
 def test_shortage(boot: Boot) -> None:
     _passes(boot(), "tests/inside/test_shortage.py", GPUCR_INSIDE="1")
+
+
+@pytest.mark.parametrize("release", [BOOKWORM, TRIXIE], ids=lambda release: release.name)
+def test_hardened(boot: Boot, release: Release) -> None:
+    _passes(boot(release), "tests/inside/test_hardened.py", GPUCR_INSIDE="1")
