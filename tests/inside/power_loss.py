@@ -7,7 +7,6 @@ the log, a copy that is brought from moment to moment, and what a mount of it wr
 from __future__ import annotations
 
 import json
-import os
 import random
 import shlex
 import subprocess
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import gpucr
 from gpucr.errors import GpucrError, StoreDamaged
+from tests import command
 from tests.inside.write_log import WriteLog, moments
 
 _DISK, _LOG, _COPY, _SCRATCH = "/dev/vdc", "/dev/vdd", "/dev/vde", "/dev/vdf"
@@ -24,6 +24,7 @@ _AT = Path("/mnt/logged")
 _LOOK = Path("/mnt/look")
 _MIB = 300
 _SECTORS = _MIB * 2048
+_COMMAND_LIMIT_S = 900
 _SNAPSHOTS, _STORE, _COPIES, _SUPERVISED = "snapshots", "store", "copies", "supervised"
 _JOB = (
     "import itertools, time\nblock = bytearray(2 << 20)\nfor number in itertools.count(1):\n"
@@ -66,11 +67,13 @@ def _prepare(kind: str) -> None:
 
 def _work() -> list[str]:
     """Do everything that reports something as done; each report is a mark in the log, made when it was printed."""
-    environment = {**os.environ, "XDG_STATE_HOME": str(_AT / "state")}
+    command.TIMEOUT_S = _COMMAND_LIMIT_S
+    environment = {"XDG_STATE_HOME": str(_AT / "state")}
+    (_AT / _SNAPSHOTS).mkdir()
     reports: list[str] = []
 
     def gpucr_does(*words: str, reports_as: str = "") -> None:
-        done = subprocess.run(["gpucr", *words], capture_output=True, text=True, check=False, env=environment)
+        done = command.run(*words, env=environment)
         if done.returncode != 0:
             raise RuntimeError(f"gpucr {shlex.join(words)}: {done.stderr}")
         if reports_as:
@@ -172,10 +175,10 @@ def _say(line: str) -> None:
     sys.stdout.flush()
 
 
-def _sh(*command: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+def _sh(*words: str) -> None:
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        raise RuntimeError(f"{shlex.join(command)}: {done.stderr.strip()}")
+        raise RuntimeError(f"{shlex.join(words)}: {done.stderr.strip()}")
 
 
 if __name__ == "__main__":

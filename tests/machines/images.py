@@ -85,6 +85,8 @@ chroot . passwd --quiet --delete root
 chroot . useradd --create-home --shell /bin/bash --uid {_USER} user
 mkdir -p etc/systemd/journald.conf.d
 printf '[Journal]\\nStorage=persistent\\nSystemMaxUse=32M\\n' >etc/systemd/journald.conf.d/test.conf
+mkdir -p etc/systemd/system/qemu-guest-agent.service.d
+printf '[Service]\\nLogLevelMax=notice\\n' >etc/systemd/system/qemu-guest-agent.service.d/quiet.conf
 printf 'PATH=%s/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin\\n' {GPUCR} >>etc/environment
 chroot . python3 -m venv --without-pip {GPUCR}
 """

@@ -26,5 +26,5 @@ def test_what_a_command_has_reported_is_there_after_a_power_loss(boot: Boot, kin
     looked = machine.run(
         f"cd /opt/clone && python3 -m tests.inside.power_loss {kind} {_MOMENTS} 1", check=False, limit_s=1500
     )
-    assert looked.stdout.splitlines()[-1].endswith(" 0 faults"), looked.stdout + looked.stderr
-    assert looked.returncode == 0
+    assert looked.returncode == 0, looked.stdout + looked.stderr
+    assert looked.stdout.splitlines()[-1].endswith(" 0 faults")
