@@ -151,7 +151,7 @@ def _faults(known: list[str]) -> list[str]:
                 report.startswith({_STORE: "stored", _COPIES: "copied", _SUPERVISED: "supervised"}[place])
                 for report in known
             ):
-                found.append(f"the store {place} is not there")
+                found.append(f"the store {place} is absent")
             continue
         try:
             if needed:

@@ -131,7 +131,7 @@ def test_a_job_under_an_apparmor_profile_comes_back_under_it(tmp_path: Path) -> 
     command.run("kill", "confined")
 
 
-def test_yama_that_forbids_everything_is_said_beforehand(tmp_path: Path) -> None:
+def test_a_dump_is_refused_where_yama_forbids_everything(tmp_path: Path) -> None:
     """Last: only a reboot takes it back."""
     assert command.run("run", "--name", "last", "--", "python3", "-c", _COUNTS).returncode == 0
     _YAMA.write_text("3")

@@ -16,7 +16,7 @@ _SIZES_MIB = (300, 2000, 300, 300)  # the file system, the log, its copy, what i
 
 
 @pytest.mark.parametrize("kind", ["ext4", "xfs", "btrfs"])
-def test_what_a_command_has_reported_is_there_after_a_power_loss(boot: Boot, kind: str, tmp_path: Path) -> None:
+def test_reported_snapshots_survive_a_power_loss(boot: Boot, kind: str, tmp_path: Path) -> None:
     disks = []
     for number, size_mib in enumerate(_SIZES_MIB):
         disks.append(tmp_path / f"disk-{number}.img")

@@ -69,7 +69,7 @@ def test_a_dumped_job_continues_on_another_kernel_and_back(boot: Boot) -> None:
         machine.gpucr("kill", "holds")
 
 
-def test_what_was_suspended_when_the_power_went_is_said_to_be_lost(boot: Boot) -> None:
+def test_a_suspended_job_is_lost_with_the_power(boot: Boot) -> None:
     machine = boot(BOOKWORM)
     simulated = 'eval "$(gpucr sim env --gpus 1x64MiB)"'
     machine.run(f"{simulated}; gpucr run --name counter --no-isolate -- gpucr sim counter --port 7000 --mib 8")
@@ -80,7 +80,7 @@ def test_what_was_suspended_when_the_power_went_is_said_to_be_lost(boot: Boot) -
     machine.start()
     [job] = json.loads(machine.gpucr("jobs", "--all", "--json").stdout)["jobs"]
     assert job["state"] == "lost"
-    resumed = machine.gpucr("resume", "counter", check=False)
+    resumed = machine.run(f"{simulated}; gpucr resume counter", check=False)
     assert resumed.returncode == 2
     assert "the job counter" in resumed.stderr
     machine.gpucr("run", "--name", "counter", "--", "true")  # the name is free
