@@ -97,7 +97,7 @@ def _work() -> list[str]:
     gpucr_does("supervise", "job", "--every", "3s", "--to", str(_AT / _SUPERVISED))
     events = _AT / "state/gpucr/supervise/job/events.jsonl"
     seen = 0
-    while seen < 3:
+    while seen < 2:
         checkpoints = [line for line in events.read_text().splitlines() if '"checkpoint"' in line]
         for line in checkpoints[seen:]:
             _sh("dmsetup", "message", "logged", "0", "mark", f"supervised:{json.loads(line)['snapshot']}")

@@ -64,7 +64,10 @@ def pytest_sessionfinish() -> None:
 def images() -> dict[Release, Image]:
     """What machines boot from; skips the test where they cannot boot."""
     try:
-        return build_images() if IS_CHOSEN else find_images()
+        found = build_images() if IS_CHOSEN else find_images()
+        if not IS_CHOSEN and not found[BOOKWORM].booted(found[BOOKWORM].kernels[BOOKWORM.kernel]).exists():
+            raise MachinesMissing("no machine has booted yet, which takes long: scripts/machines boots one")
+        return found
     except MachinesMissing as e:
         skip_or_fail("machines", str(e))
         raise
