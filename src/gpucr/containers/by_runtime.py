@@ -6,6 +6,7 @@ the container, handles its folder, and waits until it runs again.
 
 from __future__ import annotations
 
+import platform
 import re
 import shutil
 import time
@@ -17,13 +18,15 @@ from gpucr.containers import oci, podman
 from gpucr.containers.container import FoundContainer
 from gpucr.containers.record import RUNTIMES, ContainerRecord, Runtime, read_record, write_record
 from gpucr.criu.options import choose_dump_options
+from gpucr.diagnosis import preflight
 from gpucr.errors import GpucrError, InvalidRequest, JobDamaged, SnapshotError, Unsupported
 from gpucr.jobs import selection
 from gpucr.jobs.selector import JobSelector
-from gpucr.linux import processes, trusted_paths
+from gpucr.linux import processes, processor, trusted_paths
 from gpucr.model import CudaState, Job, ProcessId
 from gpucr.snapshot import files
 from gpucr.snapshot.folder import GPU_PART_NAME, check_target, completed
+from gpucr.snapshot.machine import findings_of_processor
 from gpucr.undo.cancellation import Cancellation
 from gpucr.undo.operation import all_or_nothing
 from gpucr.undo.roll import Roll
@@ -75,7 +78,9 @@ def dump_container(
     job = selection.find_job(pid).job
     options = choose_dump_options(job.pids, leave_running=leave_running)
     root = None if runtime_root is None else str(runtime_root.absolute())
-    record = ContainerRecord(found.runtime, root, found.container, found.bundle, options)
+    record = ContainerRecord(
+        found.runtime, root, found.container, found.bundle, options, platform.machine(), processor.here()
+    )
     existed = to.exists()
     checkpoint = podman.checkpoint if found.runtime == "podman" else oci.checkpoint
     with (
@@ -108,12 +113,13 @@ def dump_container(
 def restore_container(folder: Path, *, cancel: Cancellation | None = None) -> ContainerReport:
     """Have its runtime bring the container of a folder back: same name, same bundle. The folder stays. Needs root.
 
-    Raises SnapshotDamaged, InvalidRequest, CriuUnavailable (nothing was started); CriuError, Interrupted (a signal,
-    ``cancel``): what had been restored has been ended.
+    Raises SnapshotDamaged, InvalidRequest, Unsupported, CriuUnavailable (nothing was started); CriuError, Interrupted
+    (a signal, ``cancel``): what had been restored has been ended.
     """
     begin = time.monotonic()
     _require_ours(folder)
     record = read_record(folder)
+    preflight.require_no_blocking(findings_of_processor(record.architecture, record.processor), force=None)
     images = (folder / "images").resolve()
     restore = podman.restore if record.runtime == "podman" else oci.restore
     with all_or_nothing("restore", folder, cancel, state="the container does not run", at_once=False) as interrupts:

@@ -86,7 +86,7 @@ def thawed(root_pid: int) -> Iterator[None]:
     if cgroup is None or not any(uses_libcuda(process.pid) for process in processes.tree(root_pid)):
         yield
         return
-    preflight.require_no_blocking(_check_freezer(root_pid), force=False)
+    preflight.require_no_blocking(_check_freezer(root_pid), force=None)
     cgroups.thaw(cgroup)
     try:
         yield
@@ -137,7 +137,7 @@ def dump_for_runtime(root_pid: int, images: Path, hooks: RuntimeHooks, *, claim:
         if taken.protection is None:
             raise JobChanged(f"no process below {root_pid} uses CUDA any more", pids=[root_pid])
         context, cuda, findings = _prepare(taken.found, images, taken.protection)
-        preflight.require_no_blocking(findings, force=False)
+        preflight.require_no_blocking(findings, force=None)
         for finding in findings:
             hooks.say(f"warning: {finding.warning()}")
         run = RuntimeDump(context, hooks, part)

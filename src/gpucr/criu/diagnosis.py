@@ -208,6 +208,13 @@ KNOWN_FAILURES: tuple[FailurePattern, ...] = (
         "close it before the dump",
     ),
     FailurePattern(
+        "processor",
+        r"FPU (?:xsave area present|feature required by image)|CPU (?:instruction )?capabilities do not match|"
+        r"CPU xsave (?:max )?size mismatch",
+        "this processor cannot hold the job's registers",
+        "restore on a processor with the instructions of that of the dump (`gpucr inspect` shows it)",
+    ),
+    FailurePattern(
         "clocks",
         r"Unable to set a \S+ clock offset: (?:Operation not permitted|Permission denied)",
         "CRIU may not set the clocks of the job",

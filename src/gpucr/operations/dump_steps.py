@@ -23,7 +23,7 @@ from gpucr.jobs import selection
 from gpucr.jobs.recorded import process_record, sandbox_record
 from gpucr.jobs.registered import DumpNote
 from gpucr.jobs.sandbox import Sandbox
-from gpucr.linux import oom, processes
+from gpucr.linux import oom, processes, processor
 from gpucr.model import GangMember, Job, ProcessId, ProcessInfo
 from gpucr.quantities import counted, format_bytes
 from gpucr.snapshot import shared_files
@@ -444,6 +444,7 @@ def draft_of_gang(
         criu_options=criu_options,
         kernel=platform.release(),
         architecture=platform.machine(),
+        processor=processor.here(),
         gpucr_version=__version__,
         left_running=context.leave_running,
         shares=cuda.interposers.shares if cuda is not None else (),

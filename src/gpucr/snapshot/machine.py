@@ -20,8 +20,9 @@ from gpucr.errors import BrokenInstall
 from gpucr.gpu_state.backend import CUSTOM_STORAGE, INTERPOSED
 from gpucr.gpu_state.gpu_choice import GpuChoice
 from gpucr.interposer.build import LIBRARY
-from gpucr.linux import capabilities
+from gpucr.linux import capabilities, processor
 from gpucr.linux.pid_uses import wait_for_reaping
+from gpucr.linux.processor import Processor
 from gpucr.linux.sock_diag import TcpSocket, outside_connections
 from gpucr.model import Gpu
 from gpucr.snapshot.manifest import Manifest
@@ -62,11 +63,15 @@ def findings_of_machine(
         manifest, choice, here, private_bytes=private_bytes_of(manifest), buffers_bytes=source.buffers_bytes
     )
     findings += _check_interposer(manifest, libraries)
-    if manifest.architecture != platform.machine():
-        findings.append(
-            machine.ARCHITECTURE.seen(f"this one is {platform.machine()}", architecture=manifest.architecture)
-        )
-    return findings
+    return findings + findings_of_processor(manifest.architecture, manifest.processor)
+
+
+def findings_of_processor(architecture: str, dumped: Processor) -> list[preflight.Finding]:
+    """Whether programs that were dumped on such a processor can run on this machine's."""
+    here = platform.machine()
+    if architecture != here:
+        return [machine.ARCHITECTURE.seen(f"this one is {here}", architecture=architecture)]
+    return preflight.check_processor(dumped, processor.here())
 
 
 def _check_interposer(manifest: Manifest, libraries: Sequence[PurePath]) -> list[preflight.Finding]:

@@ -22,6 +22,7 @@ from msgspec.structs import replace
 from gpucr import records
 from gpucr.criu.options import DumpOptions
 from gpucr.interposer.sharing import Share
+from gpucr.linux.processor import Processor
 from gpucr.linux.scheduling import IO_PRIORITY_LIMIT, cpus_in
 from gpucr.model import KIND_NAME, Connection, CudaState, DevicePart, Endpoint, Extent, Gpu, JobFile, StagedExtent
 from gpucr.records import Count, Pid, Priority, Record, RecordError
@@ -278,6 +279,7 @@ class Manifest(Record, frozen=True):
     criu_options: DumpOptions | None
     kernel: str
     architecture: str
+    processor: Processor
     gpucr_version: str
     left_running: bool
     folders: tuple[FolderRecord, ...] = ()

@@ -13,6 +13,7 @@ from gpucr.diagnosis.preflight.capabilities import check_capabilities
 from gpucr.diagnosis.preflight.clocks import check_clocks
 from gpucr.diagnosis.preflight.databases import check_changed_databases, check_databases, spared_by_rewind
 from gpucr.diagnosis.preflight.findings import Finding, require_no_blocking
+from gpucr.diagnosis.preflight.processor import check_processor
 from gpucr.diagnosis.preflight.room import (
     MemoryNeed,
     check_disk,
@@ -84,6 +85,7 @@ __all__ = [
     "check_open_files",
     "check_outside_connections",
     "check_ports",
+    "check_processor",
     "check_ptrace",
     "check_restore_by_user",
     "check_room",
