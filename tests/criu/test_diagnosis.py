@@ -51,6 +51,8 @@ def error(text: str, place: str = "criu/some.c:1") -> str:
         ("Can't dump nested pid namespace for 77", "nested-pid-namespace"),
         ("Can't dump file 5 of that type [140777] (socket)", "unsupported-file"),
         ("prctl: Can't set exe link: Permission denied", "not-permitted"),
+        ("x86: FPU xsave area present, but host cpu doesn't support it", "processor"),
+        ("cpu: CPU instruction capabilities do not match run time", "processor"),
         ("Unable to set a monotonic clock offset: Operation not permitted", "clocks"),
     ],
 )
