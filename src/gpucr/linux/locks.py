@@ -28,6 +28,11 @@ def lock(fd: int, *, wait_s: float | None = 0.0) -> None:
         time.sleep(_POLL_S)
 
 
+def share(fd: int) -> None:
+    """Lock this open file together with others who share it: `lock` waits for all of them. Raises OSError."""
+    fcntl.flock(fd, fcntl.LOCK_SH)
+
+
 def unlock(fd: int) -> None:
     """Release the lock before the descriptor is closed. Raises OSError."""
     fcntl.flock(fd, fcntl.LOCK_UN)
