@@ -16,14 +16,15 @@ from gpucr.diagnosis import preflight
 from gpucr.diagnosis.preflight.findings import Finding
 from gpucr.diagnosis.preflight.support import processes as facts
 from gpucr.diagnosis.traps import findings_of_traps
-from gpucr.driver.gpus import gpu_processes, list_gpus
+from gpucr.driver.gpus import gpu_processes
 from gpucr.errors import InvalidRequest, Unsupported
-from gpucr.gpu_state import suspended
+from gpucr.gpu_state.gpu_choice import GpuRequest
 from gpucr.gpu_state.ways import CUSTOM, first_choice
 from gpucr.jobs import registered, selection
 from gpucr.jobs.selector import JobSelector
 from gpucr.linux import processes
-from gpucr.model import CudaState, GangMember, GpuUse, Job
+from gpucr.model import CudaState, GpuUse, Job
+from gpucr.operations.suspend import prepare_resume
 from gpucr.quantities import format_bytes
 from gpucr.snapshot.device import PIECE_BYTES, buffers_bytes
 
@@ -43,7 +44,8 @@ def examine(target: int | str | JobSelector, folder: Path, *, was_named: bool) -
     job = found.job
     uses = gpu_processes() if job.gang else ()
     findings = _summary(job, isolated=found.sandbox is not None)
-    findings += from_findings("CUDA state", preflight.check_states(job), _states(job))
+    states = [*preflight.check_states(job), *(preflight.check_suspended(job) if job.gang else ())]
+    findings += from_findings("CUDA state", states, _states(job))
     findings += from_findings(
         "sharing",
         findings_of_traps(job, found.driver, uses),
@@ -53,6 +55,7 @@ def examine(target: int | str | JobSelector, folder: Path, *, was_named: bool) -
     handed_over = _handed_over(found)
     findings += [structs.replace(each, about="device memory") for each in preflight.check_handed_over(handed_over)]
     findings += _room(job, uses, folder, handed_over)
+    findings += _way_back(found)
     return [*findings, *_surroundings(folder, was_named=was_named)]
 
 
@@ -155,20 +158,23 @@ def _room(job: Job, uses: Sequence[GpuUse], folder: Path, handed_over: Collectio
         preflight.check_disk(job, folder, device_bytes),
         ok("disk", f"a snapshot fits into {folder}", "statvfs, resident memory and device memory"),
     )
-    away = [member for member in job.gang if member.found is CudaState.CHECKPOINTED]
-    return [*found, *_way_back(away)] if away else found
+    return found
 
 
-def _way_back(away: Sequence[GangMember]) -> list[Finding]:
-    """Whether suspended processes would find room on the GPUs that they had."""
-    needed: dict[str, int] = {}
-    for member in away:
-        record = suspended.recall(member.id)
-        for uuid, size_bytes in record.device_bytes.items() if record is not None else ():
-            needed[uuid] = needed.get(uuid, 0) + size_bytes
+def _way_back(found: selection.FoundJob) -> list[Finding]:
+    """Whether suspended processes would come back onto the GPUs that they had."""
+    if all(member.found is not CudaState.CHECKPOINTED for member in found.job.gang):
+        return []
+    try:
+        prepared = prepare_resume(found, GpuRequest())
+    except (InvalidRequest, Unsupported) as e:
+        there = "what suspend noted"
+        consequence = "`gpucr resume` would be refused"
+        return [Finding("blocking", e.message, there, consequence, e.hint or "", code=e.code, about="GPU memory")]
+    needed = prepared.placement.choice.needed_bytes
     return from_findings(
         "GPU memory",
-        preflight.check_room(needed, list_gpus(), None),
+        prepared.findings,
         ok(
             "GPU memory",
             f"a resume needs {format_bytes(sum(needed.values()))}, which is free",

@@ -14,7 +14,7 @@ from gpucr import gang
 from gpucr.diagnosis import preflight
 from gpucr.driver.api import Driver
 from gpucr.driver.cuda import load_driver
-from gpucr.errors import DriverUnavailable, GpucrError, InvalidRequest, ProcessNotFound
+from gpucr.errors import DriverUnavailable, GpucrError, InvalidRequest, NotACudaProcess, ProcessNotFound
 from gpucr.jobs import registered, sandbox
 from gpucr.jobs.one_job import require_one_job
 from gpucr.jobs.sandbox import Sandbox
@@ -53,6 +53,19 @@ class FoundJob(Struct, frozen=True):
         if it is to leave the job running.
         """
         return bool(self.job.other_root_pids) or (not leave_running and any(map(makes_terminals, self.job.pids)))
+
+    def require_cuda(self) -> None:
+        """Raise NotACudaProcess if none of its processes uses CUDA."""
+        if self.job.gang:
+            return
+        root, count = self.job.root, len(self.job.processes)
+        raise NotACudaProcess(
+            f"process {root.pid} ({root.name}) does not use CUDA"
+            if count == 1
+            else f"none of the {count} processes in the tree of {root.pid} ({root.name}) uses CUDA",
+            pid=root.pid,
+            hint="`gpucr ps` lists the processes that do; `gpucr dump` also takes jobs without a GPU",
+        )
 
     def require_without_us(self) -> None:
         """Raise InvalidRequest if the job cannot be stopped as a whole because this gpucr is in it."""
@@ -200,6 +213,20 @@ def deadline_after(timeout_s: float | None) -> float | None:
             hint=f"give a number of seconds above 0 and up to {LONGEST_TIMEOUT_S:.0f}, or none at all",
         )
     return time.monotonic() + timeout_s
+
+
+def findings_before_dump(found: FoundJob, *, is_frozen: bool = False) -> list[preflight.Finding]:
+    """What of this job CRIU cannot dump, or not bring back. What is frozen does not answer."""
+    job, in_sandbox = found.job, found.sandbox is not None
+    return [
+        *(preflight.check_suspended(job) if job.gang and not is_frozen else ()),
+        *preflight.check_tracers(job),
+        *(each for tree in job.trees for each in preflight.check_session(tree)),
+        *(preflight.check_namespace_init(job) if not in_sandbox else ()),
+        *(preflight.check_between_trees(job, found.one_tree_instead()) if job.other_root_pids else ()),
+        *preflight.check_open_files(job, is_sandboxed=in_sandbox),
+        *preflight.check_outside_connections(job),
+    ]
 
 
 def findings_before_freeze(job: Job, needs: Sequence[preflight.MemoryNeed]) -> list[preflight.Finding]:
