@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from gpucr.diagnosis.preflight.between_nodes import check_between_nodes
     from gpucr.diagnosis.preflight.gpus import check_gpus, check_room, device_bytes_in_use
     from gpucr.diagnosis.preflight.handed_over import check_handed_over, check_spool
-    from gpucr.diagnosis.preflight.interposed import check_suspended, kept_bytes
+    from gpucr.diagnosis.preflight.interposed import check_suspended, kept_bytes, undecided
     from gpucr.diagnosis.preflight.measured import BASICS, Measurement, Measurements, check_basics
     from gpucr.diagnosis.preflight.modes import check_driver, check_mig_targets, mps_programs
     from gpucr.diagnosis.preflight.several_trees import check_between_trees
@@ -107,13 +107,14 @@ __all__ = [
     "require_no_blocking",
     "require_privileges",
     "spared_by_rewind",
+    "undecided",
 ]
 
 _LATE = {
     "between_nodes": ("check_between_nodes",),
     "gpus": ("check_gpus", "check_room", "device_bytes_in_use"),
     "handed_over": ("check_handed_over", "check_spool"),
-    "interposed": ("check_suspended", "kept_bytes"),
+    "interposed": ("check_suspended", "kept_bytes", "undecided"),
     "measured": ("BASICS", "Measurement", "Measurements", "check_basics"),
     "modes": ("check_driver", "check_mig_targets", "mps_programs"),
     "several_trees": ("check_between_trees",),
