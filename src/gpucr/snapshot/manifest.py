@@ -37,6 +37,7 @@ _MAX_PIECE_BYTES = 1 << 30
 _MAX_DEVICE_BYTES = 1 << 48
 _ABOUT = {"format", "format_version", "has_gpu_state"}
 """Members of the JSON that are not in `Manifest`."""
+_NOT_A_NAME = frozenset({"", ".", ".."})
 _STATES = {state.word: state for state in (CudaState.RUNNING, CudaState.LOCKED, CudaState.CHECKPOINTED)}
 
 Sha256 = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
@@ -59,8 +60,7 @@ def check_absolute(path: str) -> None:
 
 def check_inside(path: str) -> None:
     """Raise RecordError if this is not a relative path in its shortest form that stays below its folder."""
-    pure = PurePosixPath(path)
-    if pure.is_absolute() or ".." in pure.parts or not pure.parts or "\0" in path or str(pure) != path:
+    if "\0" in path or not _NOT_A_NAME.isdisjoint(path.split("/")):
         raise RecordError(f"the path {path!r} leads outside the snapshot")
     try:
         os.fsencode(path)
@@ -398,6 +398,62 @@ def decode(data: bytes) -> Manifest:
     manifest = records.convert(_members(body), Manifest)
     _check_consistency(manifest)
     return manifest
+
+
+class Brief(msgspec.Struct, frozen=True):
+    """What a list of snapshots shows of a manifest: the job's name, its command, and the GPUs with its memory."""
+
+    job: str | None
+    command_line: tuple[str, ...]
+    gpu_models: tuple[str, ...]
+
+
+class _SomeOfLaunch(msgspec.Struct, frozen=True):
+    name: str
+    command: tuple[str, ...]
+
+
+class _SomeOfProcess(msgspec.Struct, frozen=True):
+    pid: int
+    command_line: tuple[str, ...]
+    device_bytes: dict[str, int]
+
+
+class _SomeOfGpu(msgspec.Struct, frozen=True):
+    uuid: str
+    name: str
+
+
+class _Some(msgspec.Struct, frozen=True):
+    format: Literal["gpucr-snapshot"]
+    format_version: Literal[1]
+    root_pid: int
+    processes: tuple[_SomeOfProcess, ...]
+    gpus: tuple[_SomeOfGpu, ...]
+    launch: _SomeOfLaunch | None
+
+
+class _SomeSealed(msgspec.Struct, frozen=True):
+    manifest: _Some
+
+
+def decode_brief(data: bytes) -> Brief:
+    """A few members of manifest.json, checked only for their types. Raises RecordError.
+
+    It takes a tenth of the time of `decode`, for a list of thousands. What it does not read, `decode` decides about.
+    """
+    found: _Some | Manifest
+    try:
+        found = records.decoder(_SomeSealed).decode(data).manifest
+    except records.UNREADABLE:  # also for a text that is not UTF-8
+        found = decode(data)
+    root = next((each.command_line for each in found.processes if each.pid == found.root_pid), ())
+    used = {uuid for process in found.processes for uuid in process.device_bytes}
+    return Brief(
+        found.launch.name if found.launch is not None else None,
+        found.launch.command if found.launch is not None else root,
+        tuple(sorted({gpu.name for gpu in found.gpus if gpu.uuid in used})),
+    )
 
 
 class _Sealed(Record, frozen=True):
