@@ -12,7 +12,7 @@ import pytest
 
 import gpucr
 from gpucr.criu import images_pb2
-from gpucr.criu.credentials import capabilities_in
+from gpucr.criu.credentials import credentials_in
 from gpucr.criu.image_entries import ImageError, images_in
 from gpucr.diagnosis.preflight import check_capabilities
 from gpucr.linux import capabilities, processes
@@ -32,7 +32,7 @@ MAGIC = bytes.fromhex("1943565447380555")
 
 
 def wanted_by(images: Path) -> int:
-    return capabilities_in([path.name for path in images.iterdir()], images_in(images))
+    return credentials_in([path.name for path in images.iterdir()], images_in(images))[0]
 
 
 @pytest.fixture

@@ -73,7 +73,7 @@ set_io_priority(0, int(sys.argv[2]))
 os.execv(sys.argv[3], sys.argv[3:])
 """
 
-USABLE = sorted(scheduling.usable_cpus(os.getpid()))
+USABLE = sorted(scheduling.UsableCpus().of(os.getpid()))
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,6 @@ import os
 import shutil
 import stat
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from msgspec import Meta, Struct
@@ -120,14 +119,16 @@ def _ghost_limit(pids: Sequence[int]) -> int:
 
 def deleted_file_sizes(pid: int) -> Iterator[int]:
     """Sizes in bytes of the regular files that ``pid`` has open or mapped and whose last name is gone."""
-    for path, target in _links(Path(f"/proc/{pid}/fd")):
+    for path, target in _links(f"/proc/{pid}/fd"):
         if target.endswith(" (deleted)") and not target.startswith(_UNNAMED_MEMORY):
             yield from _size_if_nameless(path)
-    for line in _lines(Path(f"/proc/{pid}/maps")):
+    for line in _lines(f"/proc/{pid}/maps"):
+        if not line.endswith(" (deleted)"):
+            continue
         parts = line.split(maxsplit=5)
-        if len(parts) == 6 and parts[5].endswith(" (deleted)") and not parts[5].startswith(_UNNAMED_MEMORY):
+        if len(parts) == 6 and not parts[5].startswith(_UNNAMED_MEMORY):
             try:
-                yield from _size_if_nameless(Path(f"/proc/{pid}/map_files/{_map_file_name(parts[0])}"))
+                yield from _size_if_nameless(f"/proc/{pid}/map_files/{_map_file_name(parts[0])}")
             except PermissionError:  # needs CAP_CHECKPOINT_RESTORE: at least what is mapped
                 start, end = (int(address, 16) for address in parts[0].split("-"))
                 yield int(parts[2], 16) + end - start
@@ -138,9 +139,9 @@ def _map_file_name(address_range: str) -> str:
     return "-".join(f"{int(address, 16):x}" for address in address_range.split("-"))
 
 
-def _size_if_nameless(path: Path) -> Iterator[int]:
+def _size_if_nameless(path: str) -> Iterator[int]:
     try:
-        status = path.stat()
+        status = os.stat(path)
     except PermissionError:
         raise
     except OSError:
@@ -156,11 +157,11 @@ def has_connections(pids: Sequence[int]) -> bool:
     for pid in pids:
         sockets.update(
             target[8:-1]
-            for path, target in _links(Path(f"/proc/{pid}/fd"))
+            for path, target in _links(f"/proc/{pid}/fd")
             if target.startswith("socket:[") and not _protocol(path).startswith(_PROTOCOLS_WITHOUT_CONNECTION)
         )
         try:
-            namespaces[Path(f"/proc/{pid}/ns/net").readlink().name] = pid
+            namespaces[os.readlink(f"/proc/{pid}/ns/net")] = pid
         except OSError:
             continue
     if not sockets:
@@ -168,7 +169,7 @@ def has_connections(pids: Sequence[int]) -> bool:
     return any(not sockets.isdisjoint(_connected_inodes(pid)) for pid in namespaces.values())
 
 
-def _protocol(socket_link: Path) -> bytes:
+def _protocol(socket_link: str) -> bytes:
     """The kernel's name for it, as lsof asks for; none where it does not tell."""
     try:
         return os.getxattr(socket_link, "system.sockprotoname")
@@ -179,7 +180,7 @@ def _protocol(socket_link: Path) -> bytes:
 def _connected_inodes(pid: int) -> Iterator[str]:
     """Inodes of connected TCP sockets in the network namespace of ``pid`` (/proc/net/tcp: state in 4, inode in 10)."""
     for table in ("tcp", "tcp6"):
-        for line in _lines(Path(f"/proc/{pid}/net/{table}"))[1:]:
+        for line in _lines(f"/proc/{pid}/net/{table}")[1:]:
             columns = line.split()
             if len(columns) > 9 and columns[3] not in _TCP_WITHOUT_CONNECTION:
                 yield columns[9]
@@ -202,19 +203,20 @@ def _choose_network_lock(install: CriuInstall | None) -> NetworkLock:
     return "iptables" if shutil.which("iptables-restore") else "skip"
 
 
-def _links(folder: Path) -> Iterator[tuple[Path, str]]:
+def _links(folder: str) -> Iterator[tuple[str, str]]:
     try:
-        entries = list(folder.iterdir())
+        names = os.listdir(folder)
     except OSError:
         return
-    for path in entries:
+    for name in names:
+        path = f"{folder}/{name}"
         try:
             yield path, os.readlink(path)
         except OSError:
             continue
 
 
-def _lines(path: Path) -> list[str]:
+def _lines(path: str) -> list[str]:
     try:
         return proc_text.lines(path)
     except OSError:

@@ -54,7 +54,7 @@ def status_fields(path: str | os.PathLike[str]) -> dict[str, str]:
 
 def in_status(data: bytes) -> dict[str, str]:
     """The fields in the content of a ``/proc/PID/status``."""
-    return {name: value.strip() for name, _, value in (line.partition(":") for line in in_lines(data))}
+    return {name: value.strip(" \t") for name, _, value in [line.partition(":") for line in in_lines(data)]}
 
 
 def mounts(path: str | os.PathLike[str] = MOUNTINFO) -> Iterator[Mount]:

@@ -39,8 +39,8 @@ def abstract_names(pid: int) -> tuple[str, ...]:
 
 def sees_our_files(pid: int) -> bool:
     """Whether paths mean the same to the process as to this one: it has the same mounts and root folder."""
-    same_mounts = os.readlink(PROC / str(pid) / "ns" / "mnt") == os.readlink(PROC / "self" / "ns" / "mnt")
-    return same_mounts and os.readlink(PROC / str(pid) / "root") == os.readlink(PROC / "self" / "root")
+    same_mounts = os.readlink(f"{PROC}/{pid}/ns/mnt") == os.readlink(f"{PROC}/self/ns/mnt")
+    return same_mounts and os.readlink(f"{PROC}/{pid}/root") == os.readlink(f"{PROC}/self/root")
 
 
 def _bound(pid: int, inodes: set[str]) -> Iterable[Path]:

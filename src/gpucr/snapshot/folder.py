@@ -207,15 +207,13 @@ class UnfinishedSnapshot:
 
     def _seal_images(self) -> tuple[FileRecord, ...]:
         if self._sealed is None:
-            paths = [
-                f"{folder.name}/{entry.name}"
-                for folder in (*self.image_folders, self.shared)
-                if folder.exists()
-                for entry in os.scandir(folder)
-                if entry.is_file(follow_symlinks=False)
-            ]
-            for path in paths:
-                (self.held.path / path).chmod(0o600)
+            paths: list[str] = []
+            for folder in (*self.image_folders, self.shared):
+                for entry in os.scandir(folder) if folder.exists() else ():
+                    if entry.is_file(follow_symlinks=False):
+                        paths.append(f"{folder.name}/{entry.name}")
+                        if entry.stat(follow_symlinks=False).st_mode & 0o7777 != 0o600:
+                            os.chmod(entry.path, 0o600)
             self._sealed = files.record_and_sync(self.held.path, paths)
         return self._sealed
 

@@ -7,7 +7,7 @@ import platform
 from collections.abc import Sequence
 from pathlib import Path, PurePath, PurePosixPath
 
-from gpucr.criu.credentials import capabilities_in, uids_in
+from gpucr.criu.credentials import credentials_in
 from gpucr.criu.image_entries import ImageError
 from gpucr.criu.images import MAX_IMAGE_BYTES, FilesImage, have_clocks
 from gpucr.criu.images import NAME as FILES_IMAGE
@@ -54,8 +54,9 @@ def findings_of_machine(
     with contextlib.suppress(OSError, ImageError):  # a damaged image is an error of its own, when it is provided
         for folder, open_image in zip(manifest.image_folders, source.openers, strict=True):
             names = [path.name for path in paths if path.parent.name == folder]
-            wanted |= capabilities_in(names, open_image)
-            uids |= uids_in(names, open_image)
+            capabilities_of_tree, uids_of_tree = credentials_in(names, open_image)
+            wanted |= capabilities_of_tree
+            uids |= uids_of_tree
         findings += preflight.check_capabilities(wanted, capabilities.own().after_exec())
     connected = install.is_unprivileged and not install.has_network and _has_connections_inside(source)
     findings += preflight.check_restore_by_user(install, uids, in_sandbox=in_sandbox, has_connections=connected)

@@ -13,7 +13,7 @@ from gpucr.diagnosis.preflight.support.fact import Fact
 from gpucr.errors import CriuUnavailable, NotPermitted, ProcessNotFound
 from gpucr.helper.place import socket_path
 from gpucr.linux import capabilities, processes
-from gpucr.linux.files_in_use import files_in_use
+from gpucr.linux.files_in_use import linked_files
 from gpucr.linux.inherited import NVIDIA_DEVICE, UNDUMPABLE, find_inherited
 from gpucr.linux.pid_uses import PidUse
 from gpucr.linux.processes import PROC, OpenFile
@@ -207,8 +207,8 @@ def _linked_files(process: ProcessInfo, *, is_sandboxed: bool) -> list[Finding]:
     with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
         shared_device = shared.stat().st_dev if shared.is_dir() else None
         is_saved = is_sandboxed or sees_our_files(process.pid)
-        for file in files_in_use([process.pid]):
-            if file.path.endswith(" (deleted)") and file.inode[0] != shared_device:
+        for file in linked_files(process.pid):
+            if file.inode[0] != shared_device:
                 if not is_saved:
                     not_saved.add(file.path)
                 elif file.is_written:
