@@ -22,6 +22,7 @@ from types import TracebackType
 
 from gpucr.errors import BrokenInstall
 from gpucr.linux import own_python
+from gpucr.model import ProcessId
 from gpucr.undo import guard_process
 from gpucr.undo.guard_process import DESCRIPTORS_A_MESSAGE, MESSAGE_LIMIT_BYTES, RECORD_LIMIT_BYTES
 from gpucr.undo.recovery import Record, encode
@@ -101,6 +102,14 @@ class Guard:
                 self._send("record", [fd])
         finally:
             os.close(fd)
+
+    def attend(self, process: ProcessId) -> bool:
+        """Have the guard act before a killed process releases what it holds (`recovery.before_release`).
+
+        Returns whether it can. Raises BrokenInstall if the guard has ended.
+        """
+        with self._turn:
+            return self._ask("attend", (), str(process.pid)) == "1"
 
     def recover(self, limit_s: float = RECOVERY_LIMIT_S) -> bool:
         """Make the guard do now what the record says. Returns whether it fully succeeded.

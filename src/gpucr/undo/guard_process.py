@@ -33,7 +33,9 @@ class Post:
 
     Messages: ``hold SEQUENCE FIRST`` with descriptors, numbered from FIRST; ``record SEQUENCE`` with the descriptor of
     a file that holds it. Each is answered with ``SEQUENCE COUNT``, COUNT descriptors having arrived. ``recover
-    SEQUENCE``: do now what the record says, and answer ``SEQUENCE recovered`` if that fully succeeded.
+    SEQUENCE``: do now what the record says, and answer ``SEQUENCE recovered`` if that fully succeeded. ``attend
+    SEQUENCE PID``: see that this process is killed before it releases anything; answered with ``SEQUENCE 1``, or 0 if
+    it cannot be traced.
     """
 
     def __init__(self, operation_pid: int, *, loads_at_once: bool = False) -> None:
@@ -46,6 +48,8 @@ class Post:
     def take(self, message: str, fds: list[int]) -> str:
         """Handle one message. Returns the answer."""
         kind, sequence, *rest = message.split()
+        if kind == "attend":
+            return f"{sequence} {self._attend(int(rest[0]))}"
         if kind == "recover":
             return f"{sequence} {RECOVERED if self.recover(is_dead=False) else NOT_RECOVERED}"
         if kind == "hold":
@@ -69,6 +73,23 @@ class Post:
         except OSError:
             return 0
         return len(fds)
+
+    def _attend(self, pid: int) -> int:
+        """1 if the process is traced now."""
+        import queue  # hardly any operation needs this
+        import threading
+
+        from gpucr.linux.attended import attend
+
+        answers: queue.Queue[bool] = queue.Queue()
+        threading.Thread(target=attend, args=(pid, answers.put, self._before_release), daemon=True).start()
+        return int(answers.get())
+
+    def _before_release(self) -> None:
+        if self.record:
+            from gpucr.undo.recovery import before_release
+
+            before_release(self.record, self.descriptors)
 
     def recover(self, *, is_dead: bool) -> bool:
         """Do what the record says: the operation is dead, or its undo failed. True: nothing is left to do."""

@@ -8,7 +8,7 @@ from types import TracebackType
 
 from gpucr.errors import BrokenInstall
 from gpucr.linux.claims import claimed
-from gpucr.model import ProcessInfo
+from gpucr.model import ProcessId, ProcessInfo
 from gpucr.undo import recovery
 from gpucr.undo.guard import Guard
 from gpucr.undo.recovery import Action, Entry, Record, kind_of
@@ -65,6 +65,14 @@ class Protection:
         if action.outlives_job:
             self._outliving.add(kind)
         self._tell()
+
+    def attend(self, process: ProcessId) -> bool:
+        """Have named actions be told if this process, of the operation's own, is killed (`Action.before_release`).
+
+        Returns whether they will be. Raises BrokenInstall if the guard is gone.
+        """
+        self._wait_ready()
+        return self._guard.attend(process)
 
     def amend(self, action: Action, descriptors: Sequence[int] = ()) -> None:
         """Reduce a named action; does nothing if it was withdrawn. A guard that has ended does not matter."""
