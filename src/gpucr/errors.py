@@ -308,8 +308,8 @@ class JobChanged(GpucrError):
 
     code = "GPUCR-JOB-CHANGED"
 
-    def __init__(self, message: str, *, pids: Sequence[int], hint: str | None = None) -> None:
-        super().__init__(message, hint=hint)
+    def __init__(self, message: str, *, pids: Sequence[int], hint: str | None = None, code: str | None = None) -> None:
+        super().__init__(message, hint=hint, code=code)
         self.pids = tuple(pids)
 
 

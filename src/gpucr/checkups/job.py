@@ -9,7 +9,7 @@ from pathlib import Path
 
 from msgspec import structs
 
-from gpucr.checkups import engine, privileges, storage
+from gpucr.checkups import engine, network, privileges, storage
 from gpucr.checkups.checkup import from_findings, ok
 from gpucr.criu.options import GHOST_LIMIT_MAX_BYTES, deleted_file_sizes
 from gpucr.diagnosis import preflight
@@ -181,10 +181,12 @@ def _way_back(away: Sequence[GangMember]) -> list[Finding]:
 
 def _surroundings(folder: Path, *, was_named: bool) -> list[Finding]:
     """What the folder, the caller and its CRIU lack for a dump."""
+    criu = engine.look()
     looked = [
         *storage.check(storage.look(folder, (), was_named=was_named)),
         *privileges.check(privileges.look()),
-        *engine.check(engine.look()),
+        *engine.check(criu),
+        *network.check(network.look(), criu.install),
     ]
     return [each for each in looked if each.severity != "ok"]
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from gpucr.containers import oci, podman
+from gpucr.containers import oci, podman, runtime_call
 from gpucr.containers.container import FoundContainer
 from gpucr.containers.record import RUNTIMES, ContainerRecord, Runtime, read_record, write_record
 from gpucr.criu.options import choose_dump_options
@@ -22,6 +22,7 @@ from gpucr.jobs import selection
 from gpucr.jobs.selector import JobSelector
 from gpucr.linux import processes, trusted_paths
 from gpucr.model import CudaState, Job, ProcessId
+from gpucr.network.of_criu import AfterCriu
 from gpucr.snapshot import files
 from gpucr.snapshot.folder import GPU_PART_NAME, check_target, completed
 from gpucr.undo.cancellation import Cancellation
@@ -74,13 +75,15 @@ def dump_container(
     pid = found.running_pid()
     job = selection.find_job(pid).job
     options = choose_dump_options(job.pids, leave_running=leave_running)
+    network_lock = runtime_call.choose_network_lock(job.pids)
     root = None if runtime_root is None else str(runtime_root.absolute())
-    record = ContainerRecord(found.runtime, root, found.container, found.bundle, options)
+    record = ContainerRecord(found.runtime, root, found.container, found.bundle, options, network_lock)
     existed = to.exists()
     checkpoint = podman.checkpoint if found.runtime == "podman" else oci.checkpoint
     with (
         all_or_nothing("dump", container, cancel, state="the container is as it was", at_once=False) as interrupts,
         Roll(job) as roll,
+        AfterCriu(job, str(to.absolute())),
     ):
         images = _make_folder(to)
         try:

@@ -29,6 +29,7 @@ from gpucr.jobs.taken import taken_job
 from gpucr.linux import cgroups, processes
 from gpucr.linux.terminal import makes_terminals
 from gpucr.model import ProcessId
+from gpucr.network.of_criu import AfterCriu
 from gpucr.operations.dump_steps import (
     JobDump,
     PrepareTarget,
@@ -140,7 +141,8 @@ def dump_for_runtime(root_pid: int, images: Path, hooks: RuntimeHooks, *, claim:
         preflight.require_no_blocking(findings, force=False)
         for finding in findings:
             hooks.say(f"warning: {finding.warning()}")
-        run = RuntimeDump(context, hooks, part)
+        network = opened.enter_context(AfterCriu(taken.found.job, str(images.absolute())))
+        run = RuntimeDump(context, hooks, part, network)
         try:
             running.run(_steps(context, cuda, run), roll=taken.roll, protection=taken.protection)
         finally:
@@ -211,8 +213,9 @@ class RuntimeDump:
 
     name = "dump"
 
-    def __init__(self, context: JobDump, hooks: RuntimeHooks, part: GpuPart) -> None:
+    def __init__(self, context: JobDump, hooks: RuntimeHooks, part: GpuPart, network: AfterCriu) -> None:
         self._context = context
+        self._network = network
         self._hooks = hooks
         self._part = part
         self.left_running = False
@@ -234,6 +237,7 @@ class RuntimeDump:
             # A failing hook makes CRIU undo and end. If none waits, tell it by other means.
             if not (self._hooks.answer(error) and abandoned.wait(self._hooks.criu)):
                 abandoned.end_dump(self._hooks.criu)
+            self._network.release()
             self._wait_until_thawed()
             raise
         self._hooks.answer(None)
@@ -241,6 +245,7 @@ class RuntimeDump:
             if self._hooks.wait_for_call(0):
                 self._hooks.answer(None)  # the script is configured twice
         self.left_running = self._is_left()
+        self._network.release()
         if self._context.protection is not None:
             self._context.protection.withdraw(EndDump)
         self._wait_until_thawed()
