@@ -54,7 +54,7 @@ def test_an_operation_that_nobody_works_on_is_listed(tmp_path: Path, monkeypatch
     monkeypatch.setattr(records, "runtime_folder", lambda: tmp_path)
     dead, alive = "gpucr-0-0a1b2c3d", "gpucr-0-0a1b2c3e"
     for each in (dead, alive):
-        records.write("operations", OperationRecord(each, (), (ProcessId(4711, 1),), (), (), None))
+        records.write("operations", OperationRecord(each, "here", (), (ProcessId(4711, 1),), (), (), None))
     held = records.hold(alive)
     try:
         facts = network.look()

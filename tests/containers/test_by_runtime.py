@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from gpucr.containers import by_runtime, oci, runtime_call
+from gpucr.containers.by_runtime import ContainerReport
 from gpucr.containers.container import FoundContainer
 from gpucr.containers.record import ContainerRecord
 from gpucr.criu.options import DumpOptions
@@ -25,6 +26,7 @@ from gpucr.jobs import selection
 from gpucr.jobs.selection import FoundJob
 from gpucr.linux import durable, processes
 from gpucr.model import CudaState, GangMember, Job
+from gpucr.network.lock import IN_FLIGHT
 from gpucr.undo.interrupts import Interrupts
 from tests import command
 from tests.containers.conftest import StartContainer
@@ -574,3 +576,24 @@ def test_a_container_without_gpu_state_does_not_look_like_an_unfinished_dump(
     log = re.search(r"^log:\s+(.*)$", done.stderr, re.MULTILINE)
     assert log is not None
     assert "already exists" in Path(log[1]).read_text()
+
+
+def test_a_connection_that_is_just_being_made_is_waited_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = ContainerReport(tmp_path, "web", "runc", 1, left_running=True, has_gpu_part=False, seconds=0.0)
+    outcomes: list[object] = [CriuError("no", phase="dump", code=IN_FLIGHT)] * 2 + [report]
+
+    def dump(*_: object, **__: object) -> object:
+        outcome = outcomes.pop(0)
+        if isinstance(outcome, CriuError):
+            raise outcome
+        return outcome
+
+    monkeypatch.setattr(by_runtime, "_dump", dump)
+    assert by_runtime.dump_container("web", tmp_path / "d") is report
+    outcomes.append(CriuError("no", phase="dump"))
+    with pytest.raises(CriuError, match="no"):
+        by_runtime.dump_container("web", tmp_path / "d")
+    monkeypatch.setattr(by_runtime, "IN_FLIGHT_LIMIT_S", -1)
+    outcomes.append(CriuError("again", phase="dump", code=IN_FLIGHT))
+    with pytest.raises(CriuError, match="again"):
+        by_runtime.dump_container("web", tmp_path / "d")

@@ -121,7 +121,7 @@ def test_a_sandboxed_job(start_sandboxed: StartJob, tmp_path: Path) -> None:
         "while True:\n    step()\n    inside.sendall(b'x')\n    done(server.recv(1).decode())\n"
     )
     seen: list[tuple[str, ...]] = []
-    with Namespace(job.pid) as there:
+    with Namespace.of(job.pid) as there:
         gpucr.dump(
             job.pid,
             tmp_path / "s",

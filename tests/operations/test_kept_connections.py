@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +21,7 @@ from gpucr.network.filters import Namespace
 from gpucr.network.records import KeptRecord
 from gpucr.operations.connections import close_kept, list_kept
 from tests.command import start as start_command
+from tests.counter import wait_until
 from tests.operations.stepping import Job, StartJob
 from tests.own_network import filters, own_network
 
@@ -103,6 +107,26 @@ def test_a_restore_that_fails_leaves_them(served: Served, tmp_path: Path) -> Non
         gpucr.restore(tmp_path / "s", timeout_s=0.000001)
     assert filters() != ()
     gpucr.restore(tmp_path / "s", tcp="keep")
+    served.client.sendall(b"question")
+    assert served.job.go_on() == "question"
+
+
+KILLED = """
+import os, signal, sys, gpucr
+def listen(progress):
+    if (progress.event, progress.phase) == ("end", "criu"):
+        os.kill(os.getpid(), signal.SIGKILL)
+gpucr.restore(sys.argv[1], on_progress=listen)
+"""
+
+
+def test_a_restore_that_is_killed_leaves_them(served: Served, tmp_path: Path) -> None:
+    record = served.keep(tmp_path / "s")
+    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "s")], check=False, timeout=60)
+    assert done.returncode == -signal.SIGKILL
+    wait_until(lambda: not served.job.pids(), "its keeper to end what was restored")
+    assert filters() == (record.name,)
+    gpucr.restore(tmp_path / "s")
     served.client.sendall(b"question")
     assert served.job.go_on() == "question"
 

@@ -12,11 +12,13 @@ from pathlib import Path
 import pytest
 
 from gpucr.linux import iptables, nftables
+from gpucr.linux.namespaces import in_namespace
 from gpucr.linux.sock_diag import endpoint
 from gpucr.model import Connection, Endpoint
 from gpucr.network.filters import Filter, Method, Namespace, find_method, find_namespace, names, remove_by_name
 from tests.counter import wait_until
 from tests.own_network import own_network
+from tests.unit.children import python
 
 pytestmark = pytest.mark.root
 
@@ -187,9 +189,13 @@ def test_the_way_to_block(network: Namespace, monkeypatch: pytest.MonkeyPatch) -
     assert (method, "iptables-restore is not on PATH" in why) == (None, True)
 
 
-def test_a_namespace_is_found_by_a_process_in_it() -> None:
-    with own_network(), Namespace() as there:
+def test_a_namespace_is_found_while_somebody_is_in_it() -> None:
+    before = os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+    with own_network(), Namespace() as there, python("import signal; print('in', flush=True); signal.pause()") as child:
         inode = there.inode
         assert there.visit(lambda: names(there)) == ()
-    found = find_namespace(inode)
-    assert found is None, "nothing is in it any more"
+        outside = in_namespace(before, "net", lambda: find_namespace(inode))
+        assert outside is not None, child.pid
+        outside.close()
+    os.close(before)
+    assert find_namespace(inode) is None, "nothing is in it any more"

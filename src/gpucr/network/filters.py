@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Literal, TypeVar
 
 from gpucr.errors import reason_of
-from gpucr.linux import iptables, nftables
+from gpucr.linux import iptables, nftables, proc_text
 from gpucr.linux.namespaces import PROC, in_namespace, namespace_id
 from gpucr.linux.processes import all_pids
 from gpucr.model import Connection, Endpoint
@@ -25,14 +25,16 @@ _OWN = PROC / "self" / "ns" / "net"
 
 
 class Namespace:
-    """A network namespace, kept open. A context manager.
+    """A network namespace, kept open: the caller's own, or that of a path. A context manager. Raises OSError."""
 
-    ``pid``: a process in it. Raises FileNotFoundError or ProcessLookupError if that has ended, PermissionError.
-    """
-
-    def __init__(self, pid: int | None = None) -> None:
-        self.fd = os.open(_OWN if pid is None else PROC / str(pid) / "ns" / "net", os.O_RDONLY | os.O_CLOEXEC)
+    def __init__(self, path: str | os.PathLike[str] = _OWN) -> None:
+        self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self.inode = os.fstat(self.fd).st_ino
+
+    @classmethod
+    def of(cls, pid: int) -> Namespace:
+        """That of a process. Raises FileNotFoundError or ProcessLookupError if it has ended, PermissionError."""
+        return cls(PROC / str(pid) / "ns" / "net")
 
     def __enter__(self) -> Namespace:
         return self
@@ -59,15 +61,24 @@ def visit(fd: int, action: Callable[[], T]) -> T:
 
 
 def find_namespace(inode: int) -> Namespace | None:
-    """The namespace with this number, by a process that is in it; None if there is none that the caller may see."""
-    for pid in (None, *all_pids()):
+    """The namespace with this number: the caller's, one with a name (`ip netns`), or one with a process in it.
+
+    None if there is none that the caller may see.
+    """
+    for path in _namespaces():
         with contextlib.suppress(OSError):
-            if namespace_id("self" if pid is None else pid, "net") == inode:
-                there = Namespace(pid)
-                if there.inode == inode:
-                    return there
-                there.close()
+            there = Namespace(path)
+            if there.inode == inode:
+                return there
+            there.close()
     return None
+
+
+def _namespaces() -> Iterator[str | os.PathLike[str]]:
+    yield _OWN
+    with contextlib.suppress(OSError):
+        yield from (mount.point for mount in proc_text.mounts() if mount.kind == "nsfs")
+    yield from (PROC / str(pid) / "ns" / "net" for pid in all_pids())
 
 
 def find_method() -> tuple[Method | None, str]:

@@ -86,19 +86,20 @@ def give_up_those_of(names: Iterable[str | None]) -> tuple[KeptRecord, ...]:
 
 
 def is_gone(record: KeptRecord) -> bool:
-    """Whether its filter is: CRIU has restored a container, or the network namespace has ended. Raises OSError."""
-    there = find_namespace(record.namespace)
-    if there is None:
-        return True
-    with there:
-        return record.name not in names(there)
+    """Whether its filter is: CRIU has restored a container, or somebody has removed it. Raises OSError.
+
+    Seen in its own network namespace only: another one may have no process, and a name that the caller does not see.
+    """
+    with Namespace() as own:
+        return record.namespace == own.inode and record.name not in names(own)
 
 
 def is_without_snapshot(record: KeptRecord) -> bool:
-    """Whether its snapshot was a folder that is gone, while its parent is there, on the same file system."""
+    """Whether its snapshot was a folder that is gone, while its parent is there. Asked in its network namespace."""
     path = Path(record.snapshot)
-    if not path.is_absolute() or "#" in path.name:
-        return False
+    with Namespace() as own:
+        if record.namespace != own.inode or not path.is_absolute() or "#" in path.name:
+            return False
     try:
         os.lstat(path)
     except OSError as e:

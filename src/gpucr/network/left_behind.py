@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from gpucr.errors import reason_of
 from gpucr.linux import processes, tcp_repair
+from gpucr.linux.process_records import scope
 from gpucr.model import ProcessId
 from gpucr.network import kept, records
 from gpucr.network.filters import find_namespace, remove_by_name
@@ -51,6 +52,8 @@ def _end(name: str) -> str:
     if record is None:
         records.forget(name)
         return f"{name}: its record could not be read"
+    if record.scope != scope():
+        return f"{name}: another pid namespace, or boot, has its processes"
     alive = [each for each in record.processes if processes.keeps_running(each)]
     try:
         if not _wait_until_free(alive):

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 from gpucr.errors import JobChanged, Unsupported, reason_of
 from gpucr.linux import processes, sock_diag, tcp_repair
+from gpucr.linux.process_records import scope
 from gpucr.linux.sock_diag import TcpSocket
 from gpucr.model import Job, ProcessId
 from gpucr.network import kept, records
@@ -165,7 +166,7 @@ class JobNetwork:
             part = self._parts.get(inode)
             with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
                 if part is None:
-                    part = self._parts[inode] = _Part(Namespace(pids[0]))
+                    part = self._parts[inode] = _Part(Namespace.of(pids[0]))
                 part.seen = look(pids, part.there)
 
     def _make(self) -> None:
@@ -193,7 +194,9 @@ class JobNetwork:
         ]
         # A process with device memory elsewhere must not run: `gpucr resume` brings it back.
         stopped = [each for each in self._ids if each not in (self._found_stopped or ()) and not self._job.gang]
-        record = OperationRecord(self._name, tuple(found), self._ids, self._reusing, tuple(stopped), self.kept_name)
+        record = OperationRecord(
+            self._name, scope(), tuple(found), self._ids, self._reusing, tuple(stopped), self.kept_name
+        )
         if self._held is not None:
             with contextlib.suppress(OSError):
                 records.write("operations", record)

@@ -45,7 +45,7 @@ class AfterCriu:
 
     def __enter__(self) -> AfterCriu:
         try:
-            self._there = Namespace(self._pid)
+            self._there = Namespace.of(self._pid)
         except (FileNotFoundError, ProcessLookupError) as e:
             raise ProcessNotFound(f"process {self._pid} ended meanwhile", pid=self._pid) from e
         with contextlib.suppress(OSError):  # no packet filter, or no privileges for it: CRIU has none either

@@ -37,13 +37,14 @@ class FilterRecord(Record, frozen=True):
 
 
 class OperationRecord(Record, frozen=True):
-    """What an operation does to a job's sockets.
+    """What an operation does to a job's sockets. ``scope``: where its pids hold (process_records.py).
 
     ``reusing``: those with SO_REUSEADDR, by inode. ``stopped``: processes that nothing but the operation stops, and
     that may run again as they are. ``kept``: the record of connections that it keeps.
     """
 
     name: FilterName
+    scope: Text
     filters: tuple[FilterRecord, ...]
     processes: tuple[ProcessId, ...]
     reusing: tuple[Count, ...]

@@ -82,7 +82,10 @@ class Post:
         from gpucr.linux.attended import attend
 
         answers: queue.Queue[bool] = queue.Queue()
-        threading.Thread(target=attend, args=(pid, answers.put, self._before_release), daemon=True).start()
+        try:
+            threading.Thread(target=attend, args=(pid, answers.put, self._before_release), daemon=True).start()
+        except RuntimeError:  # no memory for one
+            return 0
         return int(answers.get())
 
     def _before_release(self) -> None:
