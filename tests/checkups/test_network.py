@@ -43,7 +43,7 @@ def test_for_a_user() -> None:
     assert network.check(WITHOUT, replace(granted, has_network=False)) == []
 
 
-def test_what_is_kept_is_listed_with_what_to_do() -> None:
+def test_kept_connections_are_listed_with_a_remedy() -> None:
     one = only(network.check(replace(FACTS, kept=(KEPT,)), CRIU))
     assert one.what == "1 connection of /srv/s kept since 2026-11-26T01:02:03+00:00"
     assert "gpucr connections --close gpucr-kept-1" in one.remedy

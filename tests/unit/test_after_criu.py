@@ -74,7 +74,7 @@ def test_the_chain_of_iptables(container: Child, monkeypatch: pytest.MonkeyPatch
     assert removed == ["CRIU"]
 
 
-def test_what_waits_for_the_restore_has_an_owner(container: Child) -> None:
+def test_a_filter_for_the_restore_has_an_owner(container: Child) -> None:
     """Of a container in the machine's network: until its CRIU has removed the filter."""
     with AfterCriu(Job(processes.tree(container.pid), ()), "/srv/s"):
         block()

@@ -16,6 +16,7 @@ from gpucr.linux.namespaces import in_namespace
 from gpucr.linux.sock_diag import endpoint
 from gpucr.model import Connection, Endpoint
 from gpucr.network.filters import Filter, Method, Namespace, find_method, find_namespace, names, remove_by_name
+from tests.conftest import skip_or_fail
 from tests.counter import wait_until
 from tests.own_network import own_network
 from tests.unit.children import python
@@ -41,7 +42,8 @@ def method(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
         for tool in ("", "-restore"):
             program = shutil.which(request.param.replace("iptables", name, 1) + tool)
             if program is None:
-                pytest.skip(f"{request.param} is not installed")
+                skip_or_fail("iptables", f"{request.param} is not installed")
+            assert program is not None
             (tmp_path / f"{name}{tool}").symlink_to(program)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     return "iptables"
@@ -189,7 +191,7 @@ def test_the_way_to_block(network: Namespace, monkeypatch: pytest.MonkeyPatch) -
     assert (method, "iptables-restore is not on PATH" in why) == (None, True)
 
 
-def test_a_namespace_is_found_while_somebody_is_in_it() -> None:
+def test_a_namespace_is_found_by_its_processes() -> None:
     before = os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
     with own_network(), Namespace() as there, python("import signal; print('in', flush=True); signal.pause()") as child:
         inode = there.inode

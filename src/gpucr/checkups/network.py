@@ -71,7 +71,8 @@ def _left() -> tuple[str, ...]:
     for name in records.names("operations"):
         with contextlib.suppress(OSError):  # the operation, or its guard, lives
             os.close(records.hold(name))
-            found.append(name)
+            if records.read("operations", name, OperationRecord) is not None:
+                found.append(name)
     return tuple(found)
 
 

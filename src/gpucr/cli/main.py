@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NoReturn
 import click
 
 from gpucr.cli import failures
-from gpucr.cli.output import JsonWanted, lost_stdout, prepare_streams, say
+from gpucr.cli.output import JsonWanted, lost_stdout, prepare_streams
 from gpucr.cli.suggesting import SuggestingGroup
 from gpucr.errors import GpucrError, Interrupted, InvalidRequest, OutputLost
 from gpucr.linux.private_folders import runtime_folder
@@ -175,6 +175,8 @@ def _run(wanted: JsonWanted, interrupts: Interrupts) -> int:
 
 def _bring_back_left_behind() -> None:
     """End what a gpucr that was killed together with its guard has left of its work on connections."""
+    if "_GPUCR_COMPLETE" in os.environ:
+        return
     try:
         is_any = any(next(os.scandir(each), None) for each in os.scandir(runtime_folder() / "network"))
     except OSError:
@@ -182,8 +184,7 @@ def _bring_back_left_behind() -> None:
     if is_any:
         from gpucr.network import left_behind  # hardly ever needed
 
-        for line in left_behind.end_all():
-            say(f"note: {line}")
+        left_behind.end_all()
 
 
 def _say_too_late(reason: str) -> None:

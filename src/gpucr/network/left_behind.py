@@ -32,7 +32,7 @@ def end_all() -> tuple[str, ...]:
         with contextlib.suppress(OSError):  # it lives, or is another user's
             held = records.hold(name)
             try:
-                said.append(_end(name))
+                said += _end(name)
             finally:
                 os.close(held)
     for record in kept.all_kept():
@@ -47,17 +47,17 @@ def end_all() -> tuple[str, ...]:
     return tuple(said)
 
 
-def _end(name: str) -> str:
+def _end(name: str) -> list[str]:
     record = records.read("operations", name, OperationRecord)
-    if record is None:
-        records.forget(name)
-        return f"{name}: its record could not be read"
-    if record.scope != scope():
-        return f"{name}: another pid namespace, or boot, has its processes"
+    if record is None:  # its operation has just ended; or the record is damaged, and good for nothing
+        records.remove("operations", name)
+        return []
+    if record.scope != scope():  # another pid namespace has its processes
+        return []
     alive = [each for each in record.processes if processes.keeps_running(each)]
     try:
         if not _wait_until_free(alive):
-            return f"{name}: the processes {_names(alive)} are still traced"
+            return [f"{name}: the processes {_names(alive)} are still traced"]
         for each in record.filters:
             if (there := find_namespace(each.namespace)) is not None:
                 with there:
@@ -67,9 +67,9 @@ def _end(name: str) -> str:
         tcp_repair.end(alive, record.reusing)
         processes.continue_stopped(each for each in record.stopped if each in alive)
     except OSError as e:
-        return f"{name}: the job with the processes {_names(alive)} could not be brought back: {reason_of(e)}"
-    records.forget(name)
-    return f"{name}: gpucr and its guard were killed; the processes {_names(alive)} run as they were found"
+        return [f"{name}: the job with the processes {_names(alive)} could not be brought back: {reason_of(e)}"]
+    records.remove("operations", name)
+    return [f"{name}: gpucr and its guard were killed; the processes {_names(alive)} run as they were found"]
 
 
 def _wait_until_free(alive: Sequence[ProcessId]) -> bool:

@@ -226,7 +226,7 @@ class JobNetwork:
             part.close()
         self._parts = {}
         if self._held is not None:
-            records.forget(self._name)
+            records.remove("operations", self._name)
             os.close(self._held)
             self._held = None
 

@@ -97,17 +97,18 @@ def read(kind: Kind, name: str, of: type[T]) -> T | None:
 
 
 def names(kind: Kind) -> tuple[str, ...]:
-    """The names of all records."""
+    """The names of all records, also of those that were never written whole."""
     try:
-        return tuple(sorted(name.removesuffix(".json") for name in os.listdir(folder(kind)) if name.endswith(".json")))
+        return tuple(sorted({name.partition(".")[0] for name in os.listdir(folder(kind))}))
     except OSError:
         return ()
 
 
 def remove(kind: Kind, name: str) -> None:
     """Remove a record, if it is there."""
-    with contextlib.suppress(OSError):
-        (folder(kind) / f"{name}.json").unlink()
+    for ending in ("part", "json", "lock"):  # the last one says that somebody works on it
+        with contextlib.suppress(OSError):
+            (folder(kind) / f"{name}.{ending}").unlink()
 
 
 def hold(name: str) -> int:
@@ -124,10 +125,3 @@ def hold(name: str) -> int:
         os.close(fd)
         raise
     return fd
-
-
-def forget(name: str) -> None:
-    """Remove an operation's record, and then what `hold` made."""
-    remove("operations", name)
-    with contextlib.suppress(OSError):
-        (folder("operations") / f"{name}.lock").unlink()

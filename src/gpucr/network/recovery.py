@@ -27,7 +27,7 @@ class RemoveFilters(Action):
         """Remove them."""
         for method, handle in zip(self.methods, descriptors[: len(self.methods)], strict=True):
             remove_by_handle(self.name, method, handle)
-        records.forget(self.name)
+        records.remove("operations", self.name)
         return False
 
 
