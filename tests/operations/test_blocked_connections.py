@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 
 import gpucr
-from gpucr.linux import processes
+from gpucr.linux import iptables, processes
 from gpucr.network import left_behind, records
 from gpucr.network.filters import Namespace
 from gpucr.network.lock import IN_FLIGHT
 from gpucr.operations import dump_steps
 from gpucr.surroundings import observe
+from tests.conftest import skip_or_fail
 from tests.counter import wait_until
 from tests.operations.stepping import StartJob
 from tests.own_network import filters, own_network
@@ -272,6 +273,34 @@ def test_a_dump_that_has_kept_connections_and_dies_before_the_end(talking: Talki
 def _is_of(name: str, folder: Path) -> bool:
     record = records.read("kept", name, records.KeptRecord)
     return record is not None and record.snapshot.startswith(str(folder))
+
+
+_WITHOUT_NFTABLES = """
+from gpucr.linux import nftables
+def refuse(connection):
+    raise OSError(93, "Protocol not supported")
+nftables.tables = refuse
+"""
+
+
+@pytest.mark.parametrize("victims", ["nobody", "gpucr", "criu gpucr"])
+def test_on_a_kernel_without_nftables(talking: Talking, tmp_path: Path, victims: str) -> None:
+    """The guard removes the chains, which do not end by themselves."""
+    if not iptables.is_here():
+        skip_or_fail("iptables", "iptables is not installed")
+    words = [talking.job.pid, tmp_path / "s", "hook", "", *victims.split(), "leave"]
+    code = _WITHOUT_NFTABLES + KILLED.replace("def strike():", "def strike():\n    assert iptables.chains()")
+    done = subprocess.run(
+        [sys.executable, "-c", f"from gpucr.linux import iptables\n{code}", *map(str, words)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == (0 if victims == "nobody" else -signal.SIGKILL), done.stderr
+    wait_until_done(talking)
+    wait_until(lambda: not iptables.chains(), "the guard to remove the chains")
+    talking.assert_unharmed()
 
 
 # --- connections that are being made ------------------------------------------------------------------------------
