@@ -134,6 +134,28 @@ def test_a_sandboxed_job(start_sandboxed: StartJob, tmp_path: Path) -> None:
     assert job.go_on() == "x"
 
 
+def test_a_frozen_job(talking: Talking, tmp_path: Path) -> None:
+    """Its connections are blocked while it is saved, and new ones until it is thawed."""
+    frozen = gpucr.freeze(talking.job.pid)
+    for number in range(2):
+        frozen.save(tmp_path / str(number))
+    talking.peer.sendall(b"y")
+    frozen.thaw()
+    assert talking.job.go_on() == "xy1"
+    talking.assert_nothing_is_blocked()
+
+
+def test_a_frozen_job_that_is_ended(talking: Talking, tmp_path: Path) -> None:
+    frozen = gpucr.freeze(talking.job.pid)
+    frozen.save(tmp_path / "s")
+    frozen.end()
+    talking.job.reap()
+    assert talking.peer.recv(1) == b""
+    talking.assert_nothing_is_blocked()
+    gpucr.restore(tmp_path / "s")
+    assert talking.job.pids()
+
+
 def test_two_jobs_at_the_same_time(start: StartJob, tmp_path: Path) -> None:
     both = [Talking(start), Talking(start)]
     failed: list[BaseException] = []

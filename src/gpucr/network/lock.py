@@ -106,9 +106,7 @@ class JobNetwork:
         """
         self.require_accepted()
         with explained("cannot be blocked"):
-            if self._can_repair:
-                self._reusing = tcp_repair.reusing(self._ids)
-            self._protection.protect(EndRepair(self._ids, self._reusing))
+            self._protect_sockets()
             self._make()
             self._write()
             for part in self._parts.values():
@@ -128,6 +126,7 @@ class JobNetwork:
         """
         with explained("cannot be ended"):
             self._look()
+            self._protect_sockets()
             inside = {each.inode for each in self._connected()}
             if self.kept_name is not None:
                 self._keep(self.kept_name, snapshot)
@@ -151,10 +150,16 @@ class JobNetwork:
         self._let_go()
 
     def close(self) -> None:
-        """After the operation, however it ended. Idempotent."""
-        with contextlib.suppress(Unsupported, OSError):
+        """After the operation, however it ended. Idempotent.
+
+        A filter that cannot be removed keeps its record, for the next gpucr.
+        """
+        try:
             self._remove_filters()
-        self._let_go()
+        except OSError:
+            self._let_go(keeps_record=True)
+        else:
+            self._let_go()
 
     def _look(self) -> None:
         """Look at the job's processes and sockets as they are now."""
@@ -168,6 +173,12 @@ class JobNetwork:
                 if part is None:
                     part = self._parts[inode] = _Part(Namespace.of(pids[0]))
                 part.seen = look(pids, part.there)
+
+    def _protect_sockets(self) -> None:
+        """Have the guard take them out of repair mode, if they are in it when the job must run again."""
+        if self._can_repair:
+            self._reusing = tcp_repair.reusing(self._ids)
+            self._protection.protect(EndRepair(self._ids, self._reusing))
 
     def _make(self) -> None:
         """Make a filter, which drops nothing yet, in each network namespace with sockets of the job."""
@@ -221,12 +232,13 @@ class JobNetwork:
         for part in self._parts.values():
             part.remove_filter()
 
-    def _let_go(self) -> None:
+    def _let_go(self, *, keeps_record: bool = False) -> None:
         for part in self._parts.values():
             part.close()
         self._parts = {}
         if self._held is not None:
-            records.remove("operations", self._name)
+            if not keeps_record:
+                records.remove("operations", self._name)
             os.close(self._held)
             self._held = None
 

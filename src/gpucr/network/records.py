@@ -118,10 +118,13 @@ def hold(name: str) -> int:
     """
     path = folder("operations") / f"{name}.lock"
     trusted_paths.make_private(path.parent)
-    fd = trusted_paths.open_file(path, os.O_RDWR | os.O_CREAT)
-    try:
-        locks.lock(fd)
-    except BaseException:
+    while True:
+        fd = trusted_paths.open_file(path, os.O_RDWR | os.O_CREAT)
+        try:
+            locks.lock(fd)
+            if os.fstat(fd).st_nlink:  # else somebody has removed it meanwhile
+                return fd
+        except BaseException:
+            os.close(fd)
+            raise
         os.close(fd)
-        raise
-    return fd

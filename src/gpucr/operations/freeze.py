@@ -19,7 +19,7 @@ from gpucr.criu.recovery import EndDump
 from gpucr.diagnosis import preflight
 from gpucr.diagnosis.traps import findings_of_traps
 from gpucr.driver.gpus import gpu_processes
-from gpucr.errors import InvalidRequest, JobDamaged, ProcessNotFound
+from gpucr.errors import GpucrError, InvalidRequest, JobDamaged, ProcessNotFound
 from gpucr.gang.threads import STOP_TIMEOUT_S
 from gpucr.gpu_state.cuda_work import CudaWork, cuda_work
 from gpucr.gpu_state.source import SavedLater
@@ -31,7 +31,7 @@ from gpucr.jobs.taken import TakenJob, taken_job
 from gpucr.linux import processes
 from gpucr.model import GangLock
 from gpucr.network.lock import JobNetwork
-from gpucr.network.steps import CloseConnections, Quiet, Unblock
+from gpucr.network.steps import Quiet, Unblock
 from gpucr.operations.dump import KEEPER_LIMIT_S, DumpReport, FrozenParts, prepare, run_prepared
 from gpucr.operations.freeze_steps import findings_of_spool, steps_to_freeze
 from gpucr.snapshot.job_snapshot import JobSnapshot
@@ -263,8 +263,9 @@ class FrozenJob:
             self._lose()
             if self._saved is not None:
                 registered.DumpNote(found.job).write(self._saved, left_running=False)
-            closing = CloseConnections(hold.parts.network, lambda: "")
-            running.run([closing, EndFrozenJob(found.job, hold.protection)])
+            with contextlib.suppress(GpucrError):  # then the other ends notice later
+                hold.parts.network.settle("")
+            running.run([EndFrozenJob(found.job, hold.protection)])
             self._state = "ended"
             if found.sandbox is not None and found.sandbox.root == found.job.root.id:
                 with contextlib.suppress(OSError):
