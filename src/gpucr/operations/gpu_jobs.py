@@ -13,6 +13,7 @@ from gpucr.diagnosis import preflight
 from gpucr.diagnosis.traps import findings_of_traps
 from gpucr.driver.gpus import gpu_processes
 from gpucr.errors import GpucrError, InvalidRequest, NotPermitted
+from gpucr.gpu_state.held import device_bytes_in_use
 from gpucr.jobs import registered, selection
 from gpucr.jobs.record import JobRecord
 from gpucr.linux import processes
@@ -133,7 +134,7 @@ def findings_of(pid: int) -> tuple[preflight.Finding, ...]:
         found = selection.find_job(pid)
         uses = gpu_processes() if found.job.gang else ()
         needs = preflight.needs_of_suspend(
-            preflight.device_bytes_in_use(found.job, uses), in_files=processes.can_checkpoint_processes()
+            device_bytes_in_use(found.job, uses), in_files=processes.can_checkpoint_processes()
         )
         return (
             *selection.findings_before_freeze(found.job, needs),

@@ -22,7 +22,7 @@ FLAGS = ("-std=c11", "-D_GNU_SOURCE", "-O2", "-Wall", "-Wextra")
 _LIBRARY_FLAGS = ("-fPIC", "-shared", "-fvisibility=hidden", "-pthread", "-Wl,-z,defs", "-Wl,-Bsymbolic")
 _BUILD_TIMEOUT_S = 120
 
-_MACHINE = ("machine.c", "abilities.c", "procfs.c", "ledger.c")
+_MACHINE = ("machine.c", "abilities.c", "procfs.c", "ledger.c", "exported.c")
 _CUDA = (
     "results.c", "thread.c", "gate.c", "memory.c", "staging.c", "context.c", "execution.c", "collective.c", "device.c",
     "api.c", "proc_address.c",

@@ -32,7 +32,8 @@ class Post:
     """What the operation has sent so far: the record, and numbered descriptors.
 
     Messages: ``hold SEQUENCE FIRST`` with descriptors, numbered from FIRST; ``record SEQUENCE`` with the descriptor of
-    a file that holds it. Each is answered with ``SEQUENCE COUNT``, COUNT descriptors having arrived. ``recover
+    a file that holds it. Each is answered with ``SEQUENCE COUNT``, COUNT descriptors having arrived. ``drop SEQUENCE
+    FIRST COUNT``: close these. ``recover
     SEQUENCE``: do now what the record says, and answer ``SEQUENCE recovered`` if that fully succeeded.
     """
 
@@ -50,6 +51,8 @@ class Post:
             return f"{sequence} {RECOVERED if self.recover(is_dead=False) else NOT_RECOVERED}"
         if kind == "hold":
             return f"{sequence} {self._hold(fds, int(rest[0]))}"
+        if kind == "drop":
+            return f"{sequence} {self._drop(int(rest[0]), int(rest[1]))}"
         for fd in fds:
             record = os.pread(fd, RECORD_LIMIT_BYTES, 0)
             os.close(fd)
@@ -69,6 +72,15 @@ class Post:
         except OSError:
             return 0
         return len(fds)
+
+    def _drop(self, first: int, count: int) -> int:
+        """How many were closed, with what was reserved for them."""
+        dropped = [self.descriptors.pop(number) for number in range(first, first + count) if number in self.descriptors]
+        for fd in dropped:
+            os.close(fd)
+        for _ in range(min(len(self._reserve), RESERVE_A_DESCRIPTOR * len(dropped))):
+            os.close(self._reserve.pop())
+        return len(dropped)
 
     def recover(self, *, is_dead: bool) -> bool:
         """Do what the record says: the operation is dead, or its undo failed. True: nothing is left to do."""

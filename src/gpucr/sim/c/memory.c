@@ -79,7 +79,10 @@ enum result memory_claim(const struct machine *machine, const uint32_t *machine_
     int error = ledger_claim(machine, wanted);
     if (error == 0)
         return SUCCESS;
-    return error == -ENOMEM ? OUT_OF_MEMORY : OPERATING_SYSTEM;
+    if (error == -ENOMEM)
+        return OUT_OF_MEMORY;
+    fprintf(stderr, "gpucr simulator: device memory cannot be counted in %s: %s\n", machine->state_dir, strerror(-error));
+    return OPERATING_SYSTEM;
 }
 
 static enum result claim_here(void) {
