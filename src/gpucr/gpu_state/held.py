@@ -15,19 +15,28 @@ from gpucr.interposer.client import ask_blocks, ask_status
 from gpucr.interposer.foreign import why_by_driver
 from gpucr.interposer.presence import is_interposed
 from gpucr.interposer.protocol import ON_DEVICE, Block, Flag
+from gpucr.linux import processes
 from gpucr.model import CudaState, Gpu, GpuUse, Job, ProcessId
 
 
 def device_bytes_in_use(job: Job, uses: Sequence[GpuUse]) -> dict[int, dict[str, int]]:
     """Device memory of the job's processes, by pid and GPU UUID. ``uses``: NVML's figures; empty without NVML."""
-    return with_returned(
+    return _with_returned(
         _by_nvml(uses), [member.id for member in job.gang if member.found is not CudaState.CHECKPOINTED]
     )
 
 
-def with_returned(held: dict[int, dict[str, int]], processes: Iterable[ProcessId]) -> dict[int, dict[str, int]]:
+def device_bytes_here(uses: Sequence[GpuUse]) -> dict[int, dict[str, int]]:
+    """Device memory of all processes that NVML knows, by pid and GPU UUID."""
+    held = _by_nvml(uses)
+    stats = {pid: processes.read_stat(pid) for pid in held}
+    alive = [ProcessId(pid, stat.start_time_ticks) for pid, stat in stats.items() if stat is not None]
+    return _with_returned(held, alive)
+
+
+def _with_returned(held: dict[int, dict[str, int]], of: Iterable[ProcessId]) -> dict[int, dict[str, int]]:
     """NVML's figures of these processes, and what they have without NVML counting it."""
-    wanted = list(processes)
+    wanted = list(of)
     found = {process.pid: dict(held[process.pid]) for process in wanted if process.pid in held}
     here: tuple[Gpu, ...] | None = None
     for process in wanted:
