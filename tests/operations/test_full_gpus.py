@@ -16,7 +16,7 @@ import pytest
 
 from gpucr.driver.cuda import CudaDriver
 from gpucr.driver.gpus import list_gpus
-from gpucr.errors import InterposerError
+from gpucr.errors import GpuFull, InterposerError
 from gpucr.gang import Gang
 from gpucr.gpu_state import room
 from gpucr.interposer.client import ask_status
@@ -324,7 +324,7 @@ def test_when_gpucr_gives_up_its_guard_waits_for_room(full: Start, tmp_path: Pat
 def test_waiting_for_room_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "lacking", dict)
     told: list[str] = []
-    with pytest.raises(room.GpuFull, match=r"1\.0 GiB are missing for the job's return") as caught:
+    with pytest.raises(GpuFull, match=r"1\.0 GiB are missing for the job's return") as caught:
         room.wait_for_room({"GPU-0": 1 << 30}, 0.01, told.append)
     assert caught.value.code == "GPUCR-GPU-FULL"
     assert len(told) == 1
