@@ -120,7 +120,7 @@ class Doing:
         said = gpucr("dump", "--json", *self.way, self.job.name, "--to", self._to, limit_s=self._limit_s)
         middle = time.monotonic()
         self._note("dump", middle - begin)
-        gpucr("restore", "--json", said["snapshot"]["where"], limit_s=self._limit_s)
+        gpucr("restore", "--json", said["snapshot"], limit_s=self._limit_s)
         self._note("restore", time.monotonic() - middle)
         shutil.rmtree(self.folder / "left", ignore_errors=True)
 
