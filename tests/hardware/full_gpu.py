@@ -223,6 +223,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=CASES, action="append")
     parser.add_argument("--fill", type=float, action="append", help="share of the GPU (0.6, 0.9, 0.98)")
+    parser.add_argument("--gib", type=float, help="size of the job, instead of a share of the GPU")
     parser.add_argument("--steps", type=int, default=20, help="things that are done to each job")
     parser.add_argument("--each", choices=["leave", "leave_in_store", "suspend", "dump", "freeze", "move"])
     parser.add_argument("--seed", type=int, default=1)
@@ -231,6 +232,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     gpus, outcomes = gpu_count(), list[Outcome]()
+    if options.gib is not None:
+        os.environ["FULL_GIB"], options.fill = str(options.gib), [options.gib / 80]
     for fill in options.fill or [0.6, 0.9, 0.98]:
         for case in options.only or CASES:
             if case == "ranks" and gpus < 2:

@@ -17,7 +17,7 @@ from gpucr.diagnosis.preflight.interposed import check_imported
 from gpucr.driver.api import DriverCapabilities
 from gpucr.interposer.protocol import Block, Flag, Status
 from gpucr.interposer.sharing import Place, Sharing
-from gpucr.linux import processes
+from gpucr.linux import descriptor_limit, processes
 from gpucr.model import CudaState, GangMember, Gpu, GpuMap, GpuUse, Job, ProcessId, ProcessInfo
 from tests.unit.children import Child, python
 
@@ -549,6 +549,15 @@ def test_imported_memory_that_its_interposer_cannot_take_is_refused_everywhere(w
     assert check_imported(job(process), {"vmm_export": COMES_BACK}, may_share=True) == []
     own = interposed(7, A, counted=told(blocks=2, **{why: 1}))
     assert check_imported(job(own), {}, may_share=False) == [], "the driver restores its own memory"
+
+
+def test_more_blocks_than_gpucr_may_open_files_are_refused_before_anything_is_stopped() -> None:
+    limit = descriptor_limit.most()
+    two = (interposed(7, A, counted=told(blocks=limit // 2)), interposed(8, A, counted=told(blocks=limit // 2)))
+    finding = only(check_imported(job(*two), {}, may_share=True))
+    assert (finding.severity, finding.code) == ("blocking", "GPUCR-OPEN-FILES")
+    assert check_imported(job(*two), {}, may_share=False) == [], "the driver needs none"
+    assert check_imported(job(two[0]), {}, may_share=True) == []
 
 
 def test_an_interposer_that_does_not_answer_may_have_anything() -> None:

@@ -21,8 +21,8 @@ DESCRIPTORS_A_MESSAGE = 250
 RECOVERED, NOT_RECOVERED = "recovered", "not-recovered"
 """Answers to ``recover``."""
 
-RESERVE_A_DESCRIPTOR = 4
-"""Spare descriptors reserved for the recovery per held descriptor."""
+RESERVE_A_DESCRIPTOR, RESERVE_AT_MOST = 4, 1024
+"""Spare descriptors reserved for the recovery per held descriptor. One that only passes them on needs no more."""
 
 _EXIT_LIMIT_S = 60.0
 """How long to wait for the end of the operation's process after its socket closed."""
@@ -67,7 +67,7 @@ class Post:
         """How many are held: fewer than were sent if the recovery would be short of descriptors."""
         self.descriptors.update(enumerate(fds, first))
         try:
-            for _ in range(RESERVE_A_DESCRIPTOR * len(fds)):
+            for _ in range(min(RESERVE_A_DESCRIPTOR * len(fds), RESERVE_AT_MOST - len(self._reserve))):
                 self._reserve.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
         except OSError:
             return 0

@@ -2,10 +2,10 @@
 
     python3 full.py CASE STEPS [PAUSE_S]
 
-FULL_FILL (0.98) is the share of the GPU that is taken, contexts and all. Cases: ``chunks`` (torch, blocks of 1 GiB),
-``one`` (a single block of cuMemCreate, with FULL_FILL at most 0.95), ``small`` (5,000 blocks of odd sizes, and larger
-ones), ``segments`` and ``pool`` (torch with expandable segments, and with cudaMallocAsync), ``jax`` (one preallocated
-block), ``ranks`` (two of NCCL, one GPU each).
+FULL_FILL (0.98) is the share of the GPU that is taken, contexts and all; FULL_GIB is a size instead. Cases: ``chunks``
+(torch, blocks of 1 GiB), ``one`` (a single block of cuMemCreate, with FULL_FILL at most 0.95), ``small`` (5,000 blocks
+of odd sizes, and larger ones), ``segments`` and ``pool`` (torch with expandable segments, and with cudaMallocAsync),
+``jax`` (one preallocated block), ``ranks`` (two of NCCL, one GPU each).
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def run(steps: int, pause_s: float, step: Callable[[int], str]) -> None:
 
 def wanted_bytes(total: int) -> int:
     """How much to allocate beside the context: the same in each run."""
-    return int(total * FILL) - CONTEXT_BYTES
+    size = os.environ.get("FULL_GIB")
+    return int(total * FILL) - CONTEXT_BYTES if size is None else int(float(size) * GIB)
 
 
 def by_torch(device: int = 0) -> Callable[[int], str]:
@@ -52,7 +53,8 @@ def by_torch(device: int = 0) -> Callable[[int], str]:
     def step(number: int) -> str:
         block = blocks[number % len(blocks)]
         block[number * 4099 % (len(block) // 2) :][: 1 << 16] += number
-        return " ".join(str(int(each.sum(dtype=torch.int64))) for each in blocks)
+        # A part at a time: what is added up is made 64-bit numbers first, for which a full GPU has no room.
+        return " ".join(str(sum(int(part.sum(dtype=torch.int64)) for part in each.split(1 << 25))) for each in blocks)
 
     return step
 
@@ -135,7 +137,10 @@ def small() -> Callable[[int], str]:
 
 def by_jax() -> Callable[[int], str]:
     """Its allocator takes one block at the start."""
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(min(FILL, 0.95) - 0.01))
+    os.environ |= {
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "true",
+        "XLA_PYTHON_CLIENT_MEM_FRACTION": f"{min(FILL, 0.95) - 0.01:.2f}",
+    }
     import jax
     import jax.numpy as jnp
 

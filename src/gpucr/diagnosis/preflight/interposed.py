@@ -15,12 +15,15 @@ from gpucr.diagnosis.preflight.traits import CudaTraits, JobTraits
 from gpucr.interposer.client import ask_status
 from gpucr.interposer.foreign import is_lost_by_driver, why_by_driver
 from gpucr.interposer.protocol import Status
-from gpucr.linux import memory
+from gpucr.linux import descriptor_limit, memory
 from gpucr.linux.tmpfs import KEPT_NAME
 from gpucr.model import CudaState, GangMember, Job
 from gpucr.quantities import counted
 
 _TOLD_BY = "counted by its interposer"
+
+_OTHER_DESCRIPTORS = 256
+"""What gpucr has open besides those of device memory, with room for an undo."""
 
 
 def knows_all(job: JobTraits) -> bool:
@@ -87,9 +90,21 @@ def _shared(process: CudaTraits, counts: Status, measured: Measurements) -> list
 
 
 def check_imported(job: JobTraits, measured: Measurements, *, may_share: bool) -> list[Finding]:
-    """Processes that the driver would checkpoint and never restore: it takes some of their memory for another one's."""
+    """Processes that the driver would checkpoint and never restore: it takes some of their memory for another one's.
+
+    And jobs with more blocks than this user may open files: each leaves by a descriptor.
+    """
     found = [facts.SILENT.seen("its agent did not answer", each.pid, process=_name(each))
              for each in job.processes if each.has_agent and each.counted is None]  # fmt: skip
+    blocks = sum(each.counted.blocks for each in job.processes if each.counted is not None) if may_share else 0
+    if blocks + _OTHER_DESCRIPTORS > descriptor_limit.most():
+        found.append(
+            facts.TOO_MANY_BLOCKS.seen(
+                f"the limit is {descriptor_limit.most()}",
+                count=counted(blocks, "block"),
+                needed=blocks + _OTHER_DESCRIPTORS,
+            )
+        )
     if all_come_back(measured, facts.IMPORTED.unless):
         return found
     for each in job.processes:

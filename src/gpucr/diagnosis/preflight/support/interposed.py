@@ -41,6 +41,12 @@ SILENT = Fact(
     "the gpucr that started it",
     code="GPUCR-INTERPOSER",
 )
+TOO_MANY_BLOCKS = Fact(
+    what="the job has {count} of device memory, and gpucr needs a descriptor for each",
+    consequence="its memory could not leave its processes",
+    remedy="allow {needed} open files (`ulimit -Hn`, LimitNOFILE= of a service), or use `--gpu-state driver`",
+    code="GPUCR-OPEN-FILES",
+)
 UNOWNED = Fact(
     what="{process} has device memory of a process outside of the job mapped",
     consequence="processes that share memory must be stopped, and come back, together",
