@@ -288,7 +288,7 @@ MOMENTS = [
 def test_a_gpu_that_others_fill_at_any_moment(
     what: str, moment: tuple[str, str, bool], full: Start, tmp_path: Path
 ) -> None:
-    """The job waits for them to leave, and goes on as it was."""
+    """The job waits for them to leave, and continues as it was."""
     owner, name, before = moment
     code = IN_BETWEEN.format(stranger=STRANGER, owner=owner, name=name, before=before, seconds=0.5)
     job = full(38)

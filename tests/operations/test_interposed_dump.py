@@ -282,7 +282,11 @@ def test_a_dump_uses_less_host_memory_than_the_jobs_device_memory(
     if memory.lies_in_memory(tmp_path):
         pytest.skip("a snapshot in memory takes as much: give pytest a --basetemp on a disk")
     job = counter("--mib", "768", env=variables)
-    dump = "import gpucr, sys; gpucr.dump(int(sys.argv[1]), sys.argv[2], gpu_state=sys.argv[3])"
+    dump = (
+        "import gpucr, sys; what = int(sys.argv[1]), sys.argv[2]; way = sys.argv[3]\n"
+        "print([each.code for each in gpucr.plan_dump(*what, gpu_state=way).findings], flush=True)\n"
+        "gpucr.dump(*what, gpu_state=way)"
+    )
     with limited(720 * MIB) as (folder, _):
         enter = ENTER.format(folder=str(folder))
 
@@ -292,9 +296,12 @@ def test_a_dump_uses_less_host_memory_than_the_jobs_device_memory(
                 check=False, capture_output=True, text=True,
             )  # fmt: skip
 
-        assert "the kernel would kill processes of the cgroup" in run("captured").stderr
+        refused = run("captured")
+        assert "the kernel would kill processes of the cgroup" in refused.stderr
+        assert "GPUCR-HOST-MEMORY" in refused.stdout, "the plan says so too"
         done = run("interposed")
     assert done.returncode == 0, done.stderr
+    assert "GPUCR-HOST-MEMORY" not in done.stdout
     job.reap()
     gpucr.restore(tmp_path / "s")
     assert_runs(job, driver, [job.pid], 101)
