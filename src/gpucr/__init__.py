@@ -139,8 +139,8 @@ _HOMES = {
     "gpucr.driver.process": ("Process",),
     "gpucr.errors": (
         "BrokenInstall", "CriuError", "CriuUnavailable", "CudaStarted", "DeadlineExceeded", "DriverError",
-        "DriverUnavailable", "GpuFull", "GpucrError", "IllegalState", "InterposerError", "Interrupted", "InvalidRequest",
-        "JobChanged", "JobDamaged", "LockTimeout", "NodeFailed", "NotACudaProcess", "NotPermitted",
+        "DriverUnavailable", "GpuFull", "GpucrError", "IllegalState", "InterposerError", "Interrupted",
+        "InvalidRequest", "JobChanged", "JobDamaged", "LockTimeout", "NodeFailed", "NotACudaProcess", "NotPermitted",
         "NotSupportedByDriver", "ProcessNotFound", "SimulatorUnavailable", "SnapshotDamaged", "SnapshotError",
         "SnapshotExists", "SnapshotUnfinished", "StoreDamaged", "StoreError", "Unsupported", "WrongKey",
     ),
