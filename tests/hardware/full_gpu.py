@@ -18,6 +18,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -231,6 +232,7 @@ def main() -> int:
     parser.add_argument("--folder", default="/var/tmp")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the job must not stay
     gpus, outcomes = gpu_count(), list[Outcome]()
     if options.gib is not None:
         os.environ["FULL_GIB"], options.fill = str(options.gib), [options.gib / 80]

@@ -402,11 +402,14 @@ class Vaults:
             self.try_all([uuid])
 
     def try_all(self, uuids: Iterable[str]) -> bool:
-        """Start the vaults of these GPUs. False: one has no room. Raises as `Vault` for other reasons."""
+        """Start the vaults of these GPUs. False: one has no room, which `start_all` reports if it stays so.
+
+        On a GPU that is nearly full the driver gives 2, on one without any room also 999 (measured, driver 580).
+        """
         try:
             self.start_all(uuids)
         except VaultFailed as error:
-            if error.result == OUT_OF_MEMORY:
+            if error.result is not None:
                 return False
             raise
         return True
