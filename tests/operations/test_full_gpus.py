@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -44,6 +45,8 @@ suspended.VAULT_BYTES = vault.VAULT_BYTES
 """
 COMMAND = GPUCR + "import runpy\nrunpy.run_module('gpucr', run_name='__main__')\n"
 FREEZE = GPUCR + "import gpucr\nwith gpucr.freeze(int(sys.argv[1])): pass\n"
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "cuda-checkpoint"
 
 Start = Callable[..., Counter]
 
@@ -209,6 +212,17 @@ def test_the_driver_is_not_asked_even_if_nothing_before_has_noticed(returned: Co
         gang.checkpoint()
     assert caught.value.code == "GPUCR-IMPORTED-MEMORY"
     gang.unlock(down_to=lambda member: CudaState.RUNNING)
+    assert returned.send("verify") == "ok"
+
+
+def test_the_drop_in_cuda_checkpoint_refuses_it_too(returned: Counter) -> None:
+    for words in (["--toggle"], ["--action", "lock"], ["--action", "checkpoint"], ["--action", "unlock"]):
+        line = [sys.executable, str(SCRIPT), *words, "--pid", str(returned.pid)]
+        done = subprocess.run(line, capture_output=True, text=True, check=False)
+        if words[-1] in ("--toggle", "checkpoint"):
+            assert (done.returncode, "operation not supported" in done.stderr) == (1, True), (words, done.stderr)
+        else:
+            assert done.returncode == 0, done.stderr
     assert returned.send("verify") == "ok"
 
 

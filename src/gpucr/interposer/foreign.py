@@ -8,6 +8,8 @@ with any of it: what cannot leave is refused beforehand, and `require_own` stand
 
 from __future__ import annotations
 
+import sys
+
 from gpucr.errors import InterposerError
 from gpucr.interposer.client import ask_status
 from gpucr.interposer.presence import is_interposed
@@ -59,3 +61,17 @@ def require_own(pid: int, *, may_be_silent: bool) -> None:
             hint=f"`gpucr doctor {pid}` says what keeps it there",
             code=CODE,
         )
+
+
+def main(pid: int) -> int:
+    """For a caller that loads none of this: 0 if the driver may checkpoint the process; else says why not."""
+    try:
+        require_own(pid, may_be_silent=True)
+    except InterposerError as error:
+        sys.stderr.write(f"{error.message}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))
