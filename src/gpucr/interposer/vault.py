@@ -98,6 +98,9 @@ class _Library:
         "cuMemSetAccess": (_LONG, _SIZE, _POINTER, _SIZE),
         "cuMemRelease": (_LONG,),
         "cuMemsetD8_v2": (_LONG, ctypes.c_ubyte, _SIZE),
+        "cuModuleLoadData": (_POINTER, ctypes.c_char_p),
+        "cuModuleGetFunction": (_POINTER, _POINTER, ctypes.c_char_p),
+        "cuLaunchKernel": (_POINTER, *[ctypes.c_uint] * 7, _POINTER, _POINTER, _POINTER),
     }
 
     def __init__(self) -> None:
@@ -175,6 +178,7 @@ class Vault:
         self._pinned: list[int] = []
         self._lock, self._local = threading.Lock(), threading.local()
         self._buffers: dict[int, tuple[mmap.mmap, int]] = {}
+        self._modules: dict[bytes, ctypes.c_void_p] = {}
         self._busy = _Busy()
         if not self._cuda.is_initialized():
             own_use.note_initialized()
@@ -273,6 +277,26 @@ class Vault:
             self._cuda("cuMemRelease", shown.handle)
             self._cuda("cuMemAddressFree", shown.address, shown.size_bytes)
 
+    def kernel(self, image: bytes, name: str) -> ctypes.c_void_p:
+        """A function of this PTX. Raises VaultFailed if the driver does not take it."""
+        with self._busy, self._lock:
+            self._cuda("cuCtxSetCurrent", self._context)
+            if image not in self._modules:
+                module = _POINTER()
+                self._cuda("cuModuleLoadData", ctypes.byref(module), image)
+                self._modules[image] = module
+            function = _POINTER()
+            self._cuda("cuModuleGetFunction", ctypes.byref(function), self._modules[image], name.encode())
+            return function
+
+    def launch(self, kernel: ctypes.c_void_p, blocks: int, threads: int, arguments: Sequence[Any]) -> None:
+        """Run it in the calling thread's stream, and wait. ``arguments``: ctypes values. Raises VaultFailed."""
+        pointers = (_POINTER * len(arguments))(*(ctypes.addressof(each) for each in arguments))
+        with self._busy:
+            stream = self._own_stream()
+            self._cuda("cuLaunchKernel", kernel, blocks, 1, 1, threads, 1, 1, 0, stream, pointers, None)
+            self._cuda("cuStreamSynchronize", stream)
+
     def read(self, address: int, size_bytes: int, take: Callable[[int, int, int], object]) -> None:
         """Read device memory in pieces: ``take(host address, offset, size)``. Raises VaultFailed."""
 
@@ -322,14 +346,18 @@ class Vault:
             )
 
     def _copy_straight(self, call: str, to: int, start: int, size_bytes: int) -> None:
-        """On the thread's own stream."""
         with self._busy:
-            self._cuda("cuCtxSetCurrent", self._context)
-            stream = getattr(self._local, "stream", None)
-            if stream is None:
-                stream = self._local.stream = self._new_stream()
+            stream = self._own_stream()
             self._cuda(call, to, start, size_bytes, stream)
             self._cuda("cuStreamSynchronize", stream)
+
+    def _own_stream(self) -> ctypes.c_void_p:
+        """The calling thread's, whose context this is from now on."""
+        self._cuda("cuCtxSetCurrent", self._context)
+        stream: ctypes.c_void_p | None = getattr(self._local, "stream", None)
+        if stream is None:
+            stream = self._local.stream = self._new_stream()
+        return stream
 
     def _is_pinned(self, data: memoryview) -> bool:
         """Whether the buffer is pinned, from its first use until `close`. False if the driver refuses."""
