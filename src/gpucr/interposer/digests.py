@@ -1,7 +1,7 @@
 """Digests of device memory, computed where it is: pieces get the names that a store gives them.
 
-An H100 names 24 GiB in 15.6 ms (1,655 GB/s), a processor's thread 3.7 GB/s of what it has been sent over the bus. The
-kernels are PTX in the package (`kernels/blake3.ptx`), which the driver compiles for GPUs from compute capability 7.0 on.
+The kernels are PTX in the package (`kernels/blake3.ptx`), which the driver compiles for GPUs from compute capability
+7.0 on.
 """
 
 from __future__ import annotations
