@@ -30,7 +30,7 @@ SCRATCH_BYTES = 4 << 20
 
 @functools.cache
 def _image() -> bytes:
-    return resources.files("gpucr.interposer").joinpath("kernels", "blake3.ptx").read_bytes() + b"\0"
+    return (resources.files("gpucr.interposer") / "kernels" / "blake3.ptx").read_bytes() + b"\0"
 
 
 class Digests:
