@@ -68,12 +68,12 @@ def test_a_last_piece_of_any_length(vault: Vault, memory: Shown, content: bytes,
 def test_more_than_fits_into_the_scratch_memory(vault: Vault, memory: Shown, content: bytes) -> None:
     scratch = digests.SCRATCH_BYTES
     try:
-        digests.SCRATCH_BYTES = 2 * MIB  # type: ignore[misc]
+        digests.SCRATCH_BYTES = 2 * MIB
         named = Digests(vault)
         assert named.of(memory.address, SIZE_BYTES, 1024) == expected(content, 1024, None)
         named.close()
     finally:
-        digests.SCRATCH_BYTES = scratch  # type: ignore[misc]
+        digests.SCRATCH_BYTES = scratch
 
 
 @pytest.mark.parametrize("piece_bytes", [0, -1024, 1000, 1025, (64 << 20) + 1024])
