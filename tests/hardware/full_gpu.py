@@ -141,7 +141,8 @@ class Doing:
 
     def killed(self) -> None:
         """gpucr or its guard is killed in an operation."""
-        self._storm.hit(self._chance.choice(("suspend", "resume", "dump --leave-running")))
+        fits = ["dump --leave-running"] if self._to.name == "left" else []
+        self._storm.hit(self._chance.choice(("suspend", "resume", *fits)))
 
 
 def random_things(doing: Doing, count: int, seed: int, gpus: int) -> list[tuple[str, Callable[[], None]]]:
@@ -167,7 +168,8 @@ def try_case(case: str, fill: float, options: argparse.Namespace, gpus: int) -> 
     outcome = Outcome(case, fill)
     os.environ["FULL_FILL"] = str(fill)
     folder = Path(tempfile.mkdtemp(prefix="gpucr-full-", dir=options.folder))
-    count = 3 if options.each else options.steps
+    asked = options.do.split(",") if options.do else []
+    count = len(asked) or options.steps
     lines = (count + 2) * (pace.AHEAD + LINES_BETWEEN)
     command = [sys.executable, str(PROGRAMS / "full.py"), case, str(lines)]
     job: Training | None = None
@@ -182,8 +184,7 @@ def try_case(case: str, fill: float, options: argparse.Namespace, gpus: int) -> 
         doing = Doing(
             job, folder, outcome, "auto" if case in BY_THE_DRIVER else "interposed", options.seed, options.limit
         )
-        things = [(options.each, getattr(doing, options.each))] * 3 if options.each else random_things(
-            doing, count, options.seed, gpus)  # fmt: skip
+        things = [(name, getattr(doing, name)) for name in asked] or random_things(doing, count, options.seed, gpus)
         for name, thing in things:
             begin = time.monotonic()
             thing()
@@ -226,7 +227,7 @@ def main() -> int:
     parser.add_argument("--fill", type=float, action="append", help="share of the GPU (0.6, 0.9, 0.98)")
     parser.add_argument("--gib", type=float, help="size of the job, instead of a share of the GPU")
     parser.add_argument("--steps", type=int, default=20, help="things that are done to each job")
-    parser.add_argument("--each", choices=["leave", "leave_in_store", "suspend", "dump", "freeze", "move"])
+    parser.add_argument("--do", help="these, in this order: leave, leave_in_store, suspend, dump, freeze, move, killed")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--limit", type=float, default=120, help="seconds for each step")
     parser.add_argument("--folder", default="/var/tmp")
