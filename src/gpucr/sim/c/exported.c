@@ -18,6 +18,7 @@
 #include <unistd.h>
 
 #define SUFFIX ".memory"
+#define LOOK_AFTER 1000 /* names alone were read: then for files that nobody has any more */
 
 static bool read_trailer(int fd, struct exported *trailer) {
     struct stat status;
@@ -26,13 +27,21 @@ static bool read_trailer(int fd, struct exported *trailer) {
            trailer->magic == EXPORTED_MAGIC && trailer->size_bytes == (uint64_t)status.st_size - sizeof *trailer;
 }
 
-static int create_file(int folder) {
-    char name[64];
+static uint32_t gpu_number(const uint8_t gpu[UUID_BYTES]) {
+    uint32_t number;
+    memcpy(&number, gpu, sizeof number);
+    return number;
+}
+
+/* The name tells the GPU and the size, so that most callers need not open it. */
+static int create_file(int folder, const struct exported *content) {
+    char name[96];
     uint64_t number = 0;
     for (int attempt = 0; attempt < 100; attempt++) {
         if (getrandom(&number, sizeof number, 0) != sizeof number)
             return -1;
-        snprintf(name, sizeof name, "%016llx" SUFFIX, (unsigned long long)number);
+        snprintf(name, sizeof name, "%016llx-%08x-%llu" SUFFIX, (unsigned long long)number, gpu_number(content->gpu),
+                 (unsigned long long)content->size_bytes);
         int fd = openat(folder, name, O_RDWR | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600);
         if (fd >= 0 || errno != EEXIST)
             return fd;
@@ -49,7 +58,7 @@ int exported_create(const struct machine *machine, const struct exported *conten
     trailer.owner = getpid();
     trailer.owner_namespace = pid_namespace_of(getpid());
     process_start_ms(getpid(), &trailer.owner_start_ms);
-    int fd = create_file(folder);
+    int fd = create_file(folder, &trailer);
     if (fd >= 0 && (pwrite(fd, &trailer, sizeof trailer, (off_t)trailer.size_bytes) != (ssize_t)sizeof trailer ||
                     flock(fd, LOCK_EX | LOCK_NB) < 0)) {
         close(fd);
@@ -96,15 +105,42 @@ static void count_one(const struct machine *machine, int folder, const char *nam
     close(fd);
 }
 
-void exported_count(const struct machine *machine, int folder, bool locked, uint64_t used_bytes[MAX_GPUS]) {
+static bool is_exported(const char *name) {
+    const char *suffix = strrchr(name, '.');
+    return suffix != NULL && strcmp(suffix, SUFFIX) == 0;
+}
+
+static DIR *entries_of(int folder) {
     int copy = openat(folder, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    DIR *entries = copy < 0 ? NULL : fdopendir(copy);
+    return copy < 0 ? NULL : fdopendir(copy);
+}
+
+void exported_count(const struct machine *machine, int folder, bool locked, uint64_t used_bytes[MAX_GPUS]) {
+    DIR *entries = entries_of(folder);
     if (entries == NULL)
         return;
-    for (struct dirent *entry; (entry = readdir(entries)) != NULL;) {
-        const char *suffix = strrchr(entry->d_name, '.');
-        if (suffix != NULL && strcmp(suffix, SUFFIX) == 0)
+    for (struct dirent *entry; (entry = readdir(entries)) != NULL;)
+        if (is_exported(entry->d_name))
             count_one(machine, folder, entry->d_name, locked, used_bytes);
-    }
     closedir(entries);
+}
+
+bool exported_fits(const struct machine *machine, int folder, const uint64_t free_bytes[MAX_GPUS]) {
+    static unsigned looked;
+    uint64_t at_most[MAX_GPUS] = {0};
+    unsigned long long number, size;
+    unsigned gpu;
+    DIR *entries = ++looked % LOOK_AFTER == 0 ? NULL : entries_of(folder);
+    if (entries == NULL)
+        return false;
+    for (struct dirent *entry; (entry = readdir(entries)) != NULL;)
+        if (is_exported(entry->d_name) && sscanf(entry->d_name, "%llx-%x-%llu", &number, &gpu, &size) == 3)
+            for (uint32_t i = 0; i < machine->gpu_count; i++)
+                if (gpu_number(machine->gpus[i].uuid) == gpu)
+                    at_most[i] += size;
+    closedir(entries);
+    for (uint32_t i = 0; i < machine->gpu_count; i++)
+        if (at_most[i] > free_bytes[i])
+            return false;
+    return true;
 }

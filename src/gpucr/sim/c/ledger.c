@@ -170,19 +170,35 @@ static int write_own(const struct machine *machine, int folder, const uint64_t b
     return 0;
 }
 
-int ledger_claim(const struct machine *machine, const uint64_t wanted_bytes[MAX_GPUS]) {
+static bool has_room(const struct machine *machine, int folder, const uint64_t wanted_bytes[MAX_GPUS],
+                     uint64_t others[MAX_GPUS]) {
+    uint64_t free_bytes[MAX_GPUS] = {0};
+    for (uint32_t gpu = 0; gpu < machine->gpu_count; gpu++) {
+        uint64_t taken = others[gpu] + wanted_bytes[gpu], capacity = machine->gpus[gpu].capacity_bytes;
+        if (wanted_bytes[gpu] > 0 && taken > capacity)
+            return false;
+        free_bytes[gpu] = wanted_bytes[gpu] > 0 ? capacity - taken : UINT64_MAX;
+    }
+    if (exported_fits(machine, folder, free_bytes))
+        return true;
+    exported_count(machine, folder, true, others);
+    for (uint32_t gpu = 0; gpu < machine->gpu_count; gpu++)
+        if (wanted_bytes[gpu] > 0 && others[gpu] + wanted_bytes[gpu] > machine->gpus[gpu].capacity_bytes)
+            return false;
+    return true;
+}
+
+int ledger_claim(const struct machine *machine, const uint64_t wanted_bytes[MAX_GPUS], bool is_less) {
     struct holding holdings[MAX_PROCESSES];
     uint64_t others[MAX_GPUS];
     size_t count = 0;
     int folder = open_locked(machine);
     if (folder < 0)
         return folder;
-    int result = read_entries(machine, folder, true, holdings, MAX_PROCESSES, &count);
+    int result = is_less ? 0 : read_entries(machine, folder, true, holdings, MAX_PROCESSES, &count);
     add_up(holdings, count, false, others);
-    exported_count(machine, folder, true, others);
-    for (uint32_t gpu = 0; result == 0 && gpu < machine->gpu_count; gpu++)
-        if (wanted_bytes[gpu] > 0 && others[gpu] + wanted_bytes[gpu] > machine->gpus[gpu].capacity_bytes)
-            result = -ENOMEM;
+    if (result == 0 && !is_less && !has_room(machine, folder, wanted_bytes, others))
+        result = -ENOMEM;
     if (result == 0)
         result = write_own(machine, folder, wanted_bytes);
     close(folder);
