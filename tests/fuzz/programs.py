@@ -62,7 +62,7 @@ def container_log(data: bytes) -> bool:
         log.write_bytes(data)
         said.write_bytes(data)
         record = ContainerRecord(
-            "runc", None, "name", "/bundle", convert(OPTIONS, DumpOptions), "x86_64", samples.PROCESSOR
+            "runc", None, "name", "/bundle", convert(OPTIONS, DumpOptions), "skip", "x86_64", samples.PROCESSOR
         )
         error = runtime_call.failure(record, "dump", log, said)
     assert "\n" not in error.message

@@ -12,7 +12,7 @@ from gpucr.driver.cuda import CudaDriver
 from gpucr.model import CudaState
 from gpucr.operations.gpu_jobs import findings_of
 from tests.interposer.conftest import Start
-from tests.interposer.test_allocations import Run, own_machine  # noqa: F401
+from tests.interposer.test_allocations import Run
 
 PEERS = """
 contexts = [context(0), context(1)]
@@ -23,6 +23,12 @@ assert cuda.cuCtxSetCurrent(contexts[0]) == 0
 memory = allocate(4 * MIB)
 stop()
 """
+
+
+@pytest.fixture(autouse=True)
+def machine_with_peers(sim_only: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process's machine, since gpucr runs in it."""
+    monkeypatch.setenv("GPUCR_SIM_PEERS", "1")
 
 
 @pytest.fixture

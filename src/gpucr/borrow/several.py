@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
@@ -131,8 +132,8 @@ def plan_suspend(
         with selection.claimed_job(job, only=only, force=force) as found:
             found.require_cuda()
             prepared = prepare_suspend(found, Protection(), gpu_state=gpu_state, only=only)
-            findings = prepared.findings(beside=needs)
-            prepared.work.close()
+            with contextlib.closing(prepared.work):
+                findings = prepared.findings(beside=needs)
             needs.extend(prepared.needs)
         device_bytes = _added_up(prepared.work.device_bytes.values())
         return JobOutlook(label_of(job), _cuda_pids(found), device_bytes, tuple(findings))

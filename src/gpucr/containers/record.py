@@ -24,6 +24,8 @@ from gpucr.records import Record
 from gpucr.snapshot.folder import CONTAINER_RECORD_NAME
 
 Runtime = Literal["runc", "crun", "podman"]
+NetworkLock = Literal["nftables", "iptables", "skip"]
+"""How the runtime's CRIU blocks the container's network."""
 RUNTIMES: tuple[Runtime, ...] = get_args(Runtime)
 
 _FORMAT = "gpucr-container"
@@ -43,6 +45,7 @@ class ContainerRecord(Record, frozen=True):
     container: str
     bundle: str
     criu_options: DumpOptions
+    network_lock: NetworkLock
     architecture: str
     processor: Processor
     format: str = _FORMAT

@@ -19,6 +19,7 @@ from gpucr.gpu_state import staging, suspended
 from gpucr.gpu_state.cuda_work import CudaWork, cuda_work
 from gpucr.gpu_state.custom_storage.suspended import SuspendedStorage, needed_with_carrier, require_way_back
 from gpucr.gpu_state.gpu_choice import GpuRequest
+from gpucr.gpu_state.held import device_bytes_in_use
 from gpucr.gpu_state.interposed.hooks import call
 from gpucr.gpu_state.interposed.suspended import SuspendedBlocks
 from gpucr.gpu_state.placement import Placement, gpus_of, place_suspended
@@ -95,8 +96,9 @@ def suspend(
         taken = opened.enter_context(taken_job(running, pid, TO_CHANGE, only=only, force=force))
         found, protection = taken.cuda()
         prepared = prepare_suspend(found, protection, gpu_state=gpu_state, only=only, deadline=deadline)
-        work, findings = prepared.work, prepared.findings()
+        work = prepared.work
         opened.callback(work.close)
+        findings = prepared.findings()
         preflight.require_no_blocking(findings, force=force)
         work.staging.prepare(work.sizes)
         work.staging.settle()  # while the job runs: it is stopped only for the copy
@@ -141,7 +143,11 @@ def prepare_suspend(
     Raises Unsupported if its device memory cannot leave as ``gpu_state`` insists.
     """
     uses = gpu_processes()
-    held = preflight.device_bytes_in_use(found.job, uses)
+    held = device_bytes_in_use(found.job, uses)
+    about_job = [
+        *preflight.check_states(found.job),
+        *findings_of_traps(found.job, found.driver, uses, may_share=may_be_interposed(gpu_state)),
+    ]
     work = cuda_work(
         found.driver,
         found.job,
@@ -156,11 +162,7 @@ def prepare_suspend(
     return PreparedSuspend(
         work=work,
         needs=tuple(preflight.needs_of_suspend(held, in_files=uses_files(gpu_state))),
-        about_job=(
-            *preflight.check_states(found.job),
-            *findings_of_traps(found.job, found.driver, uses, may_share=may_be_interposed(gpu_state)),
-            *preflight.check_handed_over(work.custom.pids(found.job.gang)),
-        ),
+        about_job=(*about_job, *preflight.check_handed_over(work.custom.pids(found.job.gang))),
     )
 
 
@@ -210,7 +212,8 @@ def _resume(
         return [gpu.uuid for gpu in placement.visible(pid) or gpus_of(ids[pid], placement.here, used={}).visible]
 
     guarded = GangProtection(protection)
-    suspended_blocks = SuspendedBlocks(gang, uuids_of, maps, guarded, before_suspend)
+    before = {pid: record.device_bytes for pid, record in records.items() if record is not None}
+    suspended_blocks = SuspendedBlocks(gang, uuids_of, maps, before, guarded, before_suspend)
     suspended_storage = SuspendedStorage(gang, uuids_of, guarded)
     if away:
         steps.append(RestoreGang(gang, placement if choice.gpu_map is not None else None, down_to=before_suspend))
