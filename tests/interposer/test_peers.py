@@ -67,6 +67,17 @@ def test_where_it_does_not_the_job_is_refused(peers: Run, driver: CudaDriver) ->
     assert driver.state(peers.pid) is CudaState.RUNNING
 
 
+def test_a_canary_that_could_not_decide_does_not_run_at_each_operation(
+    peers: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe, "CANARY_TIMEOUT_S", 0.0)
+    for _ in range(2):
+        (outlook,) = gpucr.plan_suspend([peers.pid])
+        assert [each.code for each in outlook.findings if each.severity == "blocking"] == ["GPUCR-PEER-ACCESS"]
+        assert measured() == {"peer_access": "timed out"}
+        monkeypatch.setattr(probe, "measure", None)
+
+
 @pytest.mark.parametrize("room", [False, True])
 def test_nothing_is_measured_on_full_gpus_nor_by_a_monitor(
     peers: Run, room: bool, monkeypatch: pytest.MonkeyPatch

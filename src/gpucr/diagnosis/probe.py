@@ -71,14 +71,17 @@ def measurements(driver: Driver | None) -> preflight.Measurements:
 
 
 def measurements_with(names: Iterable[str], driver: Driver) -> preflight.Measurements:
-    """`measurements`, after running these canaries. They take seconds, and do not run on a GPU that is nearly full.
+    """`measurements`, after running those of these canaries that never ran here. They take seconds.
 
-    There their memory could be what a program needs next.
+    One that could not decide runs again only by `probe`: it would delay each operation. None runs where a GPU is nearly
+    full: its memory could be what a program needs next.
     """
+    before = _load(driver)
+    new = set(names) - {result.name for result in before.results}
     free = [gpu.memory_free_bytes for gpu in visible_gpus(list_gpus(), os.environ)]
-    if min(free, default=0) < _ROOM_BYTES:
-        return measurements(driver)
-    measured = {name: measure(driver, name, CANARY_TIMEOUT_S) for name in names}
+    if not new or min(free, default=0) < _ROOM_BYTES:
+        return measurements_in(before)
+    measured = {name: measure(driver, name, CANARY_TIMEOUT_S) for name in sorted(new)}
     return measurements_in(_keep(ProbeReport(this_machine(driver), (), None), measured))
 
 
