@@ -517,8 +517,8 @@ def test_a_reported_dump_is_on_disk(process_without_cuda: int, tmp_path: Path, m
     synced: list[Path] = []
     sync = durable.sync
 
-    def note(path: Path) -> None:
-        synced.append(path)
+    def note(path: str | Path) -> None:
+        synced.append(Path(path))
         sync(path)
 
     def write(record: ContainerRecord, images: Path, *arguments: object, **options: object) -> None:

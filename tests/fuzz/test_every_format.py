@@ -89,6 +89,7 @@ _READERS: Mapping[str, str] = {
     "nodes/wire.py _decode": "nodes_message",
     "nodes/wire.py receive": "nodes_handshake",
     "snapshot/manifest.py decode": "manifest",
+    "snapshot/manifest.py decode_brief": "fuzz/test_snapshots.py decode",
     "store/config.py decode": "config",
     "store/crypto.py unseal": "sealed",
     "store/index.py _place": "index",

@@ -34,9 +34,16 @@ IMAGES = job([mapping(16, 4, 1 << 9, prot=READ_WRITE)], [run(16, 2)])
 
 def decode(data: bytes) -> None:
     with contextlib.suppress(RecordError):
+        manifests.decode_brief(data)
+    with contextlib.suppress(RecordError):
         found = manifests.decode(data)
         assert manifests.decode(manifests.encode(found)).root_pid == found.root_pid
         assert found.size_bytes >= 0
+        brief = manifests.decode_brief(data)
+        assert brief.command_line in (
+            *(each.command_line for each in found.processes),
+            *([found.launch.command] if found.launch is not None else []),
+        )
 
 
 @given(damaged_bytes([SOUND]))
