@@ -48,7 +48,7 @@ def error(text: str, place: str = "criu/some.c:1") -> str:
         ("Unable to interrupt task: 77 (No such process)", "process-gone"),
         ("The root process 77 is not a session leader. Consider using --shell-job option", "session-outside"),
         ("send_fds failed (-22)", "io-uring"),
-        ("Can't dump nested pid namespace for 77", "nested-pid-namespace"),
+        ("Can't dump nested pid namespace for 77", "nested-namespace"),
         ("Can't dump file 5 of that type [140777] (socket)", "unsupported-file"),
         ("prctl: Can't set exe link: Permission denied", "not-permitted"),
         ("Unable to set a monotonic clock offset: Operation not permitted", "clocks"),

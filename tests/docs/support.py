@@ -7,7 +7,7 @@ import string
 from types import ModuleType
 
 from gpucr.diagnosis.canaries.results import WHAT
-from gpucr.diagnosis.preflight.support import gpu_memory, gpu_use, interposed, machine, outside, processes, users
+from gpucr.diagnosis.preflight.support import gpu_memory, gpu_use, interposed, machine, outside, processes, ties, users
 from gpucr.diagnosis.preflight.support.fact import Fact
 from tests.docs.pages import DOCS
 
@@ -15,7 +15,7 @@ PAGE = DOCS / "what-comes-back.md"
 _CODES = "../src/gpucr/error_codes.md"
 _HEAD = "| what | gpucr | because | do |\n| --- | --- | --- | --- |\n"
 _OPTION = re.compile(r"--[a-z][\w-]*(?: (?:auto|keep|rewind|close|OLD=NEW)\b)?")
-MODULES = (gpu_memory, interposed, gpu_use, processes, outside, machine, users)
+MODULES = (gpu_memory, interposed, gpu_use, processes, ties, outside, machine, users)
 
 
 def facts(module: ModuleType) -> dict[str, Fact]:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from gpucr.diagnosis import preflight
-from gpucr.diagnosis.preflight import Finding, MemoryNeed, room, tree
+from gpucr.diagnosis.preflight import Finding, MemoryNeed, room, undumpable
 from gpucr.errors import NotPermitted, Unsupported
 from gpucr.linux import cgroups, memory, processes
 from gpucr.linux.pid_uses import uses_of_pids
@@ -286,9 +286,9 @@ def test_a_real_userfaultfd() -> None:
         ("/dev/nvidia0", True, None),
         ("/dev/null", False, None),
         ("/home/user/dev/nvidia0", False, None),
-        ("anon_inode:[perf_event]", False, "has a descriptor that CRIU cannot dump"),
-        ("anon_inode:bpf-prog", False, "has a descriptor that CRIU cannot dump"),
-        ("anon_inode:kvm-vm", False, "has a descriptor that CRIU cannot dump"),
+        ("anon_inode:[perf_event]", False, "has a descriptor or mapping that CRIU cannot dump"),
+        ("anon_inode:bpf-prog", False, "has a descriptor or mapping that CRIU cannot dump"),
+        ("anon_inode:kvm-vm", False, "has a descriptor or mapping that CRIU cannot dump"),
         ("anon_inode:[eventfd]", False, None),
         ("anon_inode:[eventpoll]", False, None),
         ("anon_inode:[io_uring]", True, "has an io_uring ring"),
@@ -296,7 +296,8 @@ def test_a_real_userfaultfd() -> None:
     ],
 )
 def test_descriptors_a_test_cannot_create(target: str, in_gang: bool, says: str | None) -> None:
-    found = tree._judge(process(), [OpenFile(7, 5, target), OpenFile(7, 6, target)], in_gang=in_gang)
+    files = [OpenFile(7, 5, target), OpenFile(7, 6, target)]
+    found = undumpable.check_kinds(process(), files, {}, in_gang=in_gang)
     assert (not found) == (says is None)
     for finding in found:
         assert finding.what == f"process 7 (trainer) {says}"

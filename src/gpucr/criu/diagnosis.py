@@ -142,9 +142,9 @@ KNOWN_FAILURES: tuple[FailurePattern, ...] = (
         "restore from a terminal, or start the job without one (setsid, output to a file)",
     ),
     FailurePattern(
-        "nested-pid-namespace",
-        r"[Nn]ested pid namespace",
-        "a process of the job has a pid namespace of its own inside the job",
+        "nested-namespace",
+        r"[Nn]ested (?P<kind>\w+) namespace|Can't restore sub-task in NS",
+        "a process of the job has a namespace of its own ({kind}) inside the job",
         "dump the container as a whole, or start the job without nested containers",
     ),
     FailurePattern(

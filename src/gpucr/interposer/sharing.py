@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from gpucr.linux import open_file
+from gpucr.linux import kcmp
 
 if TYPE_CHECKING:
     from gpucr.interposer.protocol import Block
@@ -97,7 +97,7 @@ def ask(pids: Iterable[int]) -> Sharing | None:
 
 
 def _order(one: Place, other: Place) -> int:
-    return open_file.order(one.pid, one.block.descriptor, other.pid, other.block.descriptor)
+    return kcmp.file_order(one.pid, one.block.descriptor, other.pid, other.block.descriptor)
 
 
 def _search(exported: Sequence[Place], wanted: Place) -> Place | None:

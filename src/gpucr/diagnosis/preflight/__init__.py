@@ -13,6 +13,7 @@ from gpucr.diagnosis.preflight.capabilities import check_capabilities
 from gpucr.diagnosis.preflight.clocks import check_clocks
 from gpucr.diagnosis.preflight.databases import check_changed_databases, check_databases, spared_by_rewind
 from gpucr.diagnosis.preflight.findings import Finding, require_no_blocking
+from gpucr.diagnosis.preflight.namespaces import check_namespaces
 from gpucr.diagnosis.preflight.room import (
     MemoryNeed,
     check_disk,
@@ -32,6 +33,7 @@ from gpucr.diagnosis.preflight.surroundings import (
 )
 from gpucr.diagnosis.preflight.tree import (
     check_free_pids,
+    check_left_out,
     check_namespace_init,
     check_open_files,
     check_session,
@@ -44,12 +46,13 @@ from gpucr.diagnosis.preflight.unprivileged import check_dump_by_user, check_ptr
 
 if TYPE_CHECKING:
     from gpucr.diagnosis.preflight.between_nodes import check_between_nodes
+    from gpucr.diagnosis.preflight.foreign_files import check_foreign_files
     from gpucr.diagnosis.preflight.gpus import check_gpus, check_room, device_bytes_in_use
     from gpucr.diagnosis.preflight.handed_over import check_handed_over, check_spool
     from gpucr.diagnosis.preflight.interposed import check_suspended, kept_bytes
     from gpucr.diagnosis.preflight.measured import BASICS, Measurement, Measurements, check_basics
     from gpucr.diagnosis.preflight.modes import check_driver, check_mig_targets, mps_programs
-    from gpucr.diagnosis.preflight.several_trees import check_between_trees
+    from gpucr.diagnosis.preflight.ties import check_ties
     from gpucr.diagnosis.preflight.traits import CudaTraits, JobTraits, look
     from gpucr.diagnosis.preflight.traps import check_traps
 
@@ -65,7 +68,6 @@ __all__ = [
     "TcpMode",
     "check_basics",
     "check_between_nodes",
-    "check_between_trees",
     "check_capabilities",
     "check_changed_databases",
     "check_clocks",
@@ -74,13 +76,16 @@ __all__ = [
     "check_driver",
     "check_dump_by_user",
     "check_files",
+    "check_foreign_files",
     "check_free_pids",
     "check_gpus",
     "check_handed_over",
     "check_host_memory",
     "check_kept_connections",
+    "check_left_out",
     "check_mig_targets",
     "check_namespace_init",
+    "check_namespaces",
     "check_open_files",
     "check_outside_connections",
     "check_ports",
@@ -93,6 +98,7 @@ __all__ = [
     "check_states",
     "check_suspended",
     "check_terminal",
+    "check_ties",
     "check_tracers",
     "check_traps",
     "device_bytes_in_use",
@@ -109,12 +115,13 @@ __all__ = [
 
 _LATE = {
     "between_nodes": ("check_between_nodes",),
+    "foreign_files": ("check_foreign_files",),
     "gpus": ("check_gpus", "check_room", "device_bytes_in_use"),
     "handed_over": ("check_handed_over", "check_spool"),
     "interposed": ("check_suspended", "kept_bytes"),
     "measured": ("BASICS", "Measurement", "Measurements", "check_basics"),
     "modes": ("check_driver", "check_mig_targets", "mps_programs"),
-    "several_trees": ("check_between_trees",),
+    "ties": ("check_ties",),
     "traits": ("CudaTraits", "JobTraits", "look"),
     "traps": ("check_traps",),
 }

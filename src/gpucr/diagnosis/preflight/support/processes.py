@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from gpucr.diagnosis.preflight.support.fact import Fact
-from gpucr.linux.inherited import UNDUMPABLE_KINDS
 
 _CUDA_STATE = "{process} is in the CUDA state {state}"
 _NO_ACTION = "the driver accepts no checkpoint or restore in it"
@@ -56,6 +55,33 @@ ADOPTED = Fact(
     remedy=_NO_ADOPTION,
     code="GPUCR-ADOPTED",
 )
+NAMESPACE = Fact(
+    what="{process} has a {namespaces} that the job's first process does not have",
+    consequence="CRIU cannot dump it, or no restore would succeed",
+    remedy="start that part without it (unshare, bwrap, a tool's own sandbox), or start the whole job in it with a "
+    "container's runtime and dump the container",
+    code="GPUCR-NESTED-NAMESPACE",
+)
+_LEFT_OUT = "it ends with the job, and no snapshot has it"
+LEFT_OUT_CUDA = Fact(
+    what="{process} uses CUDA in the job's {place}, but was not started by the job",
+    consequence=_LEFT_OUT,
+    remedy="end it first, or have the job's first process start it; `runc exec`, `docker exec` and `gpucr exec` start "
+    "processes that a dump does not include",
+    code="GPUCR-LEFT-OUT",
+)
+LEFT_OUT = Fact(
+    what="{processes} in the job's {place} were not started by the job, or have lost their parent",
+    consequence="they end with the job, and no snapshot has them",
+    remedy="have the job's first process start what is to come back",
+    severity="warning",
+)
+NO_USERS = Fact(
+    what="{process} is in a user namespace without users",
+    consequence="CRIU cannot record whose processes these are",
+    remedy="map users in it (`unshare --map-root-user`), or start the job without one",
+    code="GPUCR-NESTED-NAMESPACE",
+)
 NO_KEEPER = Fact(
     what="{process} is in another pid namespace than gpucr, and is not the first one there",
     consequence="CRIU dumps a pid namespace only as a whole",
@@ -68,7 +94,6 @@ TREES_SHARE = Fact(
     consequence="CRIU dumps each tree by itself, and after a restore each would have its own",
     remedy="{how_to_dump_one_tree}",
     code="GPUCR-SEVERAL-TREES",
-    kinds=("pipes", "sockets", "memory and files without a name"),
 )
 TERMINAL = Fact(
     what="{process} has a controlling terminal",
@@ -83,12 +108,48 @@ IO_URING = Fact(
     code="GPUCR-IO-URING",
 )
 UNDUMPABLE = Fact(
-    what="{process} has a descriptor that CRIU cannot dump",
+    what="{process} has a descriptor or mapping that CRIU cannot dump",
     consequence="the dump would fail",
     remedy="close it, or dump without the part of the program that needs it; one that is just starting CUDA: try again",
     code="GPUCR-UNSUPPORTED-FILE",
-    case="without CUDA; else CRIU decides",
-    kinds=UNDUMPABLE_KINDS,
+    kinds=(
+        "userfaultfd, perf, bpf, kvm, landlock and others of the kernel",
+        "devices but terminals and /dev/null and its like",
+        "sockets but local, TCP, UDP, raw, netlink and packet",
+        "POSIX message queues",
+        "pipes in packet mode",
+        "pidfds of threads",
+    ),
+)
+FUSE = Fact(
+    what="{process} serves a FUSE file system",
+    consequence="CRIU stops it, and would then wait for that file system, with the job standing still",
+    remedy="mount it from outside the job, before the job starts",
+    code="GPUCR-FUSE",
+)
+SYSTEM_V = Fact(
+    what="{process} uses shared memory of System V",
+    consequence="CRIU dumps that only if the job has an IPC namespace of its own",
+    remedy="start the job with `gpucr run`, whose sandbox has one; or use shm_open(3), or memory of mmap(2)",
+    code="GPUCR-SYSTEM-V",
+)
+PROGRAM_IN_MEMORY = Fact(
+    what="{process} runs a program that is no file, but memory (memfd)",
+    consequence="CRIU dumps it, and no restore would succeed",
+    remedy="start the program from a file",
+    code="GPUCR-UNSUPPORTED-FILE",
+)
+UNREAD = Fact(
+    what="{process} has a netlink socket with messages that it has not read",
+    consequence="CRIU cannot dump them",
+    remedy="dump again when it has read them",
+    code="GPUCR-UNSUPPORTED-FILE",
+)
+FOREIGN_FILE = Fact(
+    what="{process} has a file open that lies on none of its mounts",
+    consequence="CRIU cannot find it again",
+    remedy="start the job with files that it opens itself, or that its own mount namespace has; `gpucr run` does so",
+    code="GPUCR-FOREIGN-FILE",
 )
 GPU_HELD = Fact(
     what="{process} holds an NVIDIA device without a CUDA context",
