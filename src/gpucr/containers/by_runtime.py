@@ -15,13 +15,16 @@ from msgspec import Struct
 
 from gpucr.containers import oci, podman
 from gpucr.containers.container import FoundContainer
+from gpucr.containers.dump import findings_of_processes, plan_for_runtime
 from gpucr.containers.record import RUNTIMES, ContainerRecord, Runtime, read_record, write_record
 from gpucr.criu.options import choose_dump_options
+from gpucr.diagnosis import preflight
 from gpucr.errors import GpucrError, InvalidRequest, JobDamaged, SnapshotError, Unsupported
 from gpucr.jobs import selection
 from gpucr.jobs.selector import JobSelector
 from gpucr.linux import processes, trusted_paths
 from gpucr.model import CudaState, Job, ProcessId
+from gpucr.operations.dump import DumpPlan
 from gpucr.snapshot import files
 from gpucr.snapshot.folder import GPU_PART_NAME, check_target, completed
 from gpucr.undo.cancellation import Cancellation
@@ -62,17 +65,19 @@ def dump_container(
     ``runtime`` is detected if not given; ``runtime_root`` is runc's and crun's ``--root``. With ``leave_running`` this
     returns when its GPU state is back. The folder must be missing or empty. Needs root.
 
-    Raises InvalidRequest, SnapshotExists, SnapshotError (another user could replace ``to``), CriuUnavailable (nothing
-    was changed); CriuError (the container is as it was, ``to`` is gone); Interrupted (likewise: Ctrl-C, SIGTERM,
-    ``cancel``); SnapshotError (``to`` cannot be made or written); JobDamaged (its GPU state is not back, or it has
-    ended and ``to`` is not complete).
+    Raises InvalidRequest, SnapshotExists, SnapshotError (another user could replace ``to``), Unsupported,
+    CriuUnavailable (nothing was changed); CriuError, DeadlineExceeded (the container is as it was, ``to`` is gone);
+    Interrupted (likewise: Ctrl-C, SIGTERM, ``cancel``); SnapshotError (``to`` cannot be made or written); JobDamaged
+    (its GPU state is not back, or it has ended and ``to`` is not complete).
     """
     begin = time.monotonic()
     check_target(to)
     _require_ours(to)
     found = _find(container, runtime, runtime_root)
     pid = found.running_pid()
-    job = selection.find_job(pid).job
+    inside = selection.find_job(pid)
+    job = inside.job
+    preflight.require_no_blocking(findings_of_processes(inside), force=None)
     options = choose_dump_options(job.pids, leave_running=leave_running)
     root = None if runtime_root is None else str(runtime_root.absolute())
     record = ContainerRecord(found.runtime, root, found.container, found.bundle, options)
@@ -103,6 +108,32 @@ def dump_container(
                 shutil.rmtree(made, ignore_errors=True)
             raise
     return _report(to, record, pid, begin, left_running=leave_running)
+
+
+def plan_container_dump(
+    container: str,
+    to: Path,
+    *,
+    runtime: Runtime | None = None,
+    runtime_root: Path | None = None,
+    leave_running: bool = False,
+) -> DumpPlan:
+    """What `dump_container` would do with the same arguments. Changes nothing; raises like it before it has begun."""
+    check_target(to)
+    _require_ours(to)
+    found = _find(container, runtime, runtime_root)
+    inside = selection.find_job(found.running_pid())
+    before: list[str] = []
+    after: list[str] = []
+    if inside.job.gang:
+        disk = next(each for each in [to, *to.absolute().parents] if each.is_dir())
+        before, after, findings = plan_for_runtime(inside, disk, leave_running=leave_running)
+    else:
+        findings = findings_of_processes(inside)
+    end = "keep it running" if leave_running else "end it"
+    by_runtime = f"have {found.runtime} dump the container {container} with CRIU to {to / 'images'}, {end}"
+    steps = (f"make the private folder {to}", *before, by_runtime, *after)
+    return DumpPlan(inside.job.root.pid, steps, tuple(findings))
 
 
 def restore_container(folder: Path, *, cancel: Cancellation | None = None) -> ContainerReport:
