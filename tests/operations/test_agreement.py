@@ -46,7 +46,7 @@ class Composed:
         before = out.read_bytes().count(b"\n")
         wait_until(
             lambda: out.read_bytes().count(b"\n") > before + 1 or self._child.poll() not in (None, -9),
-            lambda: f"the program to go on: {(self.folder / 'err').read_text()}",
+            lambda: f"the program to continue: {(self.folder / 'err').read_text()}",
         )
         assert self._child.poll() in (None, -9), (self.folder / "err").read_text()
 
@@ -54,7 +54,7 @@ class Composed:
         self._child.wait()
 
     def close(self) -> None:
-        """End everything that it has started, in whatever root or session."""
+        """End everything that it has started, in any root or session."""
         kill_at_once([*processes_in(self.folder), *self._in_session()])
         self.reap()
 
@@ -75,7 +75,7 @@ def refused(job: Composed, to: Path) -> bool:
 
 
 def comes_back(job: Composed, to: Path) -> bool:
-    """Whether CRIU dumps and restores it, and it goes on, whatever preflight says."""
+    """Whether CRIU dumps and restores it, and it continues."""
     try:
         gpucr.dump(job.pid, to, force=True, timeout_s=30)
         job.reap()

@@ -28,7 +28,7 @@ os.mkfifo("fifo")
 done()
 step()
 start()
-done("it goes on")
+done("it continues")
 step()
 """
 
@@ -51,7 +51,7 @@ def waiting(start: StartJob) -> Job:
 def let_go(job: Job) -> None:
     os.close(os.open(job.folder / "fifo", os.O_WRONLY))
     job._turn = 1
-    assert job.wait_done() == "it goes on"
+    assert job.wait_done() == "it continues"
 
 
 def test_a_dump_of_a_process_that_does_not_stop(start: StartJob, tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_a_dump_of_a_process_that_does_not_stop(start: StartJob, tmp_path: Path)
 
 def test_a_restore_that_waits_for_a_lock(start: StartJob, tmp_path: Path) -> None:
     job = start(
-        "import fcntl\nf = open('lock', 'w')\nfcntl.flock(f, fcntl.LOCK_EX)\ndone()\nstep()\ndone('it goes on')"
+        "import fcntl\nf = open('lock', 'w')\nfcntl.flock(f, fcntl.LOCK_EX)\ndone()\nstep()\ndone('it continues')"
     )
     job.dump_and_end(tmp_path / "s")
     with (job.folder / "lock").open() as lock:
@@ -76,10 +76,10 @@ def test_a_restore_that_waits_for_a_lock(start: StartJob, tmp_path: Path) -> Non
             gpucr.restore(tmp_path / "s", force=True)
         wait_until(lambda: not job.pids(), "the half-restored job to be gone")
     gpucr.restore(tmp_path / "s")
-    assert job.go_on() == "it goes on"
+    assert job.go_on() == "it continues"
 
 
-def test_a_criu_that_cannot_be_killed_is_said_to_hold_the_job(
+def test_a_criu_that_cannot_be_killed_holds_the_job(
     start: StartJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It hangs in the kernel (state D), and is not waited for."""

@@ -258,7 +258,7 @@ def prepare(
         *(preflight.check_handed_over(cuda.custom.pids(job.gang)) if cuda is not None and not is_frozen else ()),
         *preflight.check_dump_by_user(job, criu.install, in_sandbox=found.sandbox is not None),
         *selection.findings_for_criu(found),
-        *(preflight.check_databases(job) if leave_running else ()),
+        *preflight.check_databases(job, leave_running=leave_running),
         *(each for tree in job.trees for each in preflight.check_terminal(tree) if leave_running and is_stopped),
         *target.findings(job, held_bytes),
     )

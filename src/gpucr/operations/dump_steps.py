@@ -418,6 +418,7 @@ def _draft(context: OwnDump, tree: Sequence[ProcessInfo], outside: Outside) -> M
         shared_files=outside.shared_files,
         endpoints=outside.endpoints,
         connections=outside.connections,
+        databases=outside.databases,
     )
 
 

@@ -31,6 +31,7 @@ from gpucr.linux.claims import claimed_pids
 from gpucr.model import GpuMap
 from gpucr.operations.engines import install_for_restore
 from gpucr.operations.restore_steps import CriuRestore, WaitForOthers
+from gpucr.snapshot.databases import state_now
 from gpucr.snapshot.folder import Snapshot
 from gpucr.snapshot.gpus import place_snapshot
 from gpucr.snapshot.job_snapshot import JobSnapshot
@@ -39,8 +40,9 @@ from gpucr.snapshot.machine import findings_of_machine
 from gpucr.snapshot.manifest import Manifest
 from gpucr.snapshot.origin import ProvideFiles, RestoreSource
 from gpucr.snapshot.shared_files import ROOT, names_in_use
+from gpucr.surroundings.databases import PutBackDatabases
 from gpucr.surroundings.folders import MakeFolders
-from gpucr.surroundings.steps import AdaptFiles, FreePorts, PutBackSharedFiles, endpoints_to_bind, steps_before_criu
+from gpucr.surroundings.steps import AdaptFiles, StepBeforeCriu, endpoints_to_bind, steps_before_criu
 from gpucr.undo.cancellation import Cancellation
 from gpucr.undo.events import OnProgress
 from gpucr.undo.operation import TO_MOVE, Operation, operation
@@ -229,7 +231,7 @@ def restore(
 def _run(
     source: RestoreSource,
     start: StartSandbox | StartKeeper,
-    around: Sequence[PutBackSharedFiles | FreePorts | AdaptFiles],
+    around: Sequence[StepBeforeCriu],
     criu: CriuRestore,
     keep: KeepJob,
     gang: Gang | None,
@@ -262,7 +264,9 @@ def _run(
             if each is not None:
                 with contextlib.suppress(GpucrError, OSError):  # hides neither a success nor a failure
                     each.close()
-    warnings = [warning for each in around if isinstance(each, AdaptFiles) for warning in each.warnings]
+    warnings = [
+        warning for each in around if isinstance(each, AdaptFiles | PutBackDatabases) for warning in each.warnings
+    ]
     restored = criu.tree.value
     warnings += gpu.tell() if gpu is not None else []
     return RestoreReport(
@@ -303,9 +307,11 @@ def _findings_outside(
     replaced = {str(path) for path in plan.outputs} if plan is not None else set()
     in_our_network = plan is None or plan.network == "host"
     opened = [file for file in manifest.open_files if file.path not in replaced]
+    saved = [state_now(database) for database in manifest.databases]
+    members = {member for database in saved for member in database.members}
     return [
-        *preflight.check_files(opened, manifest.open_folders, files),
-        *preflight.check_changed_databases(opened, manifest.created, rewind=files == "rewind"),
+        *preflight.check_files(opened, manifest.open_folders, files, members),
+        *preflight.check_changed_databases(opened, manifest.created, rewind=files == "rewind", saved=saved),
         *(preflight.check_shared_files(names_in_use(ROOT, manifest.shared_files)) if plan is None else ()),
         *(preflight.check_ports(endpoints_to_bind(manifest, tcp)) if in_our_network else ()),
         *preflight.check_kept_connections(manifest.connections, tcp, left_running=manifest.left_running),

@@ -120,6 +120,40 @@ class SharedFileRecord(Record, frozen=True):
             check_inside(path)
 
 
+class SavedFile(Record, frozen=True):
+    """A copy of one of the job's files, whose content is in the snapshot as ``stored``. ``mode``: 12 bits.
+
+    ``inode``: the number of the file on its file system.
+    """
+
+    path: str
+    size_bytes: Size
+    mode: Mode
+    uid: Owner
+    gid: Owner
+    modified_ns: Size
+    inode: Size
+    stored: str
+
+
+class SavedDatabase(Record, frozen=True):
+    """All files of a database at the dump, in one folder: the one at ``path``, and those beside it."""
+
+    path: str
+    files: tuple[SavedFile, ...]
+
+    def __post_init__(self) -> None:
+        check_absolute(self.path)
+        paths = [file.path for file in self.files]
+        if self.path not in paths or len(set(paths)) != len(paths):
+            raise RecordError("`files` lacks the database, or has a file twice")
+        for file in self.files:
+            check_absolute(file.path)
+            check_inside(file.stored)
+            if PurePosixPath(file.path).parent != PurePosixPath(self.path).parent:
+                raise RecordError(f"{file.path!r} is in another folder than its database")
+
+
 class DeviceData(Record, frozen=True):
     """A part of a process's device memory as it is stored in the folder ``device`` (see device/), or in a store.
 
@@ -293,6 +327,7 @@ class Manifest(Record, frozen=True):
     other_root_pids: tuple[Pid, ...] = ()
     was_frozen: bool = False
     shares: tuple[Share, ...] = ()
+    databases: tuple[SavedDatabase, ...] = ()
 
     @property
     def root_pids(self) -> tuple[int, ...]:
@@ -441,10 +476,7 @@ def _check_consistency(manifest: Manifest) -> None:
         raise RecordError("it has several trees, which were not frozen")
     if len(pids) != len(manifest.processes):
         raise RecordError("two processes have the same pid")
-    sizes = {file.path: file.size_bytes for file in manifest.files}
-    for shared in manifest.shared_files:
-        if sizes.get(shared.stored) != shared.size_bytes:
-            raise RecordError(f"the shared file {shared.names[0]!r} has no file of its size in the snapshot")
+    _check_copies(manifest)
     for path in (*(file.path for file in manifest.open_files), *manifest.open_folders):
         check_absolute(path)
     _check_shares(manifest.shares, pids)
@@ -452,6 +484,17 @@ def _check_consistency(manifest: Manifest) -> None:
         _check_extents(data, f"device_data of process {part.pid}")
     for endpoint in (*manifest.endpoints, *(end for each in manifest.connections for end in (each.local, each.remote))):
         _check_endpoint(endpoint)
+
+
+def _check_copies(manifest: Manifest) -> None:
+    """Whether the content of shared memory and databases is in the snapshot."""
+    sizes = {file.path: file.size_bytes for file in manifest.files}
+    for shared in manifest.shared_files:
+        if sizes.get(shared.stored) != shared.size_bytes:
+            raise RecordError(f"the shared file {shared.names[0]!r} has no file of its size in the snapshot")
+    for saved in (file for database in manifest.databases for file in database.files):
+        if sizes.get(saved.stored) != saved.size_bytes:
+            raise RecordError(f"the copy of {saved.path!r} has no file of its size in the snapshot")
 
 
 def _check_shares(shares: Sequence[Share], pids: Collection[int]) -> None:

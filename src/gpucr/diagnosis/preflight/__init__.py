@@ -11,7 +11,12 @@ from typing import TYPE_CHECKING
 
 from gpucr.diagnosis.preflight.capabilities import check_capabilities
 from gpucr.diagnosis.preflight.clocks import check_clocks
-from gpucr.diagnosis.preflight.databases import check_changed_databases, check_databases, spared_by_rewind
+from gpucr.diagnosis.preflight.databases import (
+    SavedState,
+    check_changed_databases,
+    check_databases,
+    spared_by_rewind,
+)
 from gpucr.diagnosis.preflight.findings import Finding, require_no_blocking
 from gpucr.diagnosis.preflight.namespaces import check_namespaces
 from gpucr.diagnosis.preflight.room import (
@@ -65,6 +70,7 @@ __all__ = [
     "Measurement",
     "Measurements",
     "MemoryNeed",
+    "SavedState",
     "TcpMode",
     "check_basics",
     "check_between_nodes",

@@ -68,16 +68,19 @@ def check_ports(endpoints: Collection[Endpoint]) -> list[Finding]:
     ]
 
 
-def check_files(files: Sequence[JobFile], folders: Sequence[str], mode: FilesMode) -> list[Finding]:
+def check_files(
+    files: Sequence[JobFile], folders: Sequence[str], mode: FilesMode, saved: Collection[str] = ()
+) -> list[Finding]:
     """Check the job's files and folders as they are now. Contents are not compared.
 
-    Databases, which `check_changed_databases` covers, are reported only if they are shorter now.
+    Databases, which `check_changed_databases` covers, are reported only if they are shorter now. ``saved``: files that
+    it covers in any case.
     """
     missing = [folder for folder in folders if not os.path.isdir(folder)]
     found: list[Finding] = []
     changed: list[tuple[JobFile, int]] = []
     databases = spared_by_rewind(files)
-    for file in files:
+    for file in [file for file in files if file.path not in saved]:
         size_bytes = _size(file.path)
         if size_bytes is None:
             missing.append(file.path)

@@ -7,7 +7,6 @@ from contextlib import suppress
 
 from gpucr.diagnosis.preflight.support import ties as facts
 from gpucr.diagnosis.preflight.ties.look import Seen, Tie, socket_inode
-from gpucr.interposer.client import socket_path
 from gpucr.linux.processes import PROC, OpenFile
 from gpucr.linux.unix_diag import UnixSocket
 
@@ -48,6 +47,8 @@ def _is_reached_by_name(seen: Seen, found: UnixSocket) -> bool:
 
 def _is_of_the_agent(pid: int, found: UnixSocket) -> bool:
     """Whether it is a connection to the interposer's agent, which closes them before CRIU comes."""
+    from gpucr.interposer.client import socket_path  # jobs without CUDA start without it
+
     with suppress(OSError):
         return bool(found.name) and f"{PROC}/{pid}/root{found.name}" == str(socket_path(pid))
     return False
