@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import os
 import select
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from typing import NamedTuple
 
 from msgspec import Struct
 
@@ -13,7 +14,8 @@ from gpucr.linux import libc, proc_text
 from gpucr.linux.processes import PROC, OpenFile, all_pids
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-_READ_BYTES = 1 << 20
+_READ_BYTES = 1 << 14
+_STAT_BYTES = 4096
 _PIDFD_GETFD = 438  # the same number on all architectures
 
 _syscall = libc.function("syscall", ctypes.c_long, ctypes.c_int, ctypes.c_int, ctypes.c_uint, result=ctypes.c_long)
@@ -59,6 +61,39 @@ def descriptors_of(pids: Collection[int], only: Collection[str] | None = None) -
             continue
         finally:
             os.close(folder)
+    return found
+
+
+class Kin(NamedTuple):
+    """How a process is related to others: fields of ``/proc/PID/stat`` (proc_pid_stat(5)).
+
+    ``stack_start``: where its stack begins, at random for each program that is started, and the same after a fork; 0
+    for threads of the kernel, and where the caller may not know.
+    """
+
+    status: str
+    parent_pid: int
+    group_id: int
+    session_id: int
+    stack_start: int
+
+
+def kin_of(pids: Iterable[int]) -> dict[int, Kin]:
+    """Those of these processes that are there."""
+    found: dict[int, Kin] = {}
+    for pid in pids:
+        try:
+            file = os.open(f"{PROC}/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            continue
+        try:
+            text = os.read(file, _STAT_BYTES)
+        except OSError:  # it has ended
+            continue
+        finally:
+            os.close(file)
+        fields = text[text.rindex(b")") + 2 :].split()
+        found[pid] = Kin(fields[0].decode(), int(fields[1]), int(fields[2]), int(fields[3]), int(fields[25]))
     return found
 
 

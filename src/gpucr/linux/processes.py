@@ -33,9 +33,7 @@ _CAP_SYS_PTRACE, _CAP_SYS_ADMIN, _CAP_SYS_TIME = 19, 21, 25  # include/uapi/linu
 class Stat(Struct, frozen=True):
     """The fields of ``/proc/PID/stat`` that gpucr uses (proc_pid_stat(5)).
 
-    ``stack_start``: where the stack begins, at random for each program that is started, and the same after a fork; 0 if
-    the caller may not know. ``processor_ticks``: the processor time of the process, and of its children that it has
-    waited for.
+    ``processor_ticks``: the processor time of the process, and of its children that it has waited for.
     """
 
     name: str
@@ -45,7 +43,6 @@ class Stat(Struct, frozen=True):
     terminal: int
     flags: int
     start_time_ticks: int
-    stack_start: int = 0
     processor_ticks: int = 0
 
     @property
@@ -89,7 +86,6 @@ def read_stat(pid: int) -> Stat | None:
         terminal=int(fields[4]),
         flags=int(fields[6]),
         start_time_ticks=int(fields[19]) - _clock_offset_ticks(),
-        stack_start=int(fields[25]),
         processor_ticks=sum(map(int, fields[11:15])),
     )
 

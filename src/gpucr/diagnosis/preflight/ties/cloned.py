@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from gpucr.diagnosis.preflight.support import ties as facts
 from gpucr.diagnosis.preflight.support.fact import Fact
 from gpucr.diagnosis.preflight.ties.look import Seen, Tie
-from gpucr.linux import kcmp, processes
+from gpucr.linux import kcmp
 from gpucr.linux.kcmp import Part
 
 _ALL: tuple[Part, ...] = ("memory", "file descriptors", "working folder and umask", "signal handlers")
@@ -23,19 +23,16 @@ def find(seen: Seen) -> Iterator[Tie]:
     address, as in a fork.
     """
     alike: dict[int, list[int]] = {}
+    for pid, kin in seen.kin.items():
+        if kin.stack_start:
+            alike.setdefault(kin.stack_start, []).append(pid)
     for process in seen.tree:
-        stat = processes.read_stat(process.pid)
-        if stat is not None and stat.stack_start:
-            alike.setdefault(stat.stack_start, []).append(process.pid)
         if process.parent_pid in seen.pids:
             yield from _shared(facts.CLONED_INSIDE, _REFUSED_INSIDE, process.pid, process.parent_pid)
     root = seen.tree[0]
-    for other in seen.other_pids:
-        stat = processes.read_stat(other)
-        if stat is None or stat.is_kernel_thread:
-            continue
-        is_near = other == root.parent_pid or stat.parent_pid == root.parent_pid
-        for pid in dict.fromkeys([*([root.pid] if is_near else []), *alike.get(stat.stack_start, ())]):
+    for other, kin in seen.other_kin.items():
+        is_near = root.parent_pid in (other, kin.parent_pid) and kin.stack_start
+        for pid in dict.fromkeys([*([root.pid] if is_near else []), *alike.get(kin.stack_start, ())]):
             yield from _shared(facts.CLONED, _ALL, pid, other)
 
 

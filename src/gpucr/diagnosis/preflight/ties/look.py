@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from gpucr.diagnosis.preflight.support.fact import Fact
 from gpucr.linux import descriptor_scan, namespaces, proc_text, processes, unix_diag
-from gpucr.linux.descriptor_scan import MemoryKey, is_memory
+from gpucr.linux.descriptor_scan import Kin, MemoryKey, is_memory
 from gpucr.linux.processes import PROC, OpenFile
 from gpucr.linux.unix_diag import UnixSocket
 from gpucr.model import Job, ProcessInfo
@@ -71,7 +71,8 @@ class Seen(Struct, frozen=True):
     memory: Memory
     others_memory: Memory
     sockets: Mapping[int, UnixSocket]
-    other_pids: tuple[int, ...]
+    kin: Mapping[int, Kin]
+    other_kin: Mapping[int, Kin]
 
     @property
     def pids(self) -> frozenset[int]:
@@ -93,7 +94,8 @@ class Look(Struct, frozen=True):
     memory: Memory
     strangers_memory: Memory
     sockets: Mapping[int, UnixSocket]
-    stranger_pids: tuple[int, ...]
+    kin: Mapping[int, Kin]
+    stranger_kin: Mapping[int, Kin]
 
     def trees(self) -> Iterator[Seen]:
         """Each tree; the job's others are strangers to it."""
@@ -101,8 +103,9 @@ class Look(Struct, frozen=True):
             own = frozenset(tree.pids)
             files, other_files = _divided(self.files, self.strangers, own)
             memory, other_memory = _divided(self.memory, self.strangers_memory, own)
-            others = (*(pid for pid in self.job.pids if pid not in own), *self.stranger_pids)
-            yield Seen(self.job, tree.processes, files, other_files, memory, other_memory, self.sockets, others)
+            kin = {pid: each for pid, each in self.kin.items() if pid in own}
+            other_kin = {pid: each for pid, each in self.kin.items() if pid not in own} | dict(self.stranger_kin)
+            yield Seen(self.job, tree.processes, files, other_files, memory, other_memory, self.sockets, kin, other_kin)
 
 
 def look(job: Job, apart_from: Collection[int] = ()) -> Look:
@@ -120,7 +123,8 @@ def look(job: Job, apart_from: Collection[int] = ()) -> Look:
     strangers_memory = _memory_of(strangers, memory)
     for key, mappings in descriptor_scan.mappings_of(memory, stranger_pids).items():
         strangers_memory.setdefault(key, []).extend(MemoryUse(m.pid, m.path, m.is_writable) for m in mappings)
-    return Look(job, files, strangers, memory, strangers_memory, sockets, tuple(stranger_pids))
+    kin, stranger_kin = descriptor_scan.kin_of(job.pids), descriptor_scan.kin_of(stranger_pids)
+    return Look(job, files, strangers, memory, strangers_memory, sockets, kin, stranger_kin)
 
 
 def may_be_shared(target: str) -> bool:
