@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from gpucr.linux import processes
@@ -16,7 +16,7 @@ from tests.counter import wait_until
 
 
 @contextlib.contextmanager
-def program(code: str, folder: Path) -> Iterator[tuple[int, list[int]]]:
+def program(code: str, folder: Path, *, pass_fds: Sequence[int] = ()) -> Iterator[tuple[int, list[int]]]:
     """A Python program that prints numbers, into a file, and waits. Its pid and the numbers."""
     said = folder / "said"
     with said.open("wb") as out:
@@ -26,6 +26,7 @@ def program(code: str, folder: Path) -> Iterator[tuple[int, list[int]]]:
             stdout=out,
             stderr=subprocess.DEVNULL,
             cwd=folder,
+            pass_fds=pass_fds,
             start_new_session=True,
         )
     with child:

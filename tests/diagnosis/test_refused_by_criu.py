@@ -163,3 +163,30 @@ def test_a_user_namespace_without_users(tmp_path: Path) -> None:
     with program(code, tmp_path) as (pid, _):
         (found,) = preflight.check_namespaces(job_of(pid))
     assert "is in a user namespace without users" in found.what
+
+
+# --- terminals --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("count", "leads", "says"), [
+    (1, True, "a terminal of process"), (2, False, "terminals that processes outside it have made"), (1, False, None)
+])  # fmt: skip
+def test_a_terminal_of_others(count: int, leads: bool, says: str | None, tmp_path: Path) -> None:
+    """One is given back to a job in a shell's session; no other way is CRIU's."""
+    pairs = [os.openpty() for _ in range(count)]
+    slaves = [slave for _, slave in pairs]
+    code = "import os, subprocess\n"
+    code += f"child = subprocess.Popen(['sleep', '1000'], pass_fds={slaves}, start_new_session={leads})\n"
+    code += "print(child.pid, flush=True)"
+    with program(code, tmp_path, pass_fds=slaves) as (_, (pid,)):
+        for fds in pairs:
+            os.close(fds[1])
+        found = preflight.check_foreign_terminals(job_of(pid))
+        if says is None:
+            assert found == []
+        else:
+            assert [each.code for each in found] == ["GPUCR-TERMINAL"]
+            assert says in found[0].what
+            assert leads is (f"process {os.getpid()} " in found[0].what)
+    for fds in pairs:
+        os.close(fds[0])

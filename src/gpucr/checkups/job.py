@@ -79,6 +79,7 @@ _FINE = {
     "open files": ("CRIU can dump them", "/proc/PID/fd"),
     "others": ("the job shares nothing with them", "/proc/PID/fd and maps of all processes, kcmp(2), sock_diag"),
     "connections": ("none leads outside the job", "sock_diag"),
+    "terminal": ("it has none, or CRIU can give it back", "tty_nr in /proc/PID/stat, /proc/PID/fd"),
 }
 """The text for a part of the job without findings."""
 
@@ -88,15 +89,11 @@ def _processes(found: selection.FoundJob) -> list[Finding]:
     findings = [
         *selection.findings_for_criu(found),
         *(structs.replace(each, about="open files") for each in check_deleted_files(_largest_deleted(job))),
+        *(structs.replace(each, about="terminal") for each in preflight.check_terminal(job)),
     ]
     told = {finding.about for finding in findings}
     fine = [ok(part, what, evidence) for part, (what, evidence) in _FINE.items() if part not in told]
-    return [
-        *sorted([*findings, *fine], key=lambda finding: list(_FINE).index(finding.about)),
-        *from_findings(
-            "terminal", preflight.check_terminal(job), ok("terminal", "it has none", "tty_nr in /proc/PID/stat")
-        ),
-    ]
+    return sorted([*findings, *fine], key=lambda finding: list(_FINE).index(finding.about))
 
 
 def _largest_deleted(job: Job) -> Mapping[int, int]:

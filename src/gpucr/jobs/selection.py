@@ -241,6 +241,7 @@ def findings_for_criu(found: FoundJob) -> list[preflight.Finding]:
         ],
         "others": preflight.check_ties(job, found.instead_of_without, found.one_tree_instead, apart_from=keeper),
         "connections": preflight.check_outside_connections(job),
+        "terminal": preflight.check_foreign_terminals(job),
     }
     return [replace(finding, about=part) for part, findings in by_part.items() for finding in findings]
 

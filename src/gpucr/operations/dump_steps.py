@@ -39,7 +39,7 @@ from gpucr.snapshot.manifest import (
 )
 from gpucr.surroundings.folders import socket_folders
 from gpucr.surroundings.observe import Outside, TreeFiles, look_at_files, look_outside, remove_names
-from gpucr.surroundings.scheduling import scheduling_of
+from gpucr.surroundings.scheduling import core_filter_of, scheduling_of
 from gpucr.undo.interrupts import Interrupts
 from gpucr.undo.logs import log_kept_on_failure
 from gpucr.undo.protection import Protection
@@ -409,7 +409,10 @@ def _draft(context: OwnDump, tree: Sequence[ProcessInfo], outside: Outside) -> M
     draft = draft_of_gang(context, tree, context.criu.install.version_text, context.options)
     return replace(
         draft,
-        processes=tuple(replace(r, scheduling=scheduling_of(r.pid, r.threads)) for r in draft.processes),
+        processes=tuple(
+            replace(each, scheduling=scheduling_of(each.pid, each.threads), core_filter=core_filter_of(each.pid))
+            for each in draft.processes
+        ),
         folders=socket_folders(tree, is_sandboxed=sandbox is not None),
         launch=context.launch,
         sandbox=sandbox_record(sandbox),

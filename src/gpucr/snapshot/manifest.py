@@ -215,7 +215,8 @@ class ProcessRecord(Record, frozen=True):
     of its device memory from the driver (None: it has none, or CRIU's images hold it, kind ``plain``), ``above`` the
     parts of backends above the driver's, lowest first. ``visible_gpus`` are the UUIDs of the GPUs that it can use,
     ``known_gpus`` of those that the driver knows for it (both empty without CUDA). ``scheduling`` has every one of its
-    threads (None: not known). ``has_hooks``: its program has functions to call when it runs again.
+    threads (None: not known). ``has_hooks``: its program has functions to call when it runs again. ``core_filter``:
+    which memory a core dump of it has (core(5); None: not known).
     """
 
     pid: Pid
@@ -235,6 +236,7 @@ class ProcessRecord(Record, frozen=True):
     scheduling: tuple[ThreadRecord, ...] | None = None
     above: tuple[DeviceData, ...] = ()
     has_hooks: bool = False
+    core_filter: Annotated[int, Meta(ge=0, lt=1 << 32)] | None = None
 
     @property
     def device_parts(self) -> dict[DevicePart, DeviceData]:

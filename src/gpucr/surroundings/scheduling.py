@@ -1,7 +1,7 @@
-"""CPU affinity and I/O priority of a job's threads: read at the dump, set again at the restore.
+"""CPU affinity and I/O priority of a job's threads, and what core dumps have: read at the dump, set at the restore.
 
-CRIU restores scheduling policies and nice values, but neither of these: its tasks inherit them from CRIU, and so from
-the shell that runs the restore. A shell confined to one CPU would confine the job to it for good.
+CRIU restores scheduling policies and nice values, but none of these: its tasks inherit them from CRIU, and so from the
+shell that runs the restore. A shell confined to one CPU would confine the job to it for good.
 """
 
 from __future__ import annotations
@@ -10,11 +10,15 @@ import errno
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 
 from gpucr.errors import ProcessNotFound
 from gpucr.linux import processes, scheduling
+from gpucr.linux.processes import PROC
 from gpucr.model import ProcessInfo
 from gpucr.snapshot.manifest import Manifest, ProcessRecord, ThreadRecord
+
+_CORE_FILTER = "coredump_filter"
 
 
 def scheduling_of(pid: int, threads: Sequence[int]) -> tuple[ThreadRecord, ...] | None:
@@ -26,6 +30,14 @@ def scheduling_of(pid: int, threads: Sequence[int]) -> tuple[ThreadRecord, ...] 
         usable = scheduling.usable_cpus(pid)
         return tuple(_record(pid, tid, usable) for tid in threads)
     except (OSError, ValueError):
+        return None
+
+
+def core_filter_of(pid: int) -> int | None:
+    """Which memory core dumps of the process have (``/proc/PID/coredump_filter``); None if the kernel does not say."""
+    try:
+        return int((PROC / str(pid) / _CORE_FILTER).read_text(), 16)
+    except (OSError, ValueError):  # it has ended; a kernel without core dumps
         return None
 
 
@@ -53,6 +65,9 @@ def restore_scheduling(manifest: Manifest, root_pid: int) -> list[str]:
         process = restored.get(record.ns_pids[-1])
         if record.scheduling is not None and process is not None:
             warnings += _restore_process(record, record.scheduling, process)
+        if record.core_filter is not None and process is not None:
+            with suppress(OSError):  # it has ended; another user's
+                (PROC / str(process.pid) / _CORE_FILTER).write_text(hex(record.core_filter))
     return warnings
 
 

@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from gpucr.diagnosis.preflight.interposed import check_suspended, kept_bytes
     from gpucr.diagnosis.preflight.measured import BASICS, Measurement, Measurements, check_basics
     from gpucr.diagnosis.preflight.modes import check_driver, check_mig_targets, mps_programs
+    from gpucr.diagnosis.preflight.terminals import check_foreign_terminals
     from gpucr.diagnosis.preflight.ties import check_ties
     from gpucr.diagnosis.preflight.traits import CudaTraits, JobTraits, look
     from gpucr.diagnosis.preflight.traps import check_traps
@@ -83,6 +84,7 @@ __all__ = [
     "check_dump_by_user",
     "check_files",
     "check_foreign_files",
+    "check_foreign_terminals",
     "check_free_pids",
     "check_gpus",
     "check_handed_over",
@@ -127,6 +129,7 @@ _LATE = {
     "interposed": ("check_suspended", "kept_bytes"),
     "measured": ("BASICS", "Measurement", "Measurements", "check_basics"),
     "modes": ("check_driver", "check_mig_targets", "mps_programs"),
+    "terminals": ("check_foreign_terminals",),
     "ties": ("check_ties",),
     "traits": ("CudaTraits", "JobTraits", "look"),
     "traps": ("check_traps",),

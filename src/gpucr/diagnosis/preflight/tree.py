@@ -190,8 +190,8 @@ def check_left_out(others: Sequence[ProcessInfo], with_cuda: Collection[int], pl
 
 
 def check_terminal(job: Job) -> list[Finding]:
-    """A terminal, whose shell notices that the job is stopped while CRIU dumps it."""
-    if not processes.has_terminal(job.root.pid):
+    """A terminal, whose shell notices that the job is stopped while CRIU dumps it. A session's leader has no shell."""
+    if not processes.has_terminal(job.root.pid) or job.root.session_id in job.pids:
         return []
     return [facts.TERMINAL.seen(f"tty_nr in /proc/{job.root.pid}/stat", job.root.pid, process=_name(job.root))]
 

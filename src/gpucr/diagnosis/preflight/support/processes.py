@@ -101,6 +101,19 @@ TERMINAL = Fact(
     remedy="`fg` in that shell brings it back; jobs started with setsid have no terminal",
     severity="warning",
 )
+FOREIGN_TERMINAL = Fact(
+    what="{process} has {terminal} open, a terminal of {other}, in a session of its own",
+    consequence="CRIU cannot dump one side of a terminal for a job that leads its session",
+    remedy="start the job with `gpucr run`, or with its input and output elsewhere (`</dev/null >log 2>&1`); inside "
+    "tmux or ssh start it from a shell, which stays its session's leader",
+    code="GPUCR-TERMINAL",
+)
+TWO_TERMINALS = Fact(
+    what="the job has {terminals} open, terminals that processes outside it have made",
+    consequence="CRIU can give a restored job one terminal",
+    remedy="send its output to a file, or to one terminal",
+    code="GPUCR-TERMINAL",
+)
 IO_URING = Fact(
     what="{process} has an io_uring ring",
     consequence="CRIU cannot dump one",

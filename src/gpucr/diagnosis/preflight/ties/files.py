@@ -8,10 +8,11 @@ import stat
 from collections.abc import Iterator
 
 from gpucr.diagnosis.preflight.support import ties as facts
-from gpucr.diagnosis.preflight.ties.look import MASTER, Seen, Tie, fdinfo, link_of, may_be_shared
+from gpucr.diagnosis.preflight.ties.look import Seen, Tie, fdinfo, link_of, may_be_shared
 from gpucr.linux import kcmp
 from gpucr.linux.descriptor_scan import is_memory
 from gpucr.linux.processes import OpenFile
+from gpucr.linux.terminal import MASTER
 
 _ELSEWHERE = ("pipe:[", "socket:[", "anon_inode:[pidfd]")
 """Looked at by pipes.py, sockets.py and pidfds.py."""

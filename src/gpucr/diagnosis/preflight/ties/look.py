@@ -15,6 +15,7 @@ from gpucr.diagnosis.preflight.support.fact import Fact
 from gpucr.linux import descriptor_scan, namespaces, proc_text, processes, unix_diag
 from gpucr.linux.descriptor_scan import Kin, MemoryKey, is_memory
 from gpucr.linux.processes import PROC, OpenFile
+from gpucr.linux.terminal import MASTER, made_by
 from gpucr.linux.unix_diag import UnixSocket
 from gpucr.model import Job, ProcessInfo
 
@@ -28,8 +29,6 @@ _NOT_SHARED = ("/proc/", "/sys/", "/dev/pts/", "/dev/nvidia", "/dev/tty")
 """Others without a shared state, or looked at elsewhere (terminals, GPUs)."""
 _OURS = "/memfd:gpucr-"
 """Memory that gpucr has put into the job, or took out of it, or the simulated driver has."""
-MASTER = "/ptmx"
-"""The end of /dev/ptmx and /dev/pts/ptmx."""
 
 
 class Tie(Struct, frozen=True):
@@ -115,7 +114,7 @@ def look(job: Job, apart_from: Collection[int] = ()) -> Look:
     """
     files = descriptor_scan.descriptors_of(job.pids)
     sockets, peers = _sockets(job, files)
-    masters = {f"/dev/pts/{index}" for index in _masters(files)}
+    masters = {f"/dev/pts/{index}" for pid in job.pids for index in made_by(pid)} if _has_masters(files) else set()
     wanted = {target for target in files if may_be_shared(target)} | peers | masters
     memory = _memory(files, job.pids)
     stranger_pids = descriptor_scan.other_pids({*job.pids, *apart_from})
@@ -159,22 +158,8 @@ def fdinfo(file: OpenFile) -> list[str]:
         return []
 
 
-def _masters(files: Files) -> Iterator[int]:
-    for target, mine in files.items():
-        if target.endswith(MASTER):
-            for file in mine:
-                index = terminal_index(file)
-                if index is not None:
-                    yield index
-
-
-def terminal_index(master: OpenFile) -> int | None:
-    """The number of the terminal in /dev/pts whose master this is."""
-    for line in fdinfo(master):
-        name, _, value = line.partition(":")
-        if name == "tty-index":
-            return int(value)
-    return None
+def _has_masters(files: Files) -> bool:
+    return any(target.endswith(MASTER) for target in files)
 
 
 def _sockets(job: Job, files: Files) -> tuple[dict[int, UnixSocket], set[str]]:

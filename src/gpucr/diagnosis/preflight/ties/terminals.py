@@ -6,19 +6,20 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 from gpucr.diagnosis.preflight.support import ties as facts
-from gpucr.diagnosis.preflight.ties.look import MASTER, Seen, Tie, terminal_index
+from gpucr.diagnosis.preflight.ties.look import Seen, Tie
 from gpucr.linux import namespaces
+from gpucr.linux.terminal import made_by
 
 
 def find(seen: Seen) -> Iterator[Tie]:
     """Terminals whose master the tree has, and others their slave. (One with a foreign master has its own finding.)"""
-    for target, masters in seen.files.items():
-        for master in masters if target.endswith(MASTER) else ():
-            slave = f"/dev/pts/{terminal_index(master)}"
-            others = [file for file in seen.others.get(slave, ()) if _same_mounts(master.pid, file.pid)]
+    for process in seen.tree:
+        for index in sorted(made_by(process.pid)):
+            slave = f"/dev/pts/{index}"
+            others = [file for file in seen.others.get(slave, ()) if _same_mounts(process.pid, file.pid)]
             if others:
-                evidence = f"fd {master.fd} is the master of {slave}, which is its fd {others[0].fd}"
-                yield Tie(facts.TERMINAL, master.pid, others[0].pid, evidence)
+                evidence = f"it has made {slave}, which is fd {others[0].fd} of the other"
+                yield Tie(facts.TERMINAL, process.pid, others[0].pid, evidence)
 
 
 def _same_mounts(pid: int, other_pid: int) -> bool:
