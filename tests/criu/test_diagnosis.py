@@ -28,6 +28,7 @@ def error(text: str, place: str = "criu/some.c:1") -> str:
         ("files-reg: Can't open file tmp/x on restore: No such file or directory", "file-missing"),
         ("files-reg: Can't link dev/shm/link_remap.5 -> dev/shm/sem.mp-x: No such file or directory", "link-remap"),
         ("files-reg: Can't link dev/shm/link_remap.5 -> dev/shm/sem.mp-x: File exists", "link-remap"),
+        ("fsnotify: \tCan't dump that handle", "watch"),
         ("unix: Can't dump half of stream unix connection.", "unix-outside"),
         ("inet: In-flight connection (l) for 1a2b", "in-flight-connection"),
         ("A session leader of 77(77) is outside of its pid namespace", "session-outside"),
@@ -99,3 +100,9 @@ def test_no_error_in_the_log(log: str) -> None:
 
 def test_a_criu_that_never_started() -> None:
     assert "libnet.so.1" in diagnose("criu: error while loading shared libraries: libnet.so.1: cannot open").reason
+
+
+def test_where_criu_looks_for_what_is_watched() -> None:
+    looked = "(00.1) Warn  (criu/irmap.c:104): irmap: Can't stat /no-such-path: No such file or directory\n"
+    assert diagnose(looked + error("fsnotify: \tCan't dump that handle")).code == "GPUCR-WATCH"
+    assert diagnose(looked + error("something new")).code is None

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 import socket
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from gpucr.diagnosis import preflight
-from gpucr.diagnosis.preflight import Finding, undumpable
+from gpucr.diagnosis.preflight import Finding, undumpable, watches
 from gpucr.diagnosis.preflight.support import processes as facts
 from gpucr.diagnosis.preflight.support.fact import Fact
 from gpucr.linux.processes import OpenFile
@@ -97,6 +102,71 @@ def test_a_socket_of_a_rare_protocol_is_named(monkeypatch: pytest.MonkeyPatch) -
         assert undumpable._judge(file) is None
         monkeypatch.setattr(os, "getxattr", lambda *_: b"AF_VSOCK\0")
         assert undumpable._judge(file) == (facts.UNDUMPABLE, ", of AF_VSOCK")
+
+
+# --- watches ----------------------------------------------------------------------------------------------------------
+
+WATCH = """
+import ctypes, sys
+c = ctypes.CDLL(None, use_errno=True)
+f = c.inotify_init1(0)
+for path in {paths}:
+    assert c.inotify_add_watch(f, path.encode(), 0x3ff) > 0, path
+print(1, flush=True)
+"""
+
+
+@contextlib.contextmanager
+def overlay() -> Iterator[Path]:
+    below = Path("/dev/shm") / f"gpucr-{os.getpid()}"
+    for name in ("lower", "upper", "work", "merged"):
+        (below / name).mkdir(parents=True)
+    layers = ",".join(f"{name}dir={below / name}" for name in ("lower", "upper", "work"))
+    try:
+        subprocess.run(["mount", "-t", "overlay", "-o", layers, "overlay", below / "merged"], check=True)
+        yield below / "merged"
+        subprocess.run(["umount", "-l", below / "merged"], check=True)
+    finally:
+        shutil.rmtree(below)
+
+
+def test_a_watch_on_an_overlay(tmp_path: Path) -> None:
+    with overlay() as merged:
+        (merged / "watched").mkdir()
+        with program(WATCH.format(paths=["/etc", str(merged / "watched")]), tmp_path) as (pid, _):
+            (found,) = preflight.check_watches(job_of(pid))
+    assert _is(found, facts.WATCH, f"of {merged} (overlay)")
+    assert (found.severity, found.code) == ("blocking", "GPUCR-WATCH")
+
+
+def test_watches_that_criu_finds(tmp_path: Path) -> None:
+    watched = ["/etc", str(tmp_path), "/dev/shm", "/dev"]
+    with program(WATCH.format(paths=watched), tmp_path) as (pid, _):
+        assert preflight.check_watches(job_of(pid)) == []
+
+
+def test_a_watch_where_criu_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with overlay() as merged, program(WATCH.format(paths=[str(merged)]), tmp_path) as (pid, _):
+        monkeypatch.setattr(watches, "_SEARCHED", (str(merged.parent),))
+        assert preflight.check_watches(job_of(pid)) == []
+
+
+def test_a_user_cannot_open_what_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> int:
+        raise PermissionError
+
+    with program(WATCH.format(paths=[str(tmp_path)]), tmp_path) as (pid, _):
+        monkeypatch.setattr("gpucr.linux.watches.opened", refuse)
+        (found,) = preflight.check_watches(job_of(pid))
+    assert _is(found, facts.WATCH_BY_USER, "inode")
+
+
+def test_a_watch_of_a_file_system(tmp_path: Path) -> None:
+    code = "import ctypes\nc = ctypes.CDLL(None)\nf = c.fanotify_init(0, 0)\n"
+    code += "assert c.fanotify_mark(f, 0x101, ctypes.c_uint64(2), -100, b'/dev/shm') == 0\nprint(1, flush=True)"
+    with program(code, tmp_path) as (pid, _):
+        (found,) = preflight.check_watches(job_of(pid))
+    assert _is(found, facts.WATCH_OF_FILE_SYSTEM, "/fd/")
 
 
 # --- programs ---------------------------------------------------------------------------------------------------------

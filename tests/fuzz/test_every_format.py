@@ -71,6 +71,7 @@ _READERS: Mapping[str, str] = {
     "linux/descriptors.py _receive": OWN_MEMORY,
     "linux/descriptors.py _socket_into": OWN_MEMORY,
     "linux/ends.py wait_status": KERNEL,
+    "linux/file_locks.py _by_query": KERNEL,
     "linux/injection.py _out_of_rseq": OWN_MEMORY,
     "linux/interrupted_calls.py _loaded_number": "interrupted_call",
     "linux/interrupted_calls.py _on_stack": "interrupted_call",

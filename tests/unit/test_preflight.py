@@ -7,7 +7,9 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -498,6 +500,15 @@ def test_a_taken_pid() -> None:
     assert (finding.severity, finding.pid) == ("blocking", child.pid)
     assert finding.what == f"pid {child.pid} is taken by sleep"
     assert "is still running and needs no restore" in finding.remedy
+
+
+def test_a_pid_that_we_have() -> None:
+    with ThreadPoolExecutor() as pool:
+        thread = pool.submit(threading.get_native_id).result()
+        for pid in (os.getpid(), os.getppid(), thread):
+            finding = only(preflight.check_free_pids(uses_of_pids([pid])))
+            assert "is gpucr itself or has started it" in finding.what
+            assert "--isolate" in finding.remedy
 
 
 def test_a_pid_taken_by_a_zombie() -> None:

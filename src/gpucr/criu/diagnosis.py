@@ -109,6 +109,12 @@ KNOWN_FAILURES: tuple[FailurePattern, ...] = (
         "this snapshot cannot be restored: use another",
     ),
     FailurePattern(
+        "watch",
+        r"Can't dump that handle|Can't find suitable path for handle|Unable to lookup a mount by dev",
+        "a process watches a file (inotify, fanotify) that its file system does not find by its number",
+        "let it watch files elsewhere than on an overlay, or dump when it no longer watches",
+    ),
+    FailurePattern(
         "file-missing",
         r"Can't open file (?P<file>.*?) on restore: No such file or directory"
         r"|Can't open (?:file )?(?P<file2>/?\S+): No such file or directory"
@@ -225,6 +231,7 @@ _LINE = re.compile(r"\b(?P<level>Error|Warn)\s+\([^)]*\): ?(?P<text>.*)")
 
 # Lines that also appear in successful runs, or only say that something failed earlier.
 _NEVER_THE_REASON = re.compile(
+    r"irmap: Can't (?:stat|open) |"
     r"Can't setup RLIMIT_NOFILE|(?:Dumping|Restoring|Pre-dumping) FAILED|RPC client reported script error"
 )
 

@@ -238,6 +238,7 @@ def findings_for_criu(found: FoundJob) -> list[preflight.Finding]:
         "open files": [
             *preflight.check_open_files(job, is_sandboxed=sandbox is not None),
             *preflight.check_foreign_files(job),
+            *preflight.check_watches(job),
         ],
         "others": preflight.check_ties(job, found.instead_of_without, found.one_tree_instead, apart_from=keeper),
         "connections": preflight.check_outside_connections(job),

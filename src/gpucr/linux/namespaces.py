@@ -14,7 +14,7 @@ import os
 import socket
 import struct
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeVar, get_args
 
@@ -43,6 +43,7 @@ _INTERFACE_FLAGS = struct.Struct("16sh22x")  # struct ifreq
 
 _PID_MAX = Path("/proc/sys/kernel/pid_max")
 _LAST_PID = Path("/proc/sys/kernel/ns_last_pid")
+_NEXT = 1000  # as many processes and threads may start before a restore has made its own
 
 T = TypeVar("T")
 
@@ -231,7 +232,7 @@ def set_last_pid(pid: int) -> None:
     _LAST_PID.write_text(str(pid))
 
 
-def last_pid_clear_of(taken: Sequence[int], room: int = 1000) -> int:
+def last_pid_clear_of(taken: Sequence[int], room: int = _NEXT) -> int:
     """A value for `set_last_pid` that is followed by ``room`` ids not in ``taken``, within the machine's limit.
 
     Raises ValueError if there is none.
@@ -244,6 +245,14 @@ def last_pid_clear_of(taken: Sequence[int], room: int = 1000) -> int:
         raise ValueError(f"no {room} ids in a row are free below {end}")
     low, high = gaps[-1]
     return low + min(room, high - low - room)
+
+
+def keep_clear_of(wanted: Collection[int]) -> None:
+    """If the next processes here would get one of these ids, let them get others, where this is permitted."""
+    with contextlib.suppress(OSError, ValueError):
+        last, end = int(_LAST_PID.read_text()), int(_PID_MAX.read_text())
+        if any((pid - last - 1) % end < _NEXT for pid in wanted):
+            set_last_pid(last_pid_clear_of(sorted(wanted), _NEXT))
 
 
 def _mount(source: str | None, target: str, kind: str | None, flags: int, data: str | None = None) -> None:

@@ -422,6 +422,7 @@ def _draft(context: OwnDump, tree: Sequence[ProcessInfo], outside: Outside) -> M
         endpoints=outside.endpoints,
         connections=outside.connections,
         databases=outside.databases,
+        locks=outside.locks,
     )
 
 

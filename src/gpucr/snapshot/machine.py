@@ -21,6 +21,7 @@ from gpucr.gpu_state.backend import CUSTOM_STORAGE, INTERPOSED
 from gpucr.gpu_state.gpu_choice import GpuChoice
 from gpucr.interposer.build import LIBRARY
 from gpucr.linux import capabilities
+from gpucr.linux.namespaces import keep_clear_of
 from gpucr.linux.pid_uses import wait_for_reaping
 from gpucr.linux.sock_diag import TcpSocket, outside_connections
 from gpucr.model import Gpu
@@ -36,7 +37,8 @@ def findings_of_machine(
 ) -> list[preflight.Finding]:
     """Findings about this machine against a restore. ``here``: its GPUs.
 
-    Waits for parents to reap zombies, and installs the interposer's library where the job had it, if it is gpucr's own.
+    Waits for parents to reap zombies, keeps later processes of gpucr's off the job's pids, and installs the
+    interposer's library where the job had it, if it is gpucr's own.
     """
     manifest = source.snapshot.manifest
     libraries = [path for file in manifest.open_files if (path := PurePosixPath(file.path)).name == LIBRARY]
@@ -46,6 +48,7 @@ def findings_of_machine(
         with contextlib.suppress(BrokenInstall):  # that it is missing is found below
             put_back(each)
     pids = _pids_needed_here(source) if not in_sandbox else set()
+    keep_clear_of(pids)
     findings = preflight.check_free_pids(wait_for_reaping(pids, REAPING_TIMEOUT_S))
     paths = [PurePosixPath(file.path) for file in manifest.files]
     findings += preflight.check_clocks(are_in_images=have_clocks(path.name for path in paths))

@@ -23,7 +23,18 @@ from gpucr import records
 from gpucr.criu.options import DumpOptions
 from gpucr.interposer.sharing import Share
 from gpucr.linux.scheduling import IO_PRIORITY_LIMIT, cpus_in
-from gpucr.model import KIND_NAME, Connection, CudaState, DevicePart, Endpoint, Extent, Gpu, JobFile, StagedExtent
+from gpucr.model import (
+    KIND_NAME,
+    Connection,
+    CudaState,
+    DevicePart,
+    Endpoint,
+    Extent,
+    FileLock,
+    Gpu,
+    JobFile,
+    StagedExtent,
+)
 from gpucr.records import Count, Pid, Priority, Record, RecordError
 
 FORMAT = "gpucr-snapshot"
@@ -32,6 +43,7 @@ MAX_MANIFEST_BYTES = 64 << 20
 """Digests of 1 TiB of device memory in pieces of 4 MiB take 20 MiB."""
 
 PAGE_BYTES = 4096
+_LOCKS = frozenset(("FLOCK", "POSIX", "OFDLCK"))
 _MAX_PIECE_BYTES = 1 << 30
 _MAX_DEVICE_BYTES = 1 << 48
 _ABOUT = {"format", "format_version", "has_gpu_state"}
@@ -330,6 +342,7 @@ class Manifest(Record, frozen=True):
     was_frozen: bool = False
     shares: tuple[Share, ...] = ()
     databases: tuple[SavedDatabase, ...] = ()
+    locks: tuple[FileLock, ...] = ()
 
     @property
     def root_pids(self) -> tuple[int, ...]:
@@ -481,11 +494,19 @@ def _check_consistency(manifest: Manifest) -> None:
     _check_copies(manifest)
     for path in (*(file.path for file in manifest.open_files), *manifest.open_folders):
         check_absolute(path)
+    _check_locks(manifest.locks)
     _check_shares(manifest.shares, pids)
     for part, data in manifest.device_parts.items():
         _check_extents(data, f"device_data of process {part.pid}")
     for endpoint in (*manifest.endpoints, *(end for each in manifest.connections for end in (each.local, each.remote))):
         _check_endpoint(endpoint)
+
+
+def _check_locks(locks: Sequence[FileLock]) -> None:
+    for lock in locks:
+        check_absolute(lock.path)
+        if lock.kind not in _LOCKS or lock.start < 0 or (lock.end is not None and lock.end < lock.start):
+            raise RecordError(f"{lock.path!r} cannot have had such a lock")
 
 
 def _check_copies(manifest: Manifest) -> None:

@@ -15,12 +15,13 @@ from gpucr.criu.linked_files import save_linked_files
 from gpucr.diagnosis.preflight.databases import databases_of
 from gpucr.errors import CriuError, reason_of
 from gpucr.linux import processes
+from gpucr.linux.file_locks import locks_of
 from gpucr.linux.files_in_use import FileInUse, Inode, files_in_use
 from gpucr.linux.processes import PROC
 from gpucr.linux.sock_diag import outside_connections
 from gpucr.linux.sockets import sees_our_files
 from gpucr.linux.trusted_paths import opened_folder
-from gpucr.model import Connection, Endpoint, JobFile, ProcessInfo
+from gpucr.model import Connection, Endpoint, FileLock, JobFile, ProcessInfo
 from gpucr.snapshot import shared_files
 from gpucr.snapshot.folder import UnfinishedSnapshot
 from gpucr.snapshot.manifest import SavedDatabase, SharedFileRecord
@@ -39,6 +40,7 @@ class Outside(Struct, frozen=True):
     connections: tuple[Connection, ...]
     passing_names: tuple[str, ...]
     databases: tuple[SavedDatabase, ...] = ()
+    locks: tuple[FileLock, ...] = ()
 
 
 class TreeFiles(Struct, frozen=True):
@@ -88,7 +90,13 @@ def look_outside(trees: Sequence[TreeFiles], folder: UnfinishedSnapshot, *, is_s
     passing = tuple(name for tree in trees for name in tree.passing_names)
     files = _job_files(in_use, device)
     databases = _save_databases(files, in_use, folder, len(shared))
-    return Outside(files, _folders(ours), shared, endpoints, connections, passing, databases)
+    known = {file.path for file in files}
+    locks = tuple(sorted({lock for lock in locks_of(ours) if lock.path in known}, key=_order))
+    return Outside(files, _folders(ours), shared, endpoints, connections, passing, databases, locks)
+
+
+def _order(lock: FileLock) -> tuple[str, str, int]:
+    return lock.path, lock.kind, lock.start
 
 
 def _save_databases(

@@ -32,6 +32,7 @@ from gpucr.diagnosis.preflight.surroundings import (
     TcpMode,
     check_files,
     check_kept_connections,
+    check_locks,
     check_outside_connections,
     check_ports,
     check_shared_files,
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
     from gpucr.diagnosis.preflight.ties import check_ties
     from gpucr.diagnosis.preflight.traits import CudaTraits, JobTraits, look
     from gpucr.diagnosis.preflight.traps import check_traps
+from gpucr.diagnosis.preflight.watches import check_watches
 
 __all__ = [
     "BASICS",
@@ -91,6 +93,7 @@ __all__ = [
     "check_host_memory",
     "check_kept_connections",
     "check_left_out",
+    "check_locks",
     "check_mig_targets",
     "check_namespace_init",
     "check_namespaces",
@@ -109,6 +112,7 @@ __all__ = [
     "check_ties",
     "check_tracers",
     "check_traps",
+    "check_watches",
     "device_bytes_in_use",
     "kept_bytes",
     "look",

@@ -12,8 +12,8 @@ from gpucr.diagnosis.preflight.databases import spared_by_rewind
 from gpucr.diagnosis.preflight.findings import Finding
 from gpucr.diagnosis.preflight.support import outside as facts
 from gpucr.diagnosis.preflight.support.fact import Fact
-from gpucr.linux import files_in_use, processes, sock_diag
-from gpucr.model import Connection, Endpoint, Job, JobFile
+from gpucr.linux import file_locks, files_in_use, processes, sock_diag
+from gpucr.model import Connection, Endpoint, FileLock, Job, JobFile
 
 FilesMode = Literal["keep", "rewind"]
 """Files that the job was writing and whose size has changed: left alone, or cut back to the old size."""
@@ -92,6 +92,18 @@ def check_files(
     found += [_judge(file, size_bytes, mode) for file, size_bytes in changed]
     if mode == "rewind":
         found += _check_writers([file.path for file, size_bytes in changed if _is_cut_back(file, size_bytes)])
+    return found
+
+
+def check_locks(locks: Sequence[FileLock]) -> list[Finding]:
+    """Whether other programs hold the locks on files that the job had. CRIU waits for them."""
+    found: list[Finding] = []
+    for path in dict.fromkeys(lock.path for lock in locks):
+        holders = (file_locks.holder_of(lock) for lock in locks if lock.path == path)
+        pid = next((holder for holder in holders if holder is not None), None)
+        if pid is not None:
+            holder = f"process {pid} ({_name(pid)})" if pid else "a process that cannot be seen from here"
+            found.append(facts.LOCK_HELD.seen("fcntl(2), flock(2), /proc/locks", pid or None, file=path, holder=holder))
     return found
 
 

@@ -287,9 +287,17 @@ def _is_thread_of(pid: int, taken: Collection[int]) -> bool:
     return False
 
 
+def _is_ours(pid_or_tid: int) -> bool:
+    """Whether this is gpucr's own process, or one that started it."""
+    with contextlib.suppress(ProcessNotFound):
+        leader = processes.thread_group_leader(pid_or_tid)
+        return leader == os.getpid() or leader in processes.ancestors(os.getpid())
+    return False
+
+
 def _kind_of_use(use: PidUse, *, is_zombie: bool) -> Fact:
     if use.kind == "process":
-        return facts.PID_OF_ZOMBIE if is_zombie else facts.PID_TAKEN
+        return facts.PID_OF_ZOMBIE if is_zombie else facts.PID_OURS if _is_ours(use.holder) else facts.PID_TAKEN
     if is_zombie:
         return facts.GROUP_OF_ZOMBIE
     # The job may have been in a terminal's process group, so that no sandbox can hold it.

@@ -114,6 +114,13 @@ REWIND_IN_USE = Fact(
     remedy="end that program, or restore with --files keep",
     code="GPUCR-FILE-IN-USE",
 )
+LOCK_HELD = Fact(
+    what="{holder} holds a lock on {file} that the job had",
+    consequence="the restore would wait for it",
+    remedy="end that program, or let it release the lock; if it is the job itself, it is still running and needs no "
+    "restore",
+    code="GPUCR-FILE-IN-USE",
+)
 SHARED_MEMORY_IN_USE = Fact(
     what="the shared memory file {file} is in use",
     consequence="the job needs that name, with the content at the dump",

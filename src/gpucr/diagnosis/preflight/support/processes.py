@@ -164,6 +164,28 @@ FOREIGN_FILE = Fact(
     remedy="start the job with files that it opens itself, or that its own mount namespace has; `gpucr run` does so",
     code="GPUCR-FOREIGN-FILE",
 )
+_WATCHES = "{process} watches files (inotify, fanotify)"
+WATCH = Fact(
+    what=_WATCHES + " whose file system does not find them by their numbers",
+    consequence="CRIU cannot find them, and the dump would fail",
+    remedy="let it watch files elsewhere than on an overlay: on a volume or a tmpfs, or below /etc, /var/log and "
+    "/var/spool, where CRIU looks for them; or dump when it no longer watches",
+    code="GPUCR-WATCH",
+    case="overlays, as a rule",
+)
+WATCH_BY_USER = Fact(
+    what=_WATCHES + ", which only root finds by their numbers",
+    consequence="CRIU cannot find them, and the dump would fail",
+    remedy="let root dump it, or dump when it no longer watches",
+    code="GPUCR-WATCH",
+    case="an ordinary user's dump",
+)
+WATCH_OF_FILE_SYSTEM = Fact(
+    what="{process} watches a whole file system (fanotify)",
+    consequence="CRIU leaves that out without a word",
+    remedy="let it watch a mount (FAN_MARK_MOUNT) or folders, or dump when it no longer watches",
+    code="GPUCR-WATCH",
+)
 GPU_HELD = Fact(
     what="{process} holds an NVIDIA device without a CUDA context",
     consequence="CRIU cannot dump it",
@@ -199,6 +221,13 @@ PID_TAKEN = Fact(
     consequence=_VERY_PID,
     remedy="end that process; if it is the job itself, it is still running and needs no restore",
     code="GPUCR-PID-IN-USE",
+)
+PID_OURS = Fact(
+    what="pid {pid} is taken by {name}, which is gpucr itself or has started it",
+    consequence=_VERY_PID,
+    remedy="restore with --isolate: a sandbox has pids of its own; or start gpucr again, for another pid",
+    code="GPUCR-PID-IN-USE",
+    case="as in a container that has just started",
 )
 PID_OF_GROUP = Fact(
     what="pid {pid} is still the {use} of process {holder} ({name})",
