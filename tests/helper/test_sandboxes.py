@@ -257,6 +257,7 @@ def test_h18_namespaces_count_against_the_users_limit() -> None:
     import ctypes, os, signal
     from pathlib import Path
     from gpucr.helper import sandboxes
+    from gpucr.helper.messages import Isolate
     from gpucr.helper.peer import Peer
     from gpucr.helper.rights import Refused
     from gpucr.linux import namespaces
@@ -277,7 +278,7 @@ def test_h18_namespaces_count_against_the_users_limit() -> None:
         children.append(child)
         return os.read(read, 1000).decode()
     root = lambda: namespaces.make_new("pid")
-    users = lambda: sandboxes.make(peer, "own", 0, ())
+    users = lambda: sandboxes.make(peer, Isolate("own", 0), ())
     print([asked(each) for each in (root, root, users, users)], flush=True)
     for child in children:
         os.kill(child, 9)

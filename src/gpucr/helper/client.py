@@ -162,13 +162,15 @@ class HelperCriu(Criu):
         return root_pid
 
 
-def isolate(install: CriuInstall, keeper_fds: Sequence[int], *, network: Network, last_pid: int) -> None:
+def isolate(
+    install: CriuInstall, keeper_fds: Sequence[int], *, network: Network, last_pid: int, terminals: bool
+) -> None:
     """Ask the helper for a sandbox. On return its keeper has been started with these descriptors.
 
     Raises Unsupported if the helper refuses, BrokenInstall.
     """
     with _connected(install.path) as connection:
-        _converse(connection, Isolate(network, last_pid), keeper_fds)
+        _converse(connection, Isolate(network, last_pid, terminals), keeper_fds)
         try:
             reply, _ = connection.receive(Done, Failed, until=time.monotonic() + _ANSWER_S)
         except (HungUp, BadMessage, TimeoutError) as e:

@@ -153,7 +153,7 @@ class _Request:
     def _isolate(self, request: Isolate, fds: Sequence[int]) -> None:
         self._leave_for_peer()
         self._connection.send(self._myself())
-        keeper = sandboxes.make(self._peer, request.network, request.last_pid, fds)
+        keeper = sandboxes.make(self._peer, request, fds)
         self._connection.send(Done(keeper.pid))
 
     def _here(self) -> None:

@@ -10,7 +10,7 @@ import re
 import struct
 from collections.abc import Iterable, Iterator
 
-from gpucr.linux import files_in_use, proc_text
+from gpucr.linux import files_in_use, locks, proc_text
 from gpucr.linux.processes import PROC
 from gpucr.model import FileLock
 
@@ -75,7 +75,7 @@ def holder_of(lock: FileLock) -> int | None:
 
 def _by_flock(fd: int, lock: FileLock) -> int | None:
     try:
-        fcntl.flock(fd, (fcntl.LOCK_EX if lock.is_write else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+        locks.lock(fd, is_shared=not lock.is_write)
     except BlockingIOError:
         inode = str(os.fstat(fd).st_ino)
         same = (each for each in _matches(PROC / "locks") if (each["kind"], each["inode"]) == ("FLOCK", inode))

@@ -42,6 +42,7 @@ _NS_GET_USERNS = 0xB701  # include/uapi/linux/nsfs.h
 _INTERFACE_FLAGS = struct.Struct("16sh22x")  # struct ifreq
 
 _PID_MAX = Path("/proc/sys/kernel/pid_max")
+_TERMINALS, _OF_TERMINALS = "/dev/pts", ("uid=", "gid=", "mode=", "ptmxmode=")
 _LAST_PID = Path("/proc/sys/kernel/ns_last_pid")
 _NEXT = 1000  # as many processes and threads may start before a restore has made its own
 
@@ -63,6 +64,13 @@ def namespace_id(pid: int | Literal["self"], kind: Kind | Literal["user"]) -> in
     Raises FileNotFoundError or ProcessLookupError if it has ended, PermissionError if the caller may not look.
     """
     return os.stat(PROC / str(pid) / "ns" / kind).st_ino
+
+
+def is_same(pid: int, other_pid: int, kind: Kind) -> bool:
+    """Whether both are in one namespace. False if one has ended, or the caller may not look."""
+    with contextlib.suppress(OSError):
+        return namespace_id(pid, kind) == namespace_id(other_pid, kind)
+    return False
 
 
 def kinds_here() -> tuple[Kind, ...]:
@@ -217,6 +225,14 @@ def mount_proc() -> None:
 def mount_shared_memory() -> None:
     """Mount an empty /dev/shm for this mount namespace. Default size: half of the machine's memory."""
     _mount("gpucr-shm", "/dev/shm", "tmpfs", _MS_NOSUID | _MS_NODEV, "mode=1777")  # noqa: S108 - where the C library puts it
+
+
+def mount_terminals() -> None:
+    """Mount a /dev/pts without pseudoterminals for this mount namespace, with the options of the one that is there."""
+    there = [mount for mount in proc_text.mounts() if (mount.point, mount.kind) == (_TERMINALS, "devpts")]
+    if there:
+        kept = [each for each in there[-1].options.split(",") if each.startswith(_OF_TERMINALS)]
+        _mount("devpts", _TERMINALS, "devpts", _MS_NOSUID | _MS_NOEXEC, ",".join(["newinstance", *kept]))
 
 
 def bring_loopback_up() -> None:

@@ -423,6 +423,7 @@ def _draft(context: OwnDump, tree: Sequence[ProcessInfo], outside: Outside) -> M
         connections=outside.connections,
         databases=outside.databases,
         locks=outside.locks,
+        terminals=outside.terminals,
     )
 
 

@@ -313,6 +313,7 @@ def _findings_outside(
         *preflight.check_files(opened, manifest.open_folders, files, members),
         *preflight.check_locks([lock for lock in manifest.locks if lock.path not in replaced]),
         *preflight.check_changed_databases(opened, manifest.created, rewind=files == "rewind", saved=saved),
+        *(preflight.check_own_terminals(manifest.terminals) if plan is None else ()),
         *(preflight.check_shared_files(names_in_use(ROOT, manifest.shared_files)) if plan is None else ()),
         *(preflight.check_ports(endpoints_to_bind(manifest, tcp)) if in_our_network else ()),
         *preflight.check_kept_connections(manifest.connections, tcp, left_running=manifest.left_running),

@@ -343,6 +343,7 @@ class Manifest(Record, frozen=True):
     shares: tuple[Share, ...] = ()
     databases: tuple[SavedDatabase, ...] = ()
     locks: tuple[FileLock, ...] = ()
+    terminals: tuple[Count, ...] = ()
 
     @property
     def root_pids(self) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ from gpucr.linux.files_in_use import FileInUse, Inode, files_in_use
 from gpucr.linux.processes import PROC
 from gpucr.linux.sock_diag import outside_connections
 from gpucr.linux.sockets import sees_our_files
+from gpucr.linux.terminal import made_by
 from gpucr.linux.trusted_paths import opened_folder
 from gpucr.model import Connection, Endpoint, FileLock, JobFile, ProcessInfo
 from gpucr.snapshot import shared_files
@@ -41,6 +42,7 @@ class Outside(Struct, frozen=True):
     passing_names: tuple[str, ...]
     databases: tuple[SavedDatabase, ...] = ()
     locks: tuple[FileLock, ...] = ()
+    terminals: tuple[int, ...] = ()
 
 
 class TreeFiles(Struct, frozen=True):
@@ -92,7 +94,8 @@ def look_outside(trees: Sequence[TreeFiles], folder: UnfinishedSnapshot, *, is_s
     databases = _save_databases(files, in_use, folder, len(shared))
     known = {file.path for file in files}
     locks = tuple(sorted({lock for lock in locks_of(ours) if lock.path in known}, key=_order))
-    return Outside(files, _folders(ours), shared, endpoints, connections, passing, databases, locks)
+    terminals = tuple(sorted({number for pid in ours for number in made_by(pid) if number >= 0}))
+    return Outside(files, _folders(ours), shared, endpoints, connections, passing, databases, locks, terminals)
 
 
 def _order(lock: FileLock) -> tuple[str, str, int]:

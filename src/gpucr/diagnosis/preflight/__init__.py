@@ -58,11 +58,11 @@ if TYPE_CHECKING:
     from gpucr.diagnosis.preflight.interposed import check_suspended, kept_bytes
     from gpucr.diagnosis.preflight.measured import BASICS, Measurement, Measurements, check_basics
     from gpucr.diagnosis.preflight.modes import check_driver, check_mig_targets, mps_programs
-    from gpucr.diagnosis.preflight.terminals import check_foreign_terminals
+    from gpucr.diagnosis.preflight.terminals import check_foreign_terminals, check_own_terminals
     from gpucr.diagnosis.preflight.ties import check_ties
     from gpucr.diagnosis.preflight.traits import CudaTraits, JobTraits, look
     from gpucr.diagnosis.preflight.traps import check_traps
-from gpucr.diagnosis.preflight.watches import check_watches
+    from gpucr.diagnosis.preflight.watches import check_watches
 
 __all__ = [
     "BASICS",
@@ -99,6 +99,7 @@ __all__ = [
     "check_namespaces",
     "check_open_files",
     "check_outside_connections",
+    "check_own_terminals",
     "check_ports",
     "check_ptrace",
     "check_restore_by_user",
@@ -133,10 +134,11 @@ _LATE = {
     "interposed": ("check_suspended", "kept_bytes"),
     "measured": ("BASICS", "Measurement", "Measurements", "check_basics"),
     "modes": ("check_driver", "check_mig_targets", "mps_programs"),
-    "terminals": ("check_foreign_terminals",),
+    "terminals": ("check_foreign_terminals", "check_own_terminals"),
     "ties": ("check_ties",),
     "traits": ("CudaTraits", "JobTraits", "look"),
     "traps": ("check_traps",),
+    "watches": ("check_watches",),
 }
 _HOME_OF = {name: home for home, names in _LATE.items() for name in names}
 

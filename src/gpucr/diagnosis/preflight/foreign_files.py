@@ -54,7 +54,9 @@ def _table_of(pid: int) -> str | None:
 
 def _mounts_of(tree: Job) -> Iterator[tuple[int, str, str, int]]:
     seen: set[str] = set()
-    with_these_mounts = [pid for pid in tree.pids if _has_mounts_of(tree.root.pid, pid)]  # others have another finding
+    with_these_mounts = [
+        pid for pid in tree.pids if namespaces.is_same(pid, tree.root.pid, "mnt")
+    ]  # others have another finding
     for pid in with_these_mounts:
         folder = f"{PROC}/{pid}"
         for what in ("exe", "cwd", "root"):
@@ -68,12 +70,6 @@ def _mounts_of(tree: Job) -> Iterator[tuple[int, str, str, int]]:
             with contextlib.suppress(OSError):
                 lines = proc_text.lines(f"{PROC}/{files[0].pid}/fdinfo/{files[0].fd}")
                 yield files[0].pid, f"fd {files[0].fd}", target, _mount_in(lines)
-
-
-def _has_mounts_of(root: int, pid: int) -> bool:
-    with contextlib.suppress(OSError):
-        return namespaces.namespace_id(root, "mnt") == namespaces.namespace_id(pid, "mnt")
-    return False
 
 
 def _mount_of_path(link: str) -> int:

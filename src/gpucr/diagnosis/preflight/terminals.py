@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from gpucr.diagnosis.preflight.findings import Finding
 from gpucr.diagnosis.preflight.support import processes as facts
-from gpucr.linux import descriptor_scan, processes
+from gpucr.linux import descriptor_scan, namespaces, processes
 from gpucr.linux.processes import PROC, OpenFile
 from gpucr.linux.terminal import made_by
 from gpucr.model import Job
 
+_TERMINALS = "/dev/pts"
 _SLAVES = range(136, 144)  # UNIX98_PTY_SLAVE_MAJOR and what follows
 
 
@@ -42,18 +43,28 @@ def check_foreign_terminals(job: Job) -> list[Finding]:
                 file.pid,
                 process=f"process {file.pid} ({stat.name if stat is not None else 'ended'})",
                 terminal=name,
-                other=_maker(name),
+                other=_maker(name, file.pid),
                 terminals=" and ".join(sorted(foreign)),
             )
         )
     return found
 
 
+def check_own_terminals(numbers: Iterable[int]) -> list[Finding]:
+    """Whether the terminals that the job had made are free: it gets them back with their numbers."""
+    names = [f"{_TERMINALS}/{number}" for number in numbers]
+    return [
+        facts.TERMINAL_TAKEN.seen("tty-index in /proc/PID/fdinfo", terminal=name, other=_maker(name, os.getpid()))
+        for name in names
+        if os.path.exists(name)
+    ]
+
+
 def _foreign(tree: Job) -> Iterator[tuple[str, OpenFile]]:
     files = descriptor_scan.descriptors_of(tree.pids)
-    own = {f"/dev/pts/{index}" for pid in tree.pids for index in made_by(pid)}
+    own = {f"{_TERMINALS}/{index}" for pid in tree.pids for index in made_by(pid)}
     for target, opened in files.items():
-        if target.startswith("/dev/pts/") and target not in own and _is_slave(opened[0]):
+        if target.startswith(f"{_TERMINALS}/") and target not in own and _is_slave(opened[0]):
             yield target.removesuffix(descriptor_scan.NAMELESS), opened[0]
 
 
@@ -63,11 +74,11 @@ def _is_slave(file: OpenFile) -> bool:
     return False
 
 
-def _maker(name: str) -> str:
-    """The process that has the other side."""
+def _maker(name: str, as_seen_by: int) -> str:
+    """The process that has the other side. Each mount namespace may have terminals of its own."""
     index = int(name.rpartition("/")[2])
     for pid in processes.all_pids():
-        if index in made_by(pid):
+        if index in made_by(pid) and namespaces.is_same(pid, as_seen_by, "mnt"):
             stat = processes.read_stat(pid)
             return f"process {pid} ({stat.name})" if stat is not None else f"process {pid}"
     return "a process that cannot be seen from here"

@@ -114,6 +114,12 @@ TWO_TERMINALS = Fact(
     remedy="send its output to a file, or to one terminal",
     code="GPUCR-TERMINAL",
 )
+TERMINAL_TAKEN = Fact(
+    what="{terminal} is a terminal of {other}",
+    consequence="the job needs that number for a terminal of its own",
+    remedy="end that program, or restore with --isolate: a sandbox has terminals of its own",
+    code="GPUCR-TERMINAL",
+)
 IO_URING = Fact(
     what="{process} has an io_uring ring",
     consequence="CRIU cannot dump one",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
 
 from gpucr.diagnosis.preflight.support import ties as facts
 from gpucr.diagnosis.preflight.ties.look import Seen, Tie
@@ -16,14 +15,8 @@ def find(seen: Seen) -> Iterator[Tie]:
     for process in seen.tree:
         for index in sorted(made_by(process.pid)):
             slave = f"/dev/pts/{index}"
-            others = [file for file in seen.others.get(slave, ()) if _same_mounts(process.pid, file.pid)]
+            # The number means the same terminal to both: each container has its own.
+            others = [file for file in seen.others.get(slave, ()) if namespaces.is_same(process.pid, file.pid, "mnt")]
             if others:
                 evidence = f"it has made {slave}, which is fd {others[0].fd} of the other"
                 yield Tie(facts.TERMINAL, process.pid, others[0].pid, evidence)
-
-
-def _same_mounts(pid: int, other_pid: int) -> bool:
-    """Whether the number means the same terminal to both: each container has its own."""
-    with suppress(OSError):
-        return namespaces.namespace_id(pid, "mnt") == namespaces.namespace_id(other_pid, "mnt")
-    return False
