@@ -88,6 +88,11 @@ def test_a_warning_if_no_error_is_known() -> None:
     assert "io_uring" in diagnose(warning + error("unsupported anon_inode:[io_uring]")).meaning
 
 
+def test_no_other_warning_decides() -> None:
+    warning = "(00.1) Warn  (criu/files-reg.c:1): Can't open file x on restore: No such file or directory\n"
+    assert diagnose(warning + error("something new")).reason == "something new"
+
+
 def test_lines_of_the_restored_tasks_own_logs() -> None:
     assert diagnose("pie: 77: Error (criu/pie/restorer.c:1): something new\n").reason == "something new"
 

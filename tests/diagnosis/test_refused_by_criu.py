@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from typing import Any
 import pytest
 
 from gpucr.diagnosis import preflight
-from gpucr.diagnosis.preflight import Finding, undumpable, watches
+from gpucr.diagnosis.preflight import Finding, squashed, undumpable, watches
 from gpucr.diagnosis.preflight.support import processes as facts
 from gpucr.diagnosis.preflight.support.fact import Fact
 from gpucr.linux.processes import OpenFile
@@ -167,6 +169,51 @@ def test_a_watch_of_a_file_system(tmp_path: Path) -> None:
     with program(code, tmp_path) as (pid, _):
         (found,) = preflight.check_watches(job_of(pid))
     assert _is(found, facts.WATCH_OF_FILE_SYSTEM, "/fd/")
+
+
+# --- file systems that keep root out ----------------------------------------------------------------------------------
+
+
+def test_files_that_root_may_not_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on NFS with root_squash. (Tried with squashfuse, whose mounts only their user may read.)"""
+    (tmp_path / "data").write_bytes(b"")
+    code = "import ctypes.util, json\nf = open('data')\nprint(1, flush=True)"
+    with program(code, tmp_path) as (pid, _):
+        assert preflight.check_squashed_files(job_of(pid)) == []
+        monkeypatch.setattr(squashed, "_KINDS", re.compile(".*"))
+        assert preflight.check_squashed_files(job_of(pid)) == []
+        monkeypatch.setattr(os, "access", lambda path, mode: not os.path.samefile(path, tmp_path / "data"))
+        (found,) = preflight.check_squashed_files(job_of(pid))
+        assert found.evidence == f"fd 3, {tmp_path}/data"
+        assert (found.severity, found.code) == ("blocking", "GPUCR-NOT-PERMITTED")
+        monkeypatch.setattr(os, "geteuid", lambda: 1000)
+        assert preflight.check_squashed_files(job_of(pid)) == []
+
+
+def test_limits_that_may_not_be_read(tmp_path: Path) -> None:
+    """Of another user's process, in a container without CAP_SYS_RESOURCE."""
+    with program("import os\nos.setuid(65534)\nprint(1, flush=True)", tmp_path) as (pid, _):
+        without = f"""
+import os
+from gpucr.diagnosis import preflight
+from tests.diagnosis.programs import job_of
+print(*[each.code + " " + each.what for each in preflight.check_limits(job_of({pid}))])
+print(preflight.check_limits(job_of(os.getpid())))
+"""
+        done = subprocess.run(
+            ["setpriv", "--bounding-set", "-sys_resource", sys.executable, "-c", without],
+            capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2],
+        )  # fmt: skip
+    said = r"GPUCR-OTHER-UID-LIMITS the resource limits of process \d+ \(python3?\), of user 65534, may not be read"
+    assert re.fullmatch(said + r"\n\[\]\n", done.stdout)
+
+
+def test_a_program_that_ends_when_it_is_interrupted(tmp_path: Path) -> None:
+    shutil.copy("/bin/sleep", tmp_path / "script")
+    code = f"import os\nchild = os.posix_spawn('{tmp_path}/script', ['script', '60'], os.environ)\nprint(1, flush=True)"
+    with program(code, tmp_path) as (pid, _):
+        (found,) = preflight.check_interrupted(job_of(pid))
+    assert (found.severity, "is `script` of util-linux" in found.what) == ("warning", True)
 
 
 # --- programs ---------------------------------------------------------------------------------------------------------

@@ -225,6 +225,53 @@ def test_a_lock_that_is_in_nobodys_way(start: StartJob, tmp_path: Path, how: str
     assert job.go_on() == "restored"
 
 
+def test_a_changed_mode(start: StartJob, tmp_path: Path) -> None:
+    """Of a file, and of a folder."""
+    job = start("os.mkdir('in'); d = os.open('in', os.O_RDONLY)\nf = open('f', 'w')\ndone(); step(); done('restored')")
+    job.dump_and_end(tmp_path / "s")
+    for name in ("f", "in"):
+        path = job.folder / name
+        mode = path.stat().st_mode & 0o7777
+        path.chmod(mode ^ 0o020)
+        with pytest.raises(gpucr.Unsupported, match=f"{path} has another mode than at the dump") as refused:
+            gpucr.restore(tmp_path / "s")
+        assert refused.value.code == "GPUCR-FILE-CHANGED"
+        assert f"chmod {mode:04o}" in str(refused.value.hint)
+        path.chmod(mode)
+    (job.folder / "in").rmdir()
+    (job.folder / "in").write_bytes(b"")
+    with pytest.raises(gpucr.Unsupported, match="is of another kind than at the dump"):
+        gpucr.restore(tmp_path / "s")
+    (job.folder / "in").unlink()
+    (job.folder / "in").mkdir()
+    gpucr.restore(tmp_path / "s")
+    assert job.go_on() == "restored"
+
+
+def test_a_file_system_that_is_read_only_now(start: StartJob, tmp_path: Path) -> None:
+    job = start(
+        """
+import subprocess
+os.mkdir("m")
+subprocess.run(["mount", "-t", "tmpfs", "none", os.getcwd() + "/m"], check=True)
+f, gone = open("m/f", "w"), open("m/gone", "w")
+os.unlink("m/gone")
+done(); step(); done("restored")
+""",
+    )
+    job.dump_and_end(tmp_path / "s")
+    mounted = job.folder / "m"
+    subprocess.run(["mount", "-o", "remount,ro", mounted], check=True)
+    with pytest.raises(gpucr.Unsupported, match=f"no file can be made in {mounted} .*read-only") as refused:
+        gpucr.restore(tmp_path / "s")
+    assert f"{mounted}/f cannot be opened for writing (its file system is read-only)" in str(refused.value)
+    assert refused.value.code == "GPUCR-NOT-PERMITTED"
+    subprocess.run(["mount", "-o", "remount,rw", mounted], check=True)
+    gpucr.restore(tmp_path / "s")
+    assert job.go_on() == "restored"
+    subprocess.run(["umount", "-l", mounted], check=True)
+
+
 def test_unknown_modes(tmp_path: Path, start: StartJob) -> None:
     job = start("done(); step()")
     job.dump_and_end(tmp_path / "s")

@@ -227,6 +227,7 @@ KNOWN_FAILURES: tuple[FailurePattern, ...] = (
     ),
 )
 
+_SEIZE = "Unable to interrupt task"
 _LINE = re.compile(r"\b(?P<level>Error|Warn)\s+\([^)]*\): ?(?P<text>.*)")
 
 # Lines that also appear in successful runs, or only say that something failed earlier.
@@ -239,14 +240,15 @@ _NEVER_THE_REASON = re.compile(
 def diagnose(log: str, *, otherwise: str = "") -> Diagnosis:
     """The reason in CRIU's log. ``otherwise`` is what is known without it (CRIU's error message in its answer).
 
-    A line that matches a known failure wins over an earlier one that does not, and an error over a warning (CRIU only
-    warns about a task that it cannot seize). Otherwise the first error decides: later ones are its consequences.
+    A line that matches a known failure wins over an earlier one that does not, and an error over a warning. Of these
+    only the one about a task that CRIU cannot seize decides. Otherwise the first error does: later ones are its
+    consequences.
     """
     lines: dict[str, list[str]] = {"Error": [], "Warn": []}
     for match in _LINE.finditer(log):
         if not _NEVER_THE_REASON.search(match["text"]):
             lines[match["level"]].append(match["text"].strip())
-    known = _match_known(lines["Error"]) or _match_known(lines["Warn"])
+    known = _match_known(lines["Error"]) or _match_known([each for each in lines["Warn"] if _SEIZE in each])
     if known is not None:
         return known
     last = [line for line in log.splitlines() if line.strip() and not _NEVER_THE_REASON.search(line)][-1:]

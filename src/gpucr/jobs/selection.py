@@ -228,7 +228,7 @@ def findings_for_criu(found: FoundJob) -> list[preflight.Finding]:
     job, sandbox = found.job, found.sandbox
     keeper = () if sandbox is None else (sandbox.keeper.pid,)
     by_part: dict[str, Iterable[preflight.Finding]] = {
-        "tracers": preflight.check_tracers(job),
+        "tracers": [*preflight.check_tracers(job), *preflight.check_limits(job)],
         "session": [
             *(finding for tree in job.trees for finding in preflight.check_session(tree)),
             *(preflight.check_namespace_init(job) if sandbox is None else ()),
@@ -238,11 +238,12 @@ def findings_for_criu(found: FoundJob) -> list[preflight.Finding]:
         "open files": [
             *preflight.check_open_files(job, is_sandboxed=sandbox is not None),
             *preflight.check_foreign_files(job),
+            *preflight.check_squashed_files(job),
             *preflight.check_watches(job),
         ],
         "others": preflight.check_ties(job, found.instead_of_without, found.one_tree_instead, apart_from=keeper),
         "connections": preflight.check_outside_connections(job),
-        "terminal": preflight.check_foreign_terminals(job),
+        "terminal": [*preflight.check_foreign_terminals(job), *preflight.check_interrupted(job)],
     }
     return [replace(finding, about=part) for part, findings in by_part.items() for finding in findings]
 

@@ -36,7 +36,7 @@ from gpucr.snapshot.folder import Snapshot
 from gpucr.snapshot.gpus import place_snapshot
 from gpucr.snapshot.job_snapshot import JobSnapshot
 from gpucr.snapshot.location import Place, open_snapshot, source_of
-from gpucr.snapshot.machine import findings_of_machine
+from gpucr.snapshot.machine import files_to_open, findings_of_machine
 from gpucr.snapshot.manifest import Manifest
 from gpucr.snapshot.origin import ProvideFiles, RestoreSource
 from gpucr.snapshot.shared_files import ROOT, names_in_use
@@ -164,7 +164,7 @@ def restore(
                 opened.enter_context(claimed_pids(process.pid for process in snapshot.manifest.processes))
             install = install_for_restore(source)
             findings = findings_of_machine(source, placement.choice, here, install, in_sandbox=plan is not None)
-            findings += _findings_outside(snapshot, files, tcp, plan)
+            findings += _findings_outside(source, files, tcp, plan)
             findings += check_clone(snapshot.manifest) if clone else []
             preflight.require_no_blocking(findings, force=force)
             driver = _driver_for(snapshot)
@@ -301,16 +301,18 @@ def _require_modes(files: str, tcp: str) -> None:
 
 
 def _findings_outside(
-    snapshot: JobSnapshot, files: preflight.FilesMode, tcp: preflight.TcpMode, plan: SandboxPlan | None
+    source: RestoreSource, files: preflight.FilesMode, tcp: preflight.TcpMode, plan: SandboxPlan | None
 ) -> list[preflight.Finding]:
-    manifest = snapshot.manifest
+    manifest = source.snapshot.manifest
     replaced = {str(path) for path in plan.outputs} if plan is not None else set()
     in_our_network = plan is None or plan.network == "host"
     opened = [file for file in manifest.open_files if file.path not in replaced]
     saved = [state_now(database) for database in manifest.databases]
     members = {member for database in saved for member in database.members}
+    opening, making = files_to_open(source, apart_from=replaced)
     return [
         *preflight.check_files(opened, manifest.open_folders, files, members),
+        *preflight.check_reopened(opening, making),
         *preflight.check_locks([lock for lock in manifest.locks if lock.path not in replaced]),
         *preflight.check_changed_databases(opened, manifest.created, rewind=files == "rewind", saved=saved),
         *(preflight.check_own_terminals(manifest.terminals) if plan is None else ()),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import platform
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path, PurePath, PurePosixPath
 
 from gpucr.criu.credentials import capabilities_in, uids_in
@@ -13,6 +13,7 @@ from gpucr.criu.images import MAX_IMAGE_BYTES, FilesImage, have_clocks
 from gpucr.criu.images import NAME as FILES_IMAGE
 from gpucr.criu.install import CriuInstall
 from gpucr.criu.pids import pids_in
+from gpucr.criu.reopened import Reopened, reopened
 from gpucr.diagnosis import preflight
 from gpucr.diagnosis.preflight.support import gpu_use, machine
 from gpucr.diagnosis.traps import findings_of_targets
@@ -70,6 +71,18 @@ def findings_of_machine(
             machine.ARCHITECTURE.seen(f"this one is {platform.machine()}", architecture=manifest.architecture)
         )
     return findings
+
+
+def files_to_open(source: RestoreSource, *, apart_from: Collection[str]) -> tuple[list[Reopened], list[str]]:
+    """The files and folders that CRIU opens again, and the folders in which it makes deleted ones."""
+    files: list[Reopened] = []
+    folders: list[str] = []
+    with contextlib.suppress(OSError, ImageError):  # a damaged image is an error of its own, when it is provided
+        for open_image in source.openers:
+            opened, made = reopened(open_image)
+            files += [each for each in opened if each.path not in apart_from]
+            folders += made
+    return files, folders
 
 
 def _check_interposer(manifest: Manifest, libraries: Sequence[PurePath]) -> list[preflight.Finding]:

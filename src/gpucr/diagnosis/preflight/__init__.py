@@ -39,7 +39,9 @@ from gpucr.diagnosis.preflight.surroundings import (
 )
 from gpucr.diagnosis.preflight.tree import (
     check_free_pids,
+    check_interrupted,
     check_left_out,
+    check_limits,
     check_namespace_init,
     check_open_files,
     check_session,
@@ -58,6 +60,8 @@ if TYPE_CHECKING:
     from gpucr.diagnosis.preflight.interposed import check_suspended, kept_bytes
     from gpucr.diagnosis.preflight.measured import BASICS, Measurement, Measurements, check_basics
     from gpucr.diagnosis.preflight.modes import check_driver, check_mig_targets, mps_programs
+    from gpucr.diagnosis.preflight.reopened import check_reopened
+    from gpucr.diagnosis.preflight.squashed import check_squashed_files
     from gpucr.diagnosis.preflight.terminals import check_foreign_terminals, check_own_terminals
     from gpucr.diagnosis.preflight.ties import check_ties
     from gpucr.diagnosis.preflight.traits import CudaTraits, JobTraits, look
@@ -91,8 +95,10 @@ __all__ = [
     "check_gpus",
     "check_handed_over",
     "check_host_memory",
+    "check_interrupted",
     "check_kept_connections",
     "check_left_out",
+    "check_limits",
     "check_locks",
     "check_mig_targets",
     "check_namespace_init",
@@ -102,11 +108,13 @@ __all__ = [
     "check_own_terminals",
     "check_ports",
     "check_ptrace",
+    "check_reopened",
     "check_restore_by_user",
     "check_room",
     "check_session",
     "check_shared_files",
     "check_spool",
+    "check_squashed_files",
     "check_states",
     "check_suspended",
     "check_terminal",
@@ -134,6 +142,8 @@ _LATE = {
     "interposed": ("check_suspended", "kept_bytes"),
     "measured": ("BASICS", "Measurement", "Measurements", "check_basics"),
     "modes": ("check_driver", "check_mig_targets", "mps_programs"),
+    "reopened": ("check_reopened",),
+    "squashed": ("check_squashed_files",),
     "terminals": ("check_foreign_terminals", "check_own_terminals"),
     "ties": ("check_ties",),
     "traits": ("CudaTraits", "JobTraits", "look"),

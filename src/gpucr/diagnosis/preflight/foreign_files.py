@@ -54,9 +54,8 @@ def _table_of(pid: int) -> str | None:
 
 def _mounts_of(tree: Job) -> Iterator[tuple[int, str, str, int]]:
     seen: set[str] = set()
-    with_these_mounts = [
-        pid for pid in tree.pids if namespaces.is_same(pid, tree.root.pid, "mnt")
-    ]  # others have another finding
+    # Those with others have a finding of their own.
+    with_these_mounts = [pid for pid in tree.pids if namespaces.is_same(pid, tree.root.pid, "mnt")]
     for pid in with_these_mounts:
         folder = f"{PROC}/{pid}"
         for what in ("exe", "cwd", "root"):

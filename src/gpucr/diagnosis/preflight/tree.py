@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 from collections.abc import Collection, Iterator, Sequence
 
 from gpucr.diagnosis.preflight.findings import Finding
@@ -106,6 +107,35 @@ def check_tracers(job: Job) -> list[Finding]:
                 )
             )
     return found
+
+
+def check_limits(job: Job) -> list[Finding]:
+    """Processes of other users whose limits CRIU may not read: it takes CAP_SYS_RESOURCE, which containers may lack."""
+    found = []
+    for process in job.processes:
+        try:
+            resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
+        except PermissionError:
+            uid = os.stat(f"/proc/{process.pid}").st_uid
+            found.append(facts.LIMITS.seen("prlimit(2)", process.pid, process=_name(process), uid=uid))
+        except OSError:  # it has ended
+            continue
+    return found
+
+
+def check_interrupted(job: Job) -> list[Finding]:
+    """Programs that are known to end when a call of theirs ends with EINTR."""
+    return [
+        facts.SCRIPT.seen(f"/proc/{process.pid}/exe", process.pid, process=_name(process))
+        for process in job.processes
+        if _program(process.pid) == "script"
+    ]
+
+
+def _program(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return os.path.basename(os.readlink(f"/proc/{pid}/exe"))
+    return ""
 
 
 def check_session(job: Job) -> list[Finding]:

@@ -114,6 +114,31 @@ REWIND_IN_USE = Fact(
     remedy="end that program, or restore with --files keep",
     code="GPUCR-FILE-IN-USE",
 )
+MODE_CHANGED = Fact(
+    what="{file} has another mode than at the dump",
+    consequence="CRIU takes it for another file",
+    remedy="give it back the mode that it had (chmod {then})",
+    code="GPUCR-FILE-CHANGED",
+)
+OTHER_KIND = Fact(
+    what="{file} is of another kind than at the dump",
+    consequence="CRIU cannot open it in place of what was there",
+    remedy=_PUT_BACK,
+    code="GPUCR-FILE-CHANGED",
+    case="a folder instead of a file",
+)
+NOT_OPENED = Fact(
+    what="{file} cannot be opened for {use}",
+    consequence="the job had it open so, and CRIU cannot restore it without",
+    remedy="mount it so that it can be, let its owner change its mode, or restore as a user who may open it",
+    code="GPUCR-NOT-PERMITTED",
+)
+NOTHING_MADE = Fact(
+    what="no file can be made in {folder}",
+    consequence="the job had a deleted file open there, which CRIU makes again for a moment",
+    remedy="mount it so that files can be made, or restore as a user who may make some",
+    code="GPUCR-NOT-PERMITTED",
+)
 LOCK_HELD = Fact(
     what="{holder} holds a lock on {file} that the job had",
     consequence="the restore would wait for it",

@@ -34,6 +34,18 @@ TRACED = Fact(
     remedy="detach the debugger, strace or profiler with pid {tracer}",
     code="GPUCR-TRACED",
 )
+LIMITS = Fact(
+    what="the resource limits of {process}, of user {uid}, may not be read",
+    consequence="CRIU cannot dump it",
+    remedy="run gpucr outside the container, or give the container CAP_SYS_RESOURCE",
+    code="GPUCR-OTHER-UID-LIMITS",
+)
+SCRIPT = Fact(
+    what="{process} is `script` of util-linux",
+    consequence="it ends itself, and so the session that it records, when a dump or a restore interrupts its waiting",
+    remedy="start the job without it: `gpucr run` keeps a log of what the job writes",
+    severity="warning",
+)
 SESSION_OUTSIDE = Fact(
     what="the session of {process} began outside the job's pid namespace",
     consequence="CRIU cannot dump it",
@@ -169,6 +181,13 @@ FOREIGN_FILE = Fact(
     consequence="CRIU cannot find it again",
     remedy="start the job with files that it opens itself, or that its own mount namespace has; `gpucr run` does so",
     code="GPUCR-FOREIGN-FILE",
+)
+NOT_ROOTS = Fact(
+    what="{process} has files open that root may not open",
+    consequence="CRIU cannot open them for root, in the dump or in the restore",
+    remedy="let the user of the job dump it: `gpucr criu --grant` gives users a CRIU",
+    code="GPUCR-NOT-PERMITTED",
+    case="NFS with root_squash, FUSE without allow_root",
 )
 _WATCHES = "{process} watches files (inotify, fanotify)"
 WATCH = Fact(
