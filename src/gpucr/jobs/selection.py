@@ -20,7 +20,7 @@ from gpucr.jobs.left_out import left_out
 from gpucr.jobs.one_job import require_one_job
 from gpucr.jobs.sandbox import Sandbox
 from gpucr.jobs.selector import JobSelector
-from gpucr.linux import cgroups, namespaces, processes
+from gpucr.linux import cgroups, namespaces, processes, tcp_tables
 from gpucr.linux.claims import claimed
 from gpucr.linux.descriptor_limit import Reserve
 from gpucr.linux.terminal import makes_terminals
@@ -49,11 +49,16 @@ class FoundJob(Struct, frozen=True):
     def is_frozen_for(self, leave_running: bool) -> bool:
         """Whether a dump stops all of it first, and kills it when the snapshot is complete, instead of CRIU.
 
-        So with several trees. And for a job that has made terminals (ptys): if CRIU is to end it and the dump fails at
-        the last hook, CRIU leaves them non-blocking and without what was in them (seen with 4.2.1), which it puts back
-        if it is to leave the job running.
+        So with several trees. With TCP sockets, too: a killed CRIU leaves them in a mode in which the job cannot use
+        them, and it must not run before they are out of it. And for a job that has made terminals (ptys): if CRIU is to
+        end it and the dump fails at the last hook, CRIU leaves them non-blocking and without what was in them (seen
+        with 4.2.1), which it puts back if it is to leave the job running.
         """
-        return bool(self.job.other_root_pids) or (not leave_running and any(map(makes_terminals, self.job.pids)))
+        return (
+            bool(self.job.other_root_pids)
+            or tcp_tables.has_sockets(self.job.pids)
+            or (not leave_running and any(map(makes_terminals, self.job.pids)))
+        )
 
     def require_without_us(self) -> None:
         """Raise InvalidRequest if the job cannot be stopped as a whole because this gpucr is in it."""
@@ -220,7 +225,9 @@ def deadline_after(timeout_s: float | None) -> float | None:
     return time.monotonic() + timeout_s
 
 
-def findings_for_criu(found: FoundJob) -> list[preflight.Finding]:
+def findings_for_criu(
+    found: FoundJob, tcp: preflight.TcpMode = "close", *, left_running: bool = False
+) -> list[preflight.Finding]:
     """What CRIU would refuse in the job's processes, or lose without a word: for dump, plan and doctor alike.
 
     Each says which part of the job it is `about`.
@@ -242,7 +249,7 @@ def findings_for_criu(found: FoundJob) -> list[preflight.Finding]:
             *preflight.check_watches(job),
         ],
         "others": preflight.check_ties(job, found.instead_of_without, found.one_tree_instead, apart_from=keeper),
-        "connections": preflight.check_outside_connections(job),
+        "connections": preflight.check_outside_connections(job, tcp, left_running=left_running),
         "terminal": [*preflight.check_foreign_terminals(job), *preflight.check_interrupted(job)],
     }
     return [replace(finding, about=part) for part, findings in by_part.items() for finding in findings]

@@ -15,12 +15,11 @@ from collections.abc import Collection, Iterable, Iterator
 
 from msgspec import Struct
 
-from gpucr.linux.diag_messages import NLM_F_ACK, NLM_F_DUMP, SOCK_DIAG_BY_FAMILY, answers, open_diag, send
+from gpucr.linux import netlink
 from gpucr.linux.processes import open_files
 from gpucr.model import Connection, Endpoint
 
 _SOCK_DESTROY = 21  # include/uapi/linux/sock_diag.h
-
 _REQUEST = struct.Struct("=BBBxI48s")  # struct inet_diag_req_v2: family, protocol, extensions, states, id
 _MESSAGE = struct.Struct("=BBxx48sIIIII")  # struct inet_diag_msg: family, state, id, expires, queues, uid, inode
 _ID = struct.Struct(">HH16s16s12s")  # struct inet_diag_sockid: ports, addresses, interface and cookie
@@ -51,7 +50,10 @@ _PEER_HAS_CLOSED = (TcpState.CLOSE_WAIT, TcpState.LAST_ACK, TcpState.CLOSING)
 
 
 class TcpSocket(Struct, frozen=True):
-    """One TCP socket. ``inode`` is 0 if no process has it open; ``key`` is the kernel's identifier."""
+    """One TCP socket. ``inode`` is 0 if no process has it open; ``key`` is the kernel's identifier.
+
+    ``waiting``: bytes that were received and not read; of a listening socket, connections that were not accepted.
+    """
 
     family: int
     state: int
@@ -59,6 +61,7 @@ class TcpSocket(Struct, frozen=True):
     remote: Endpoint
     inode: int
     key: bytes = b""
+    waiting: int = 0
 
     @property
     def is_listening(self) -> bool:
@@ -83,7 +86,7 @@ class TcpSocket(Struct, frozen=True):
 
 def tcp_sockets() -> tuple[TcpSocket, ...]:
     """All TCP sockets of the caller's network namespace. Needs no privileges. Raises OSError."""
-    with open_diag() as diag:
+    with netlink.opened(netlink.SOCK_DIAG) as diag:
         found = [parsed for family in (socket.AF_INET, socket.AF_INET6) for parsed in _dump(diag, family)]
     return tuple(found)
 
@@ -93,12 +96,12 @@ def destroy(left_over: Iterable[TcpSocket]) -> None:
 
     Needs CAP_NET_ADMIN and CONFIG_INET_DIAG_DESTROY; OSError (EPERM, EOPNOTSUPP) if one of the two is missing.
     """
-    with open_diag() as diag:
+    with netlink.opened(netlink.SOCK_DIAG) as diag:
         for each in left_over:
             request = _REQUEST.pack(each.family, socket.IPPROTO_TCP, 0, _ALL_STATES, each.key)
-            send(diag, _SOCK_DESTROY, NLM_F_ACK, request)
+            diag.send(netlink.message(_SOCK_DESTROY, netlink.ACK, request))
             with contextlib.suppress(FileNotFoundError):
-                for _ in answers(diag):
+                for _ in netlink.answers(diag):
                     pass
 
 
@@ -168,15 +171,21 @@ def endpoint(raw_address: bytes, port: int) -> Endpoint:
 
 def _dump(diag: socket.socket, family: int) -> Iterator[TcpSocket]:
     request = _REQUEST.pack(family, socket.IPPROTO_TCP, 0, _ALL_STATES, bytes(_ID.size))
-    send(diag, SOCK_DIAG_BY_FAMILY, NLM_F_DUMP, request)
-    for body in answers(diag):
+    diag.send(netlink.message(netlink.SOCK_DIAG_BY_FAMILY, netlink.DUMP, request))
+    for body in netlink.answers(diag):
         yield _parse(body)
 
 
 def _parse(body: bytes) -> TcpSocket:
-    family, state, key, _expires, _receive_queue, _send_queue, _uid, inode = _MESSAGE.unpack_from(body)
+    family, state, key, _expires, waiting, _send_queue, _uid, inode = _MESSAGE.unpack_from(body)
     local_port, remote_port, local, remote, _rest = _ID.unpack(key)
     length = 4 if family == socket.AF_INET else 16
     return TcpSocket(
-        family, state, endpoint(local[:length], local_port), endpoint(remote[:length], remote_port), inode, key
+        family,
+        state,
+        endpoint(local[:length], local_port),
+        endpoint(remote[:length], remote_port),
+        inode,
+        key,
+        waiting,
     )

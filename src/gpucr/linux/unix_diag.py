@@ -6,17 +6,14 @@ import contextlib
 import os
 import socket
 import struct
-import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from msgspec import Struct
 
-from gpucr.linux import namespaces
-from gpucr.linux.diag_messages import NLM_F_ACK, SOCK_DIAG_BY_FAMILY, answers, open_diag, send
+from gpucr.linux import namespaces, netlink
 
 _REQUEST = struct.Struct("=BBHIII8s")  # struct unix_diag_req: family, protocol, padding, states, inode, show, cookie
 _MESSAGE = struct.Struct("=BBBxI8s")  # struct unix_diag_msg: family, type, state, padding, inode, cookie
-_ATTRIBUTE = struct.Struct("=HH")  # struct nlattr: length, type
 _NAME, _PEER, _NOT_ACCEPTED, _SHUTDOWN = 0, 2, 3, 6  # UNIX_DIAG_* of include/uapi/linux/unix_diag.h
 _SHOW = 0x1 | 0x4 | 0x8  # UDIAG_SHOW_NAME, _PEER, _ICONS
 _ALL_STATES, _NO_COOKIE = (1 << 32) - 1, b"\xff" * 8
@@ -52,40 +49,27 @@ def unix_sockets(inodes: Iterable[int], *, network_of: int | None = None) -> dic
     Raises OSError.
     """
     found: dict[int, UnixSocket] = {}
-    with open_diag() if network_of is None else _opened_in_network_of(network_of) as diag:
+    with _open(network_of) as diag:
         for inode in inodes:
             request = _REQUEST.pack(socket.AF_UNIX, 0, 0, _ALL_STATES, inode, _SHOW, _NO_COOKIE)
-            send(diag, SOCK_DIAG_BY_FAMILY, NLM_F_ACK, request)
+            diag.send(netlink.message(netlink.SOCK_DIAG_BY_FAMILY, netlink.ACK, request))
             with contextlib.suppress(FileNotFoundError):  # closed, or of another family
-                for body in answers(diag):
+                for body in netlink.answers(diag):
                     found[inode] = _parse(body)
     return found
 
 
-def _opened_in_network_of(pid: int) -> socket.socket:
+def _open(network_of: int | None) -> socket.socket:
     """A socket stays in the network namespace of the thread that made it."""
-    made: list[socket.socket] = []
-    failed: list[OSError] = []
-
-    def make(fd: int) -> None:
-        try:
-            namespaces.enter(fd, "net")
-            made.append(open_diag())
-        except OSError as e:
-            failed.append(e)
-
-    with namespaces.opened(pid, "net") as fds:
-        thread = threading.Thread(target=make, args=(fds["net"],), name="gpucr sockets")
-        thread.start()
-        thread.join()
-    if failed:
-        raise failed[0]
-    return made[0]
+    if network_of is None:
+        return netlink.opened(netlink.SOCK_DIAG)
+    with namespaces.opened(network_of, "net") as fds:
+        return namespaces.in_namespace(fds["net"], "net", lambda: netlink.opened(netlink.SOCK_DIAG))
 
 
 def _parse(body: bytes) -> UnixSocket:
     _family, kind, state, inode, _cookie = _MESSAGE.unpack_from(body)
-    values = dict(_attributes(body[_MESSAGE.size :]))
+    values = netlink.attributes(body[_MESSAGE.size :])
     name = os.fsdecode(values.get(_NAME, b""))
     name = f"@{name[1:]}" if name.startswith("\0") else name.rstrip("\0")
     peers = _inodes(values.get(_PEER, b""))
@@ -98,12 +82,3 @@ def _parse(body: bytes) -> UnixSocket:
 def _inodes(value: bytes) -> tuple[int, ...]:
     whole = len(value) // _INODE.size * _INODE.size
     return tuple(inode for (inode,) in _INODE.iter_unpack(value[:whole]))
-
-
-def _attributes(data: bytes) -> Iterator[tuple[int, bytes]]:
-    while len(data) >= _ATTRIBUTE.size:
-        length, number = _ATTRIBUTE.unpack_from(data)
-        if not _ATTRIBUTE.size <= length <= len(data):
-            return
-        yield number, data[_ATTRIBUTE.size : length]
-        data = data[(length + 3) & ~3 :]
