@@ -86,6 +86,7 @@ class PutBackDatabase:
         self._folder = Path(database.path).parent
         self._snapshot = snapshot
         self._stamp = stamp
+        self._mark = os.urandom(8).hex()
         self._made: list[tuple[str, Inode]] = []
         self._is_rewritten = False
         self.kept: dict[str, str] = {}
@@ -220,7 +221,7 @@ class PutBackDatabase:
         raise FileExistsError(errno.EEXIST, "too many files keep what was replaced", name)
 
     def _temporary(self, file: SavedFile) -> str:
-        return f".{_name(file)}{_NEW}{self._stamp}-{os.getpid()}"
+        return f".{_name(file)}{_NEW}{self._mark}"
 
 
 def _name(file: SavedFile) -> str:

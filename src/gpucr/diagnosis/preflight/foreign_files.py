@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Iterator
 
 from gpucr.diagnosis.preflight.findings import Finding
 from gpucr.diagnosis.preflight.support import processes as facts
 from gpucr.diagnosis.preflight.support.fact import Fact
 from gpucr.diagnosis.preflight.undumpable import is_message_queue
-from gpucr.interposer.client import ask_blocks
 from gpucr.linux import descriptor_scan, namespaces, proc_text
 from gpucr.linux.processes import PROC
 from gpucr.model import Job
 
 _MEMFD = "/memfd:"
 _MEMORY = (_MEMFD, "/dev/zero (deleted)", "/dev/pts/")  # on mounts of the kernel's; terminals are found by number
+_DRIVERS = re.compile("/nvidia[^/]*$")  # wherever its device files are
 
 
 def check_foreign_files(job: Job) -> list[Finding]:
     """Programs, working folders and open files on mounts that are in none of its namespace's tables (mountinfo).
 
-    Those that several processes have in common are looked at once. Device memory's descriptors leave with the memory,
-    and may have been opened by gpucr.
+    Those that several processes have in common are looked at once. Files of the GPU driver are no obstacle: gpucr opens
+    some when it gives memory back, and the driver's checkpoint takes them away.
     """
     seen: dict[tuple[str, int], tuple[Fact, list[str]]] = {}
     for tree in job.trees:
@@ -33,7 +34,7 @@ def check_foreign_files(job: Job) -> list[Finding]:
                 continue
             known = {mount.number for mount in proc_text.mounts(table)}
             for pid, what, target, mount in _mounts_of(tree):
-                if mount not in known and not _is_device_memory(pid, what):
+                if mount not in known:
                     fact = facts.PROGRAM_IN_MEMORY if target.startswith(_MEMFD) else facts.FOREIGN_FILE
                     seen.setdefault((fact.what, pid), (fact, []))[1].append(f"{what}, {target}")
     names = {process.pid: process.name for process in job.processes}
@@ -67,18 +68,11 @@ def _mounts_of(tree: Job) -> Iterator[tuple[int, str, str, int]]:
                     seen.add(target)
                     yield pid, what, target, _mount_of_path(f"{folder}/{what}")
     for target, files in descriptor_scan.descriptors_of(with_these_mounts).items():
-        if target.startswith("/") and not target.startswith(_MEMORY) and not is_message_queue(files[0]):
+        is_elsewhere = target.startswith(_MEMORY) or _DRIVERS.search(target) or is_message_queue(files[0])
+        if target.startswith("/") and not is_elsewhere:
             with contextlib.suppress(OSError):
                 lines = proc_text.lines(f"{PROC}/{files[0].pid}/fdinfo/{files[0].fd}")
-                yield files[0].pid, _fd(files[0].fd), target, _mount_in(lines)
-
-
-def _is_device_memory(pid: int, what: str) -> bool:
-    return any(what == _fd(block.descriptor) for block in ask_blocks(pid) or ())
-
-
-def _fd(number: int) -> str:
-    return f"fd {number}"
+                yield files[0].pid, f"fd {files[0].fd}", target, _mount_in(lines)
 
 
 def _mount_of_path(link: str) -> int:
