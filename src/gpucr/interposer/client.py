@@ -15,6 +15,7 @@ from types import TracebackType
 
 from msgspec import Struct
 
+from gpucr.interposer import place
 from gpucr.interposer.protocol import (
     MOST_BLOCKS,
     MOST_BYTES,
@@ -32,18 +33,16 @@ from gpucr.interposer.protocol import (
     parse,
     request,
 )
-from gpucr.linux import proc_text
 
-_LISTENS_AGAIN_S, _POLL_S = 5.0, 0.02  # native/agent.c looks every half second
-FOLDER_VARIABLE = "GPUCR_INTERPOSER_DIR"
+_LISTENS_AGAIN_S, _POLL_S = 5.0, 0.02
 _ANSWER_S = 30.0
 _BUSY_S = 1.0
-"""How long to wait for another client: one that only queries is soon done."""
+"""How long to wait for another client. One that holds nothing can be replaced after half a second (native/serve.c)."""
 
 GIVEN_AT_ONCE = 8
 """How many blocks are renewed at once: they need twice their room on the GPU."""
 
-_LOOK_S = 2.0
+_LOOK_S, _LOOKS = 2.0, 3
 _TRY_AGAIN_S = 0.01
 
 
@@ -81,60 +80,52 @@ class Closed(Struct, frozen=True):
         return "captured a stream" if self.captures else "was inside the driver"
 
 
-def socket_path(pid: int) -> Path:
-    """The path of the agent's socket, seen from here. It may not exist, or not yet after a restore.
-
-    Raises OSError if the process is gone or may not be inspected.
-    """
-    process = Path("/proc") / str(pid)
-    status = proc_text.status_fields(process / "status")
-    own_pid, owner = int(status["NSpid"].split()[-1]), int(status["Uid"].split()[1])
-    folder = _environment(process).get(FOLDER_VARIABLE) or f"/tmp/gpucr-interposer-{owner}"  # noqa: S108 (0700, checked)
-    namespace = (process / "ns" / "pid").stat().st_ino
-    return process / "root" / folder.lstrip("/") / f"{own_pid}.{namespace}"
-
-
 def ask_status(pid: int) -> Status | None:
     """The current counters of the process's interposer.
 
     None if it has none, if it does not answer, or if it may have missed calls.
     """
-    try:
-        with Agent(pid, answer_s=_LOOK_S) as agent:
-            status = agent.status()
-            return None if status.around else status
-    except (OSError, Refused, BadAnswer):
-        return None
+    for _ in range(_LOOKS):
+        try:
+            with Agent(pid, answer_s=_LOOK_S, looks=True) as agent:
+                status = agent.status()
+                return None if status.around else status
+        except ConnectionError:  # it hangs up on everybody when its client has gone
+            continue
+        except (OSError, Refused, BadAnswer):
+            return None
+    return None
 
 
 def _new_socket() -> socket.socket:
     return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
 
 
-def _environment(process: Path) -> dict[str, str]:
-    entries = os.fsdecode((process / "environ").read_bytes()).split("\0")
-    return dict(entry.split("=", 1) for entry in entries if "=" in entry)
+class _NotPrivate(PermissionError):
+    """Somebody else can use the folder of the socket."""
 
 
 class Agent:
-    """A connection to the agent of process ``pid``, which serves one client at a time.
+    """A connection to the agent of process ``pid``, which has one client at a time that may change something.
 
-    When it is closed, or this process dies, a closed gate opens, unless memory is away.
+    When it is closed, or this process dies, a closed gate opens, unless memory is away. ``looks``: it is not the
+    client, and may only ask for `status` and `blocks`, whoever else is connected.
     """
 
-    def __init__(self, pid: int, *, answer_s: float = _ANSWER_S) -> None:
+    def __init__(self, pid: int, *, answer_s: float = _ANSWER_S, looks: bool = False) -> None:
         """Connect. The timeout applies to each answer.
 
         Raises OSError if nobody listens, PermissionError if another process does, Refused if it is busy.
         """
         self.pid = pid
         self._answer_s = answer_s
+        self._looks = looks
         until = time.monotonic() + _BUSY_S
         while True:
             try:
                 self._open()
                 return
-            except (Refused, ConnectionResetError) as e:  # reset: it listens again, and the old socket is gone
+            except (Refused, ConnectionError) as e:  # reset: it listens again, and the old socket is gone
                 if (isinstance(e, Refused) and e.code != Code.BUSY) or time.monotonic() > until:
                     raise
                 time.sleep(_TRY_AGAIN_S)
@@ -144,38 +135,47 @@ class Agent:
         try:
             self._socket.settimeout(self._answer_s)
             self._find()
-            hello = self._ask(Operation.HELLO)
+            if not self._looks:
+                self._ask(Operation.HELLO)
         except BaseException:
             self._socket.close()
             raise
-        self.own_pid, self.thread = hello.a, hello.b
 
     def _find(self) -> None:
-        """Retry: an agent that CRIU has just restored, or whose name a clone has taken, soon listens again."""
+        """Retry: an agent that has lost its names listens again when it is made to."""
         from gpucr.interposer.presence import is_interposed  # code that reads manifests imports this module too
 
         end, pause_s = time.monotonic() + _LISTENS_AGAIN_S, _POLL_S
-        while True:
-            try:
-                return self._connect()
-            except (FileNotFoundError, ConnectionRefusedError, PermissionError):
-                if time.monotonic() > end or not is_interposed(self.pid):
-                    raise
-            self._socket.close()
-            self._socket = _new_socket()
-            self._socket.settimeout(self._answer_s)
+        while errors := self._try_all():
+            no_use = all(isinstance(each, _NotPrivate) for each in errors)
+            if no_use or time.monotonic() > end or not is_interposed(self.pid):
+                raise errors[0]
+            place.make_it_listen_again(self.pid)
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 8 * _POLL_S)  # do not flood a listener that does not accept
 
-    def _connect(self) -> None:
+    def _try_all(self) -> list[OSError]:
+        """Connect by one of its names. Returns why not, for each of them."""
+        errors: list[OSError] = []
+        for path in place.paths(self.pid):
+            try:
+                self._connect(path)
+                return []
+            except (FileNotFoundError, ConnectionRefusedError, PermissionError) as e:
+                errors.append(e)
+            self._socket.close()
+            self._socket = _new_socket()
+            self._socket.settimeout(self._answer_s)
+        return errors
+
+    def _connect(self, path: Path) -> None:
         """Through a descriptor of the folder: its path may be too long for a socket, and nobody can replace it."""
-        path = socket_path(self.pid)
         owner = (Path("/proc") / str(self.pid)).stat().st_uid
         folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             status = os.fstat(folder)
             if stat.S_IMODE(status.st_mode) & 0o077 or status.st_uid not in (owner, 0):
-                raise PermissionError(f"{path.parent} is not the private folder of the owner of process {self.pid}")
+                raise _NotPrivate(f"{path.parent} is not the private folder of the owner of process {self.pid}")
             self._socket.connect(f"/proc/self/fd/{folder}/{path.name}")
         finally:
             os.close(folder)
