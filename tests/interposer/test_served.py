@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gpucr.interposer.client import Agent
+from gpucr.interposer.client import Agent, ask_status
 from gpucr.interposer.place import socket_path
 from gpucr.interposer.protocol import MOST_BYTES, BadAnswer, Code, Operation, Refused, parse, request
 from tests import command
@@ -54,6 +54,29 @@ def test_idle_clients_stop_neither_suspend_nor_resume(
     with pytest.raises((ConnectionError, BadAnswer)):
         code_of(late, Operation.HELLO)
     wait_until(lambda: is_waiting(process.pid), "the agent's poll")
+
+
+def test_a_client_that_holds_the_process_is_not_replaced(
+    job: Callable[..., Job], connect: Callable[[Job], socket.socket]
+) -> None:
+    process = job(5 * MIB)
+    holder = connect(process)
+    assert code_of(holder, Operation.CLOSE, 5000) == Code.DONE
+    refused = command.run("suspend", process.pid)
+    assert (refused.returncode, "GPUCR-BUSY" in refused.stderr) == (3, True), refused.stderr
+    status = ask_status(process.pid)
+    assert status is not None
+    assert (status.gate_closed, status.away) == (1, 0)
+    holder.close()
+    assert process.is_right()
+    assert command.run("suspend", process.pid, "--gpu-state", "interposed").returncode == 0
+    holder = connect(process)
+    assert code_of(holder, Operation.CLOSE, 5000) == Code.DONE
+    refused = command.run("resume", process.pid)
+    assert (refused.returncode, "GPUCR-BUSY" in refused.stderr) == (3, True), refused.stderr
+    holder.close()
+    assert command.run("resume", process.pid).returncode == 0
+    assert process.is_right()
 
 
 def test_a_client_that_has_opened_the_gate_holds_nothing(

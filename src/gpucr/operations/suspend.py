@@ -19,6 +19,7 @@ from gpucr.gpu_state.cuda_work import cuda_work
 from gpucr.gpu_state.custom_storage.suspended import SuspendedStorage, needed_with_carrier, require_way_back
 from gpucr.gpu_state.gpu_choice import GpuRequest
 from gpucr.gpu_state.interposed.hooks import call
+from gpucr.gpu_state.interposed.line import require_free
 from gpucr.gpu_state.interposed.suspended import SuspendedBlocks
 from gpucr.gpu_state.placement import gpus_of, place_suspended
 from gpucr.gpu_state.recovery import GangProtection
@@ -180,6 +181,7 @@ def _resume(
     if choice.gpu_map is not None:
         findings += preflight.check_driver(gang.driver.capabilities(), choice.gpu_map)
     preflight.require_no_blocking(findings, force=force)
+    require_free(member.pid for member in gang.members)
     steps: list[Step] = []  # none for a running job: do not announce what is not done
     maps = placement.maps(gang)
     ids = {member.pid: member.id for member in gang.members}
