@@ -87,7 +87,7 @@ def serve(connected: socket.socket, settings: Settings, announce: folders.Announ
         try:
             with limits.place_of(peer.uid_of(connected)) as is_free, descriptor_limit.raised():
                 if not is_free:
-                    raise Refused(f"{limits.MAX_REQUESTS_PER_USER} requests of yours are served already")
+                    raise Refused(limits.TOO_MANY_OF_YOURS)
                 _Request(connection, settings, announce).run()
         except (HungUp, BadMessage, Stopped, TimeoutError) as e:
             _tell(connection, Failed("stopped", _cut(str(e)) or type(e).__name__))
