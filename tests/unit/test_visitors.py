@@ -54,7 +54,7 @@ def test_a_connection_is_ended_however_often_it_sends(pair: Pair) -> None:
     assert not dripping.is_alive()
 
 
-def test_one_that_is_served_in_time_stays_open(pair: Pair) -> None:
+def test_a_connection_served_in_time_stays_open(pair: Pair) -> None:
     ours, theirs = pair()
     limited = Visitors(1, 1, 3600)
     assert limited.admit(ours, "192.0.2.1")
