@@ -95,7 +95,7 @@ def test_a_second_client_waits_for_a_read_only_one(job: Callable[..., Job], monk
 def test_a_status_is_answered_unless_the_process_is_stopped(
     job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client, "_LOOK_S", 0.1)
+    monkeypatch.setattr(client, "LOOK_S", 0.1)
     process = job(5 * MIB, 4096)
     status = ask_status(process.pid)
     assert status is not None

@@ -139,3 +139,18 @@ def test_nobody_is_connected_when_the_client_has_hung_up(
         assert each.recv(1) == b""
     with pytest.raises(Refused, match="gate not closed"), Agent(process.pid) as agent:
         agent.drop()
+
+
+def test_a_process_whose_agent_does_not_talk_to_us_comes_back_too(job: Callable[..., Job]) -> None:
+    process = job(5 * MIB)
+    code = """
+import sys
+import gpucr
+from gpucr.interposer import protocol
+protocol.VERSION += 1
+gpucr.suspend(int(sys.argv[1]))
+gpucr.resume(int(sys.argv[1]))
+"""
+    done = command.python(code, process.pid)
+    assert done.returncode == 0, done.stderr
+    assert process.is_right()

@@ -42,7 +42,9 @@ _BUSY_S = 1.0
 GIVEN_AT_ONCE = 8
 """How many blocks are renewed at once: they need twice their room on the GPU."""
 
-_LOOK_S, _LOOKS = 2.0, 3
+LOOK_S, _LOOKS = 2.0, 3
+"""How long a look may take. Without an answer the process is treated as one without an interposer."""
+
 _TRY_AGAIN_S = 0.01
 
 
@@ -87,7 +89,7 @@ def ask_status(pid: int) -> Status | None:
     """
     for _ in range(_LOOKS):
         try:
-            with Agent(pid, answer_s=_LOOK_S, looks=True) as agent:
+            with Agent(pid, answer_s=LOOK_S, looks=True) as agent:
                 status = agent.status()
                 return None if status.around else status
         except ConnectionError:  # it hangs up on everybody when its client has gone
