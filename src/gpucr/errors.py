@@ -268,6 +268,12 @@ class InterposerError(GpucrError):
     code = "GPUCR-INTERPOSER"
 
 
+class GpuFull(GpucrError):
+    """Others took a GPU's memory while the job's was away. Nothing of the job is lost; it waits for room."""
+
+    code = "GPUCR-GPU-FULL"
+
+
 class CustomStorageError(GpucrError):
     """Device memory that the driver hands over (custom storage, driver 615) could not be taken or given back."""
 

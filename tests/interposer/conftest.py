@@ -37,7 +37,7 @@ for line in sys.stdin:
         child = os.fork()
         if child == 0:
             found = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
-            print(sum("gpucr-sim-vmm" in os.readlink(path) for path in found if os.path.lexists(path)), flush=True)
+            print(sum(os.readlink(path).endswith(".memory") for path in found if os.path.lexists(path)), flush=True)
             os._exit(0)
         os.waitpid(child, 0)
         continue

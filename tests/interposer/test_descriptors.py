@@ -14,6 +14,7 @@ import pytest
 from gpucr.interposer.client import Agent
 from gpucr.interposer.place import socket_path
 from gpucr.interposer.protocol import MOST_BYTES, BadAnswer, Operation, Refused, request
+from tests import command
 from tests.counter import wait_until
 from tests.interposer.conftest import PROGRAM, Job, Start, is_waiting, taken
 
@@ -28,8 +29,9 @@ CLOSES = PROGRAM.replace(
     if line.strip() == "close":
         before = {int(fd): os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")
                   if os.path.lexists(f"/proc/self/fd/{fd}")}
-        drivers = ("gpucr-sim", "userfaultfd")
+        drivers = ("gpucr-sim", "userfaultfd", ".memory")
         ours = [fd for fd, path in before.items() if fd > 2 and not any(name in path for name in drivers)]
+        ours += [fd for fd, path in before.items() if path.endswith(".memory") and fd >= HIGH]  # the blocks'
         for fd in ours:
             os.close(fd)
         files = []
@@ -41,8 +43,13 @@ CLOSES = PROGRAM.replace(
         for fd in [fd for fd in files if fd not in ours]:
             files.remove(fd)
             os.close(fd)
+        for fd in set(ours) - set(files):  # the agent noticed at once, and has taken it again
+            opened = os.open(f"{FOLDER}/again-{fd}", os.O_RDWR | os.O_CREAT)
+            if opened != fd:
+                os.dup2(opened, fd)
+                os.close(opened)
+            files.append(fd)
         known = {fd: os.fstat(fd).st_ino for fd in files}
-        assert files
         print(len(files), flush=True)
         continue
     if line.strip() == "files":
@@ -61,7 +68,7 @@ def closing(start: Start, sim_only: None, monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setenv("GPUCR_SIM_STATE", str(tmp_path / "state"))
     monkeypatch.setenv("GPUCR_SIM_FIXED_COST_MS", "1")
     (tmp_path / "files").mkdir()
-    code = CLOSES.replace("{FOLDER}", str(tmp_path / "files"))
+    code = CLOSES.replace("{FOLDER}", str(tmp_path / "files")).replace("HIGH", str(LIMIT // 2))
     process = start("prlimit", f"--nofile={LIMIT}:{LIMIT}", sys.executable, "-c", code, str(5 * MIB))
     assert process.stdout is not None
     assert process.stdout.readline().strip() == "ready"
@@ -97,6 +104,21 @@ def test_descriptors_closed_under_a_client(closing: Job, moment: str) -> None:
         if held:
             agent.give_back(held, renew=True)
             agent.open_gate()
+    assert closing.is_right()
+    assert closing.say("files") == "all"
+
+
+def test_memory_whose_descriptor_was_closed_is_known_to_stay(closing: Job) -> None:
+    """It came back by that descriptor, and could leave by no other: so the driver must not get the process."""
+    with Agent(closing.pid) as agent:
+        agent.give_back(taken(agent), renew=False)
+        agent.open_gate()
+    closing.say("close")
+    with Agent(closing.pid) as agent:
+        status = agent.status()
+        assert (status.foreign, status.captive, status.stuck) == (1, 1, 1)
+    refused = command.run("suspend", closing.pid)
+    assert (refused.returncode, "GPUCR-IMPORTED-MEMORY" in refused.stderr) == (3, True), refused.stderr
     assert closing.is_right()
     assert closing.say("files") == "all"
 

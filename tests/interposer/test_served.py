@@ -148,8 +148,14 @@ import sys
 import gpucr
 from gpucr.interposer import protocol
 protocol.VERSION += 1
-gpucr.suspend(int(sys.argv[1]))
-gpucr.resume(int(sys.argv[1]))
+try:
+    gpucr.suspend(int(sys.argv[1]))
+except gpucr.Unsupported as refused:
+    assert refused.code == "GPUCR-INTERPOSER"
+    gpucr.suspend(int(sys.argv[1]), force=True)
+    gpucr.resume(int(sys.argv[1]))
+else:
+    sys.exit("it was not refused")
 """
     done = command.python(code, process.pid)
     assert done.returncode == 0, done.stderr

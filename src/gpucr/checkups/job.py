@@ -19,6 +19,7 @@ from gpucr.diagnosis.traps import findings_of_traps
 from gpucr.driver.gpus import gpu_processes, list_gpus
 from gpucr.errors import InvalidRequest, Unsupported
 from gpucr.gpu_state import suspended
+from gpucr.gpu_state.held import device_bytes_in_use
 from gpucr.gpu_state.ways import CUSTOM, first_choice
 from gpucr.jobs import registered, selection
 from gpucr.jobs.selector import JobSelector
@@ -131,7 +132,7 @@ def _handed_over(found: selection.FoundJob) -> list[int]:
 
 def _room(job: Job, uses: Sequence[GpuUse], folder: Path, handed_over: Collection[int]) -> list[Finding]:
     """``handed_over``: whose memory goes to the folder straight from its GPUs."""
-    held = preflight.device_bytes_in_use(job, uses)
+    held = device_bytes_in_use(job, uses)
     device_bytes = sum(sum(by_gpu.values()) for by_gpu in held.values())
     is_privileged = processes.can_checkpoint_processes()
     if is_privileged:

@@ -24,6 +24,7 @@ from gpucr.driver.gpus import gpu_processes
 from gpucr.errors import CriuError, CudaStarted, GpucrError, JobChanged, SnapshotExists
 from gpucr.gang import uses_libcuda
 from gpucr.gpu_state.cuda_work import CudaWork, cuda_work
+from gpucr.gpu_state.held import device_bytes_in_use
 from gpucr.jobs import selection
 from gpucr.jobs.taken import taken_job
 from gpucr.linux import cgroups, processes
@@ -158,7 +159,7 @@ def _prepare(
     job = found.job
     preflight.require_privileges(job.root.pid)
     uses = gpu_processes()
-    held = preflight.device_bytes_in_use(job, uses)
+    held = device_bytes_in_use(job, uses)
     expected_bytes = sum(sum(by_gpu.values()) for by_gpu in held.values())
     target = FolderTarget(images / GPU_PART_NAME, with_images=False)
     writer = DeviceWriter(target.sink)

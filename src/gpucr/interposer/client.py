@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import array
+import contextlib
 import os
 import socket
 import stat
 import struct
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import TypeVar
 
 from msgspec import Struct
 
@@ -39,13 +40,15 @@ _ANSWER_S = 30.0
 _BUSY_S = 1.0
 """How long to wait for another client. One that holds nothing can be replaced after half a second (native/serve.c)."""
 
-GIVEN_AT_ONCE = 8
-"""How many blocks are renewed at once: they need twice their room on the GPU."""
+_FILLED_AT_ONCE = 4
+"""At 7 GiB/s an answer about blocks of 1 GiB comes well within its limit."""
 
 LOOK_S, _LOOKS = 2.0, 3
 """How long a look may take. Without an answer the process is treated as one without an interposer."""
 
 _TRY_AGAIN_S = 0.01
+
+_Seen = TypeVar("_Seen")
 
 
 class Held(Struct):
@@ -83,15 +86,23 @@ class Closed(Struct, frozen=True):
 
 
 def ask_status(pid: int) -> Status | None:
-    """The current counters of the process's interposer.
+    """The current counters of the process's interposer; None: it has none, or does not answer.
 
-    None if it has none, if it does not answer, or if it may have missed calls.
+    The agent answers at once, also while it has another client. So with `ask_blocks`.
     """
+    return _looked(pid, Agent.status)
+
+
+def ask_blocks(pid: int) -> list[Block] | None:
+    """The blocks of this process, as `Agent.blocks`; None: it does not answer."""
+    return _looked(pid, Agent.blocks)
+
+
+def _looked(pid: int, ask: Callable[[Agent], _Seen]) -> _Seen | None:
     for _ in range(_LOOKS):
         try:
             with Agent(pid, answer_s=LOOK_S, looks=True) as agent:
-                status = agent.status()
-                return None if status.around else status
+                return ask(agent)
         except ConnectionError:  # it hangs up on everybody when its client has gone
             continue
         except (OSError, Refused, BadAnswer):
@@ -297,14 +308,14 @@ class Agent:
     def give_back(self, held: Sequence[Held], *, renew: bool) -> None:
         """Map memory at its addresses again. Descriptors that the agent has received are closed here, batch by batch.
 
-        ``renew``: the process copies it into its own memory, so that it can be exported again. Without room for that on
-        the GPU it keeps what it got.
+        The process keeps them too: it will leave by them again. ``renew``: it gets a copy of its own instead, on the
+        GPU, and the memory stays unchanged for who else holds it; without room for that it keeps what it got
+        (RETURNED).
 
         Raises Refused; blocks that are back by then have descriptor -1.
         """
-        at_once = GIVEN_AT_ONCE if renew else MOST_RECORDS
-        for start in range(0, len(held), at_once):
-            batch = held[start : start + at_once]
+        for start in range(0, len(held), MOST_RECORDS):
+            batch = held[start : start + MOST_RECORDS]
             answer, descriptors = self._exchange(
                 Operation.IMPORT,
                 int(renew),
@@ -388,8 +399,22 @@ class Agent:
             done += len(descriptors)
             yield [Held(block, descriptor) for block, descriptor in zip(batch, descriptors, strict=False)]
 
+    def fill(self, blocks: Sequence[Block], offset: int) -> int:
+        """Have the process copy the bytes of these blocks itself, from what it keeps. Returns the offset behind them.
+
+        Slower than a vault, but needs no room on the GPU.
+        """
+        for start in range(0, len(blocks), _FILLED_AT_ONCE):
+            batch = blocks[start : start + _FILLED_AT_ONCE]
+            answer, descriptors = self._exchange(Operation.FILL, offset, blocks=batch)
+            _close_all(descriptors)
+            if answer.code != Code.DONE:
+                raise Refused(Operation.FILL, answer.code)
+            offset += sum(block.size_bytes for block in batch)
+        return offset
+
 
 def _close_all(descriptors: Sequence[int] | array.array[int]) -> None:
     for descriptor in descriptors:
-        with suppress(OSError):
+        with contextlib.suppress(OSError):
             os.close(descriptor)

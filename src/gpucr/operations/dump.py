@@ -222,15 +222,19 @@ def prepare(
     uses = gpu_processes() if job.gang and not is_frozen else ()
     held: Mapping[int, Mapping[str, int]] = frozen.device_bytes if frozen is not None else {}
     kept_bytes = 0
+    carried: Mapping[str, int] = {}
     if frozen is None and job.gang:  # what is frozen does not answer
-        held, kept_bytes = preflight.device_bytes_in_use(job, uses), preflight.kept_bytes(job)
+        from gpucr.gpu_state.held import carried_bytes, device_bytes_in_use  # jobs without CUDA start without it
+
+        held, kept_bytes = device_bytes_in_use(job, uses), preflight.kept_bytes(job)
+        carried = carried_bytes(job, held) if protection is None and may_be_interposed(gpu_state) else {}
     held_bytes = sum(sum(by_gpu.values()) for by_gpu in held.values()) + kept_bytes
     target = place.target(job, held_bytes)
     criu = criu_for_dump(found)
     writer = DeviceWriter(target.sink)
     cuda = frozen
     if protection is not None and job.gang and not is_frozen:
-        from gpucr.gpu_state.cuda_work import cuda_work  # jobs without CUDA start without it
+        from gpucr.gpu_state.cuda_work import cuda_work
 
         gently = leave_running and persist == "background"
         cuda = cuda_work(
@@ -247,7 +251,7 @@ def prepare(
     def needs() -> list[preflight.MemoryNeed]:
         if is_frozen:  # its device memory is already away
             return preflight.needs_of_dump({}, target.disk, job.pids, target.buffers_bytes)
-        on_gpu = cuda.on_gpu if cuda is not None else {}
+        on_gpu = cuda.on_gpu if cuda is not None else carried
         return preflight.needs_of_dump(held, target.disk, job.pids, target.buffers_bytes, on_gpu)
 
     findings = (

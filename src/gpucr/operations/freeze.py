@@ -22,6 +22,7 @@ from gpucr.driver.gpus import gpu_processes
 from gpucr.errors import InvalidRequest, JobDamaged, ProcessNotFound
 from gpucr.gang.threads import STOP_TIMEOUT_S
 from gpucr.gpu_state.cuda_work import CudaWork, cuda_work
+from gpucr.gpu_state.held import device_bytes_in_use
 from gpucr.gpu_state.source import SavedLater
 from gpucr.gpu_state.ways import GpuState, may_be_interposed, require_possible
 from gpucr.jobs import registered, selection
@@ -77,7 +78,7 @@ def freeze(
         found, protection = taken.found, taken.guard()
         found.require_without_us()
         uses = gpu_processes() if found.job.gang else ()
-        held = preflight.device_bytes_in_use(found.job, uses)
+        held = device_bytes_in_use(found.job, uses)
         cuda: CudaWork | None = None
         if found.job.gang:
             cuda = cuda_work(

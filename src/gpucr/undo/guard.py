@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
 
 from gpucr.errors import BrokenInstall
@@ -82,6 +82,15 @@ class Guard:
                 self._send("hold", part, str(self._held))
                 self._held += len(part)
             return tuple(range(first, self._held))
+
+    def drop(self, numbers: Iterable[int]) -> None:
+        """Close its copies of these descriptors, which no action needs any more.
+
+        Raises BrokenInstall if it has ended.
+        """
+        with self._turn:
+            for first, count in _runs(sorted(numbers)):
+                self._ask("drop", (), str(first), str(count))
 
     def update(self, record: Record) -> None:
         """Replace the guard's record of what to do. Returns when the guard has it. Raises BrokenInstall if it ended.
@@ -193,6 +202,20 @@ class Guard:
             "ran out (dmesg)",
             code="GPUCR-GUARD",
         )
+
+
+def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Consecutive ones together: the first of each run, and how many."""
+    first = count = 0
+    for number in numbers:
+        if count and number == first + count:
+            count += 1
+            continue
+        if count:
+            yield first, count
+        first, count = number, 1
+    if count:
+        yield first, count
 
 
 def _start(socket_fd: int, output_fd: int) -> subprocess.Popen[bytes]:

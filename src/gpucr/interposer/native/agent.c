@@ -32,6 +32,9 @@ static void count_blocks(struct status *status) {
         status->away += block->dropped;
         status->multicast += block->multicast;
         status->dma_buf += block->registered;
+        bool foreign = !block->dropped && (block->imported || block->returned);
+        status->foreign += foreign;
+        status->captive += foreign && !carry_may_leave(block);
         if (block->multicast) {
             continue;
         } else if (block->imported) {
@@ -153,10 +156,23 @@ static uint32_t do_bring_back(void) {
     uint32_t code = DONE;
     if (asked.head.operation == IMPORT && asked.descriptor_count != asked.head.count)
         return NO_DESCRIPTORS;
+    shared_begin();
     for (unsigned i = 0; i < asked.head.count && code == DONE; i++)
         code = bring_back(&asked.records[i], i);
+    shared_end();
     if (asked.head.operation == CREATE && answer.head.count > 0)
         return DONE; /* the client repeats the rest: descriptors may have run out */
+    return code;
+}
+
+static uint32_t do_fill(void) {
+    uint64_t offset = asked.head.a;
+    uint32_t code = DONE;
+    for (unsigned i = 0; i < asked.head.count && code == DONE; i++) {
+        struct block *block = block_number(asked.records[i].block, (uint16_t)asked.records[i].generation);
+        code = block != NULL ? carry_fill(block, kept_number(KEPT_MEMORY), offset) : UNKNOWN_BLOCK;
+        offset += block != NULL ? block->bytes : 0;
+    }
     return code;
 }
 
@@ -167,6 +183,8 @@ static uint32_t on_memory(void) {
         return SOMEBODY_INSIDE;
     if (asked.head.operation == EXPORT)
         return do_export();
+    if (asked.head.operation == FILL)
+        return do_fill();
     if (asked.head.operation != DROP)
         return do_bring_back();
     return asked.head.a <= DROP_IMPORTED ? carry_drop((enum drops)asked.head.a) : MALFORMED;
@@ -228,6 +246,7 @@ bool agent_takes_hold(void) {
     case DROP:
     case IMPORT:
     case CREATE:
+    case FILL:
     case KEEP:
     case FETCH:
         return true;
@@ -248,6 +267,7 @@ uint32_t agent_perform(void) {
     case DROP:
     case IMPORT:
     case CREATE:
+    case FILL:
     case LIST:
     case SHARE:
         return on_memory_locked();

@@ -1,20 +1,20 @@
 #include "descriptors.h"
 
 #include <fcntl.h>
-#include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #define HIGHEST_START 4096 /* the kernel's table of descriptors, which each fork copies, is as large as the highest */
 
-/* The upper half of the numbers: the program's own stay low, so select() keeps working. */
+int descriptor_copy_upper(int number, rlim_t limit) {
+    rlim_t half = limit / 2 < HIGHEST_START ? limit / 2 : HIGHEST_START;
+    return fcntl(number, F_DUPFD_CLOEXEC, half > 3 ? (int)half : 3);
+}
+
 int descriptor_copy_high(int number) {
     struct rlimit limit;
-    int lowest = 3;
-    if (getrlimit(RLIMIT_NOFILE, &limit) == 0)
-        lowest = limit.rlim_cur / 2 < HIGHEST_START ? (int)(limit.rlim_cur / 2) : HIGHEST_START;
-    return fcntl(number, F_DUPFD_CLOEXEC, lowest);
+    return descriptor_copy_upper(number, getrlimit(RLIMIT_NOFILE, &limit) == 0 ? limit.rlim_cur : 0);
 }
 
 /* By the plain system call. glibc 2.33 to 2.38 make a path's look-up of it, which a program may have forbidden itself. */

@@ -8,6 +8,7 @@
 #define GPUCR_INTERPOSER_DESCRIPTORS_H
 
 #include <stdbool.h>
+#include <sys/resource.h>
 #include <sys/types.h>
 
 struct identity {
@@ -24,6 +25,8 @@ bool descriptor_identify(int number, struct identity *file); /* false: it is not
 struct owned descriptor_own(int number);                     /* as it is, for a moment */
 struct owned descriptor_keep(int number); /* under a high number, if one is free; else as it is */
 int descriptor_copy_high(int number);     /* -1: none is free */
+/* In the upper half of so many numbers: the program's own stay low, so select() keeps working. */
+int descriptor_copy_upper(int number, rlim_t limit);
 bool descriptor_is_ours(const struct owned *owned);
 void descriptor_close(struct owned *owned); /* unless it is the program's by now */
 

@@ -15,6 +15,10 @@ bool kept_anything(void) {
     return false;
 }
 
+int kept_number(enum kept what) {
+    return descriptor_is_ours(&kept[what]) ? kept[what].number : -1;
+}
+
 void kept_close(void) {
     for (int i = 0; i < KEPT; i++)
         descriptor_close(&kept[i]);
