@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import socket
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from gpucr.interposer.client import Agent, ask_status
 from gpucr.interposer.place import socket_path
 from gpucr.interposer.protocol import MOST_BYTES, BadAnswer, Code, Operation, Refused, parse, request
+from gpucr.linux import sockets
 from tests import command
 from tests.counter import wait_until
 from tests.interposer.conftest import Job, is_waiting, taken
@@ -26,8 +31,8 @@ def connect() -> Iterator[Callable[[Job], socket.socket]]:
 
         def begin(process: Job) -> socket.socket:
             link = opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            link.connect(str(socket_path(process.pid)))  # waits for a place in the queue
             link.settimeout(10)
-            link.connect(str(socket_path(process.pid)))
             return link
 
         yield begin
@@ -56,6 +61,12 @@ def test_idle_clients_stop_neither_suspend_nor_resume(
     wait_until(lambda: is_waiting(process.pid), "the agent's poll")
 
 
+def is_refused_in_a_dry_run(verb: str, process: Job) -> bool:
+    done = command.run(verb, process.pid, "--dry-run")
+    assert "another program holds" in done.stdout + done.stderr, done.stdout + done.stderr
+    return done.returncode == 3
+
+
 def test_a_client_that_holds_the_process_is_not_replaced(
     job: Callable[..., Job], connect: Callable[[Job], socket.socket]
 ) -> None:
@@ -64,6 +75,7 @@ def test_a_client_that_holds_the_process_is_not_replaced(
     assert code_of(holder, Operation.CLOSE, 5000) == Code.DONE
     refused = command.run("suspend", process.pid)
     assert (refused.returncode, "GPUCR-BUSY" in refused.stderr) == (3, True), refused.stderr
+    assert is_refused_in_a_dry_run("suspend", process)
     status = ask_status(process.pid)
     assert status is not None
     assert (status.gate_closed, status.away) == (1, 0)
@@ -74,6 +86,7 @@ def test_a_client_that_holds_the_process_is_not_replaced(
     assert code_of(holder, Operation.CLOSE, 5000) == Code.DONE
     refused = command.run("resume", process.pid)
     assert (refused.returncode, "GPUCR-BUSY" in refused.stderr) == (3, True), refused.stderr
+    assert is_refused_in_a_dry_run("resume", process)
     holder.close()
     assert command.run("resume", process.pid).returncode == 0
     assert process.is_right()
@@ -159,4 +172,30 @@ else:
 """
     done = command.python(code, process.pid)
     assert done.returncode == 0, done.stderr
+    assert process.is_right()
+
+
+def test_more_than_can_wait_for_a_busy_agent_stop_nobody(
+    job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = job(5 * MIB)
+    os.kill(process.pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+    with contextlib.ExitStack() as opened:
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                link = opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+                link.setblocking(False)
+                link.connect(str(socket_path(process.pid)))
+        tries: list[float] = []
+
+        def goes_on(seconds: float) -> None:
+            tries.append(seconds)
+            os.kill(process.pid, signal.SIGCONT)
+            time.sleep(seconds)
+
+        monkeypatch.setattr(sockets, "time", SimpleNamespace(monotonic=time.monotonic, sleep=goes_on))
+        with Agent(process.pid) as agent:
+            assert agent.status().blocks == 1
+        assert tries, "there was no room at first"
     assert process.is_right()

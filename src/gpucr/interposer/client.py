@@ -34,6 +34,7 @@ from gpucr.interposer.protocol import (
     parse,
     request,
 )
+from gpucr.linux import sockets
 
 _LISTENS_AGAIN_S, _POLL_S = 5.0, 0.02
 _ANSWER_S = 30.0
@@ -189,7 +190,8 @@ class Agent:
             status = os.fstat(folder)
             if stat.S_IMODE(status.st_mode) & 0o077 or status.st_uid not in (owner, 0):
                 raise _NotPrivate(f"{path.parent} is not the private folder of the owner of process {self.pid}")
-            self._socket.connect(f"/proc/self/fd/{folder}/{path.name}")
+            where = f"/proc/self/fd/{folder}/{path.name}"
+            sockets.connect(self._socket, where, limit_s=min(self._answer_s, _LISTENS_AGAIN_S))
         finally:
             os.close(folder)
         peer = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
