@@ -16,6 +16,7 @@ from gpucr.errors import GpucrError, Interrupted, JobDamaged, NotACudaProcess, P
 from gpucr.gpu_state import suspended
 from gpucr.gpu_state.gpu_choice import GpuRequest
 from gpucr.gpu_state.held import device_bytes_in_use
+from gpucr.gpu_state.interposed.line import require_free
 from gpucr.gpu_state.placement import place_suspended
 from gpucr.gpu_state.ways import GpuState, may_be_interposed, require_possible, uses_files
 from gpucr.jobs import selection
@@ -135,6 +136,8 @@ def plan_suspend(
         with selection.claimed_job(job, only=only, force=force) as found:
             pids, uses = _require_cuda(found), gpu_processes()
             held = device_bytes_in_use(found.job, uses)
+            if may_be_interposed(gpu_state):
+                require_free(pids)
             needs.extend(preflight.needs_of_suspend(held, in_files=uses_files(gpu_state)))
             findings = [
                 *preflight.check_states(found.job),
@@ -164,6 +167,7 @@ def plan_resume(
 
     def look_alone(job: Target, found: selection.FoundJob) -> JobOutlook:
         pids = _require_cuda(found)
+        require_free(pids)
         away = [member for member in found.job.gang if member.found is CudaState.CHECKPOINTED]
         records = {member.pid: suspended.recall(member.id) for member in away}
         choice = place_suspended(away, records, request, here, found.job.pids).choice

@@ -40,7 +40,7 @@ from gpucr.helper.messages import (
 )
 from gpucr.helper.opened import OpenedFiles
 from gpucr.helper.place import socket_path
-from gpucr.linux import processes
+from gpucr.linux import processes, sockets
 from gpucr.linux.namespaces import PidNamespace
 from gpucr.model import ProcessId
 
@@ -202,7 +202,7 @@ def _connected(path: Path) -> Connection:
     connected = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
     try:
         connected.settimeout(_ANSWER_S)
-        connected.connect(os.fspath(path))
+        sockets.connect(connected, os.fspath(path), limit_s=_ANSWER_S)
         data = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     except OSError as e:
         connected.close()

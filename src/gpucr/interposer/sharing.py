@@ -89,7 +89,7 @@ def ask(pids: Iterable[int]) -> Sharing | None:
     blocks: dict[int, Sequence[Block]] = {}
     try:
         for pid in pids:
-            with Agent(pid) as agent:
+            with Agent(pid, looks=True) as agent:
                 blocks[pid] = agent.blocks()
         return find(blocks)
     except (OSError, Refused, BadAnswer):  # ended, busy, or just closed the identifying descriptor

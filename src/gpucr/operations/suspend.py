@@ -20,6 +20,7 @@ from gpucr.gpu_state.custom_storage.suspended import SuspendedStorage, needed_wi
 from gpucr.gpu_state.gpu_choice import GpuRequest
 from gpucr.gpu_state.held import device_bytes_in_use
 from gpucr.gpu_state.interposed.hooks import call
+from gpucr.gpu_state.interposed.line import require_free
 from gpucr.gpu_state.interposed.suspended import SuspendedBlocks
 from gpucr.gpu_state.placement import gpus_of, place_suspended
 from gpucr.gpu_state.recovery import GangProtection
@@ -181,6 +182,7 @@ def _resume(
     if choice.gpu_map is not None:
         findings += preflight.check_driver(gang.driver.capabilities(), choice.gpu_map)
     preflight.require_no_blocking(findings, force=force)
+    require_free(member.pid for member in gang.members)
     steps: list[Step] = []  # none for a running job: do not announce what is not done
     maps = placement.maps(gang)
     ids = {member.pid: member.id for member in gang.members}
