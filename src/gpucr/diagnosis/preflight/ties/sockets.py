@@ -32,7 +32,7 @@ def _of_local_socket(seen: Seen, found: UnixSocket, file: OpenFile, waiting: set
     is_outside = bool(found.peer_inode) and _target(found.peer_inode) not in seen.files
     if found.is_waiting and found.inode not in waiting:
         yield Tie(facts.LOCAL_SOCKET, file.pid, 0, f"fd {file.fd} is a connection that was not accepted yet")
-    elif is_outside and not _is_reached_by_name(seen, found) and not _is_of_the_agent(file.pid, found):
+    elif is_outside and not _is_reached_by_name(seen, found) and not _is_of_the_agent(found):
         holders = seen.others.get(_target(found.peer_inode), [])
         other = seen.nearest(holders).pid if holders else 0
         named = found.name or (peer.name if (peer := seen.sockets.get(found.peer_inode)) is not None else "")
@@ -45,13 +45,11 @@ def _is_reached_by_name(seen: Seen, found: UnixSocket) -> bool:
     return not found.is_stream and peer is not None and bool(peer.name)
 
 
-def _is_of_the_agent(pid: int, found: UnixSocket) -> bool:
+def _is_of_the_agent(found: UnixSocket) -> bool:
     """Whether it is a connection to the interposer's agent, which closes them before CRIU comes."""
-    from gpucr.interposer.client import socket_path  # jobs without CUDA start without it
+    from gpucr.interposer.place import is_bound_name  # jobs without CUDA start without it
 
-    with suppress(OSError):
-        return bool(found.name) and f"{PROC}/{pid}/root{found.name}" == str(socket_path(pid))
-    return False
+    return is_bound_name(found.name)
 
 
 def _target(inode: int) -> str:
