@@ -9,7 +9,7 @@ from typing import Any
 from gpucr.criu.options import DumpOptions
 from gpucr.gpu_state.source import FileSource
 from gpucr.linux.processor import Processor
-from gpucr.model import Connection, CudaState, DevicePart, Endpoint, Extent, Gpu, JobFile, StagedExtent
+from gpucr.model import Connection, CudaState, DevicePart, Endpoint, Extent, FileLock, Gpu, JobFile, StagedExtent
 from gpucr.snapshot.device import DeviceWriter, FolderSink
 from gpucr.snapshot.folder import Snapshot, UnfinishedSnapshot
 from gpucr.snapshot.manifest import (
@@ -68,6 +68,7 @@ def manifest(*, files: tuple[FileRecord, ...] = (), device_data: DeviceData | No
                 visible_gpus=(GPU_B,),
                 known_gpus=(GPU_A, GPU_B),
                 scheduling=(ThreadRecord(1, "0-3,8", 3 << 13 | 7), ThreadRecord(3, None, 0)),
+                core_filter=51,
             ),
             ProcessRecord(102, (102,), 100, (102,), "loader", ("loader",), None),
         ),
@@ -103,6 +104,8 @@ def manifest(*, files: tuple[FileRecord, ...] = (), device_data: DeviceData | No
         connections=(Connection(Endpoint("10.0.0.1", 40000), Endpoint("2001:db8::1", 443)),),
         kept="gpucr-kept-0a1b2c3d",
         overruled=(OverruledFinding("process 100 shares GPU memory (P2P)", "it would be lost"),),
+        locks=(FileLock("/srv/töst.log", "POSIX", True, 8, None),),
+        terminals=(3,),
         files=files,
         **more,
     )

@@ -25,7 +25,7 @@ WHOLE = samples.manifest(files=(FILE, STORED), device_data=samples.DEVICE_DATA, 
 _NULLABLE = (
     "criu_options",
     "cuda_version", "driver_version", "launch", "sandbox", "found_state", "restore_thread", "device_data", "scheduling",
-    "log_path", "cpus", "kept",
+    "log_path", "cpus", "core_filter", "kept",
 )  # fmt: skip
 Body = dict[str, Any]
 
@@ -222,6 +222,7 @@ _PLACES: dict[str, Callable[[Body], Body]] = {
     "endpoint": lambda inner: inner["endpoints"][0],
     "connection": lambda inner: inner["connections"][0],
     "sandbox": lambda inner: inner["sandbox"],
+    "lock": lambda inner: inner["locks"][0],
     "stored extent": lambda inner: inner["processes"][0]["device_data"]["extents"][0],
 }
 _KEYS = [(place, key) for place, find in _PLACES.items() for key in find(body()) if key not in _UNREAD]

@@ -52,7 +52,7 @@ def examine(target: int | str | JobSelector, folder: Path, *, was_named: bool) -
         findings_of_traps(job, found.driver, uses),
         ok("sharing", "nothing shows that would be lost", "environment, mapped and open files, NVML"),
     )
-    findings += _processes(job, isolated=found.sandbox is not None)
+    findings += _processes(found)
     handed_over = _handed_over(found)
     findings += [structs.replace(each, about="device memory") for each in preflight.check_handed_over(handed_over)]
     findings += _room(job, uses, folder, handed_over)
@@ -75,39 +75,29 @@ def _states(job: Job) -> Finding:
     )
 
 
-def _processes(job: Job, *, isolated: bool) -> list[Finding]:
-    return [
-        *from_findings(
-            "tracers",
-            preflight.check_tracers(job),
-            ok("tracers", "no debugger or profiler is attached", "TracerPid in /proc/PID/status"),
-        ),
-        *from_findings(
-            "session",
-            [*preflight.check_session(job), *([] if isolated else preflight.check_namespace_init(job))],
-            ok(
-                "session",
-                "CRIU can give back the session of every process",
-                "sessions in /proc/PID/stat, NSsid in status",
-            ),
-        ),
-        *from_findings(
-            "open files",
-            [
-                *preflight.check_open_files(job, is_sandboxed=isolated),
-                *check_deleted_files(_largest_deleted(job)),
-            ],
-            ok("open files", "CRIU can dump them", "/proc/PID/fd"),
-        ),
-        *from_findings(
-            "connections",
-            preflight.check_outside_connections(job),
-            ok("connections", "none leads outside the job", "sock_diag"),
-        ),
-        *from_findings(
-            "terminal", preflight.check_terminal(job), ok("terminal", "it has none", "tty_nr in /proc/PID/stat")
-        ),
+_FINE = {
+    "tracers": ("no debugger or profiler is attached", "TracerPid in /proc/PID/status"),
+    "session": ("CRIU can give back the session of every process", "sessions in /proc/PID/stat, NSsid in status"),
+    "namespaces": ("no process has one that the first one lacks", "/proc/PID/ns"),
+    "left out": ("nothing else is in the job's pid namespace", "/proc/PID/ns/pid of all processes"),
+    "open files": ("CRIU can dump them", "/proc/PID/fd"),
+    "others": ("the job shares nothing with them", "/proc/PID/fd and maps of all processes, kcmp(2), sock_diag"),
+    "connections": ("none leads outside the job", "sock_diag"),
+    "terminal": ("it has none, or CRIU can give it back", "tty_nr in /proc/PID/stat, /proc/PID/fd"),
+}
+"""The text for a part of the job without findings."""
+
+
+def _processes(found: selection.FoundJob) -> list[Finding]:
+    job = found.job
+    findings = [
+        *selection.findings_for_criu(found),
+        *(structs.replace(each, about="open files") for each in check_deleted_files(_largest_deleted(job))),
+        *(structs.replace(each, about="terminal") for each in preflight.check_terminal(job)),
     ]
+    told = {finding.about for finding in findings}
+    fine = [ok(part, what, evidence) for part, (what, evidence) in _FINE.items() if part not in told]
+    return sorted([*findings, *fine], key=lambda finding: list(_FINE).index(finding.about))
 
 
 def _largest_deleted(job: Job) -> Mapping[int, int]:

@@ -16,6 +16,7 @@ from msgspec import Struct
 
 from gpucr.containers import oci, podman, runtime_call
 from gpucr.containers.container import FoundContainer
+from gpucr.containers.dump import findings_of_processes, plan_for_runtime
 from gpucr.containers.record import RUNTIMES, ContainerRecord, Runtime, read_record, write_record
 from gpucr.criu.options import choose_dump_options
 from gpucr.diagnosis import preflight
@@ -27,6 +28,7 @@ from gpucr.model import CudaState, Job, ProcessId
 from gpucr.network.lock import IN_FLIGHT
 from gpucr.network.of_criu import AfterCriu
 from gpucr.network.steps import IN_FLIGHT_LIMIT_S
+from gpucr.operations.dump import DumpPlan
 from gpucr.snapshot import files
 from gpucr.snapshot.folder import GPU_PART_NAME, check_target, completed
 from gpucr.snapshot.machine import findings_of_processor
@@ -68,10 +70,10 @@ def dump_container(
     ``runtime`` is detected if not given; ``runtime_root`` is runc's and crun's ``--root``. With ``leave_running`` this
     returns when its GPU state is back. The folder must be missing or empty. Needs root.
 
-    Raises InvalidRequest, SnapshotExists, SnapshotError (another user could replace ``to``), CriuUnavailable (nothing
-    was changed); CriuError (the container is as it was, ``to`` is gone); Interrupted (likewise: Ctrl-C, SIGTERM,
-    ``cancel``); SnapshotError (``to`` cannot be made or written); JobDamaged (its GPU state is not back, or it has
-    ended and ``to`` is not complete).
+    Raises InvalidRequest, SnapshotExists, SnapshotError (another user could replace ``to``), Unsupported,
+    CriuUnavailable (nothing was changed); CriuError, DeadlineExceeded (the container is as it was, ``to`` is gone);
+    Interrupted (likewise: Ctrl-C, SIGTERM, ``cancel``); SnapshotError (``to`` cannot be made or written); JobDamaged
+    (its GPU state is not back, or it has ended and ``to`` is not complete).
     """
     end = time.monotonic() + IN_FLIGHT_LIMIT_S
     while True:
@@ -96,7 +98,9 @@ def _dump(
     _require_ours(to)
     found = _find(container, runtime, runtime_root)
     pid = found.running_pid()
-    job = selection.find_job(pid).job
+    inside = selection.find_job(pid)
+    job = inside.job
+    preflight.require_no_blocking(findings_of_processes(inside), force=None)
     options = choose_dump_options(job.pids, leave_running=leave_running)
     network_lock = runtime_call.choose_network_lock(job.pids)
     root = None if runtime_root is None else str(runtime_root.absolute())
@@ -131,6 +135,32 @@ def _dump(
                 shutil.rmtree(made, ignore_errors=True)
             raise
     return _report(to, record, pid, begin, left_running=leave_running)
+
+
+def plan_container_dump(
+    container: str,
+    to: Path,
+    *,
+    runtime: Runtime | None = None,
+    runtime_root: Path | None = None,
+    leave_running: bool = False,
+) -> DumpPlan:
+    """What `dump_container` would do with the same arguments. Changes nothing; raises like it before it has begun."""
+    check_target(to)
+    _require_ours(to)
+    found = _find(container, runtime, runtime_root)
+    inside = selection.find_job(found.running_pid())
+    before: list[str] = []
+    after: list[str] = []
+    if inside.job.gang:
+        disk = next(each for each in [to, *to.absolute().parents] if each.is_dir())
+        before, after, findings = plan_for_runtime(inside, disk, leave_running=leave_running)
+    else:
+        findings = findings_of_processes(inside)
+    end = "keep it running" if leave_running else "end it"
+    by_runtime = f"have {found.runtime} dump the container {container} with CRIU to {to / 'images'}, {end}"
+    steps = (f"make the private folder {to}", *before, by_runtime, *after)
+    return DumpPlan(inside.job.root.pid, steps, tuple(findings))
 
 
 def restore_container(folder: Path, *, cancel: Cancellation | None = None) -> ContainerReport:

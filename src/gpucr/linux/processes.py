@@ -31,7 +31,10 @@ _CAP_NET_ADMIN, _CAP_SYS_PTRACE, _CAP_SYS_ADMIN, _CAP_SYS_TIME = 12, 19, 21, 25 
 
 
 class Stat(Struct, frozen=True):
-    """The fields of ``/proc/PID/stat`` that gpucr uses (proc_pid_stat(5))."""
+    """The fields of ``/proc/PID/stat`` that gpucr uses (proc_pid_stat(5)).
+
+    ``processor_ticks``: the processor time of the process, and of its children that it has waited for.
+    """
 
     name: str
     status: str
@@ -40,6 +43,7 @@ class Stat(Struct, frozen=True):
     terminal: int
     flags: int
     start_time_ticks: int
+    processor_ticks: int = 0
 
     @property
     def is_kernel_thread(self) -> bool:
@@ -82,6 +86,7 @@ def read_stat(pid: int) -> Stat | None:
         terminal=int(fields[4]),
         flags=int(fields[6]),
         start_time_ticks=int(fields[19]) - _clock_offset_ticks(),
+        processor_ticks=sum(map(int, fields[11:15])),
     )
 
 

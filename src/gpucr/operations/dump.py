@@ -303,9 +303,9 @@ def prepare(
         *selection.findings_before_freeze(job, needs()),
         *(findings_of_traps(job, found.driver, uses, may_share=may_be_interposed(gpu_state)) if not is_frozen else ()),
         *(preflight.check_handed_over(cuda.custom.pids(job.gang)) if cuda is not None and not is_frozen else ()),
-        *selection.findings_before_dump(found, tcp, leave_running=leave_running, is_frozen=is_frozen),
         *preflight.check_dump_by_user(job, criu.install, in_sandbox=found.sandbox is not None),
-        *(preflight.check_databases(job) if leave_running else ()),
+        *selection.findings_for_criu(found, tcp, leave_running=leave_running, is_frozen=is_frozen),
+        *preflight.check_databases(job, leave_running=leave_running),
         *(each for tree in job.trees for each in preflight.check_terminal(tree) if leave_running and is_stopped),
         *target.findings(job, held_bytes),
     )

@@ -428,6 +428,9 @@ def _draft(context: OwnDump, tree: Sequence[ProcessInfo], outside: Outside) -> M
         shared_files=outside.shared_files,
         endpoints=outside.endpoints,
         connections=outside.connections,
+        databases=outside.databases,
+        locks=outside.locks,
+        terminals=outside.terminals,
         kept=context.network.kept_name if outside.connections else None,
     )
 

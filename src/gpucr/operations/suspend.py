@@ -21,6 +21,7 @@ from gpucr.gpu_state.custom_storage.suspended import SuspendedStorage, needed_wi
 from gpucr.gpu_state.gpu_choice import GpuRequest
 from gpucr.gpu_state.held import device_bytes_in_use
 from gpucr.gpu_state.interposed.hooks import call
+from gpucr.gpu_state.interposed.line import require_free
 from gpucr.gpu_state.interposed.suspended import SuspendedBlocks
 from gpucr.gpu_state.placement import Placement, gpus_of, place_suspended
 from gpucr.gpu_state.recovery import GangProtection
@@ -142,6 +143,8 @@ def prepare_suspend(
 
     Raises Unsupported if its device memory cannot leave as ``gpu_state`` insists.
     """
+    if may_be_interposed(gpu_state):
+        require_free(member.pid for member in found.job.gang)
     uses = gpu_processes()
     held = device_bytes_in_use(found.job, uses)
     about_job = [
@@ -281,6 +284,7 @@ def prepare_resume(found: selection.FoundJob, request: GpuRequest) -> PreparedRe
     ]
     if choice.gpu_map is not None:
         findings += preflight.check_driver(found.driver.capabilities(), choice.gpu_map)
+    require_free(member.pid for member in members)
     return PreparedResume(found.driver, away, records, placement, tuple(findings))
 
 

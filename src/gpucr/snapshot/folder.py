@@ -5,7 +5,7 @@
     DIR/                 0700
       images/            CRIU's image files, 0600; those of a job's further trees are in images-1/ and so on
       device/            device memory of the CUDA processes, 0600 (see device/): only where CRIU's images lack it
-      shared/            files of shared memory, 0600 (see shared_files.py): only where the job has any
+      shared/            files of shared memory, copies of databases, 0600: only where the job has any
       manifest.json      0600, written last: without it there is no snapshot
 """
 
@@ -16,7 +16,7 @@ import errno
 import os
 import shutil
 import stat
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count, takewhile
 from pathlib import Path
@@ -27,8 +27,8 @@ from gpucr.errors import InvalidRequest, SnapshotDamaged, SnapshotError, Snapsho
 from gpucr.linux import durable, locks, trusted_paths
 from gpucr.linux.held_folder import HeldFolder
 from gpucr.records import RecordError
-from gpucr.snapshot import device, files, manifest, shared_files
-from gpucr.snapshot.manifest import FileRecord, Manifest, SharedFileRecord, images_name
+from gpucr.snapshot import databases, device, files, manifest, shared_files
+from gpucr.snapshot.manifest import FileRecord, Manifest, SavedDatabase, SharedFileRecord, images_name
 
 MANIFEST_NAME = "manifest.json"
 IMAGES_NAME = images_name(0)
@@ -195,6 +195,13 @@ class UnfinishedSnapshot:
         """Copy the shared files under ``root`` (``inodes``: only these), as they are now (see shared_files.py)."""
         with self.filled():
             return shared_files.save(root, self.held.path, inodes=inodes)
+
+    def save_databases(
+        self, found: Mapping[str, Mapping[str, tuple[int, int]]], first_number: int
+    ) -> tuple[SavedDatabase, ...]:
+        """Copy these databases, as they are now (see databases.py)."""
+        with self.filled():
+            return databases.save(found, self.held.path, first_number)
 
     def filled(self) -> contextlib.AbstractContextManager[None]:
         """For a block that writes into the folder: failed writes become SnapshotError."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import platform
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path, PurePath, PurePosixPath
 
 from gpucr.criu.credentials import credentials_in
@@ -13,6 +13,7 @@ from gpucr.criu.images import MAX_IMAGE_BYTES, FilesImage, have_clocks
 from gpucr.criu.images import NAME as FILES_IMAGE
 from gpucr.criu.install import CriuInstall
 from gpucr.criu.pids import pids_in
+from gpucr.criu.reopened import Reopened, reopened
 from gpucr.diagnosis import preflight
 from gpucr.diagnosis.preflight.support import gpu_use, machine
 from gpucr.diagnosis.traps import findings_of_targets
@@ -21,6 +22,7 @@ from gpucr.gpu_state.backend import CUSTOM_STORAGE, INTERPOSED
 from gpucr.gpu_state.gpu_choice import GpuChoice
 from gpucr.interposer.build import LIBRARY
 from gpucr.linux import capabilities, processor
+from gpucr.linux.namespaces import keep_clear_of
 from gpucr.linux.pid_uses import wait_for_reaping
 from gpucr.linux.processor import Processor
 from gpucr.linux.sock_diag import TcpSocket, outside_connections
@@ -37,7 +39,8 @@ def findings_of_machine(
 ) -> list[preflight.Finding]:
     """Findings about this machine against a restore. ``here``: its GPUs.
 
-    Waits for parents to reap zombies, and installs the interposer's library where the job had it, if it is gpucr's own.
+    Waits for parents to reap zombies, keeps later processes of gpucr's off the job's pids, and installs the
+    interposer's library where the job had it, if it is gpucr's own.
     """
     manifest = source.snapshot.manifest
     libraries = [path for file in manifest.open_files if (path := PurePosixPath(file.path)).name == LIBRARY]
@@ -47,6 +50,7 @@ def findings_of_machine(
         with contextlib.suppress(BrokenInstall):  # that it is missing is found below
             put_back(each)
     pids = _pids_needed_here(source) if not in_sandbox else set()
+    keep_clear_of(pids)
     findings = preflight.check_free_pids(wait_for_reaping(pids, REAPING_TIMEOUT_S))
     paths = [PurePosixPath(file.path) for file in manifest.files]
     findings += preflight.check_clocks(are_in_images=have_clocks(path.name for path in paths))
@@ -73,6 +77,18 @@ def findings_of_processor(architecture: str, dumped: Processor) -> list[prefligh
     if architecture != here:
         return [machine.ARCHITECTURE.seen(f"this one is {here}", architecture=architecture)]
     return preflight.check_processor(dumped, processor.here())
+
+
+def files_to_open(source: RestoreSource, *, apart_from: Collection[str]) -> tuple[list[Reopened], list[str]]:
+    """The files and folders that CRIU opens again, and the folders in which it makes deleted ones."""
+    files: list[Reopened] = []
+    folders: list[str] = []
+    with contextlib.suppress(OSError, ImageError):  # a damaged image is an error of its own, when it is provided
+        for open_image in source.openers:
+            opened, made = reopened(open_image)
+            files += [each for each in opened if each.path not in apart_from]
+            folders += made
+    return files, folders
 
 
 def _check_interposer(manifest: Manifest, libraries: Sequence[PurePath]) -> list[preflight.Finding]:

@@ -23,7 +23,18 @@ from gpucr.criu.options import DumpOptions
 from gpucr.interposer.sharing import Share
 from gpucr.linux.processor import Processor
 from gpucr.linux.scheduling import IO_PRIORITY_LIMIT, cpus_in
-from gpucr.model import KIND_NAME, Connection, CudaState, DevicePart, Endpoint, Extent, Gpu, JobFile, StagedExtent
+from gpucr.model import (
+    KIND_NAME,
+    Connection,
+    CudaState,
+    DevicePart,
+    Endpoint,
+    Extent,
+    FileLock,
+    Gpu,
+    JobFile,
+    StagedExtent,
+)
 from gpucr.records import Count, Pid, Priority, Record, RecordError, Text
 
 FORMAT = "gpucr-snapshot"
@@ -32,6 +43,7 @@ MAX_MANIFEST_BYTES = 64 << 20
 """Digests of 1 TiB of device memory in pieces of 4 MiB take 20 MiB."""
 
 PAGE_BYTES = 4096
+_LOCKS = frozenset(("FLOCK", "POSIX", "OFDLCK"))
 _MAX_PIECE_BYTES = 1 << 30
 _MAX_DEVICE_BYTES = 1 << 48
 _ABOUT = {"format", "format_version", "has_gpu_state"}
@@ -120,6 +132,40 @@ class SharedFileRecord(Record, frozen=True):
             check_inside(path)
 
 
+class SavedFile(Record, frozen=True):
+    """A copy of one of the job's files, whose content is in the snapshot as ``stored``. ``mode``: 12 bits.
+
+    ``inode``: the number of the file on its file system.
+    """
+
+    path: str
+    size_bytes: Size
+    mode: Mode
+    uid: Owner
+    gid: Owner
+    modified_ns: Size
+    inode: Size
+    stored: str
+
+
+class SavedDatabase(Record, frozen=True):
+    """All files of a database at the dump, in one folder: the one at ``path``, and those beside it."""
+
+    path: str
+    files: tuple[SavedFile, ...]
+
+    def __post_init__(self) -> None:
+        check_absolute(self.path)
+        paths = [file.path for file in self.files]
+        if self.path not in paths or len(set(paths)) != len(paths):
+            raise RecordError("`files` lacks the database, or has a file twice")
+        for file in self.files:
+            check_absolute(file.path)
+            check_inside(file.stored)
+            if PurePosixPath(file.path).parent != PurePosixPath(self.path).parent:
+                raise RecordError(f"{file.path!r} is in another folder than its database")
+
+
 class DeviceData(Record, frozen=True):
     """A part of a process's device memory as it is stored in the folder ``device`` (see device/), or in a store.
 
@@ -181,7 +227,8 @@ class ProcessRecord(Record, frozen=True):
     of its device memory from the driver (None: it has none, or CRIU's images hold it, kind ``plain``), ``above`` the
     parts of backends above the driver's, lowest first. ``visible_gpus`` are the UUIDs of the GPUs that it can use,
     ``known_gpus`` of those that the driver knows for it (both empty without CUDA). ``scheduling`` has every one of its
-    threads (None: not known). ``has_hooks``: its program has functions to call when it runs again.
+    threads (None: not known). ``has_hooks``: its program has functions to call when it runs again. ``core_filter``:
+    which memory a core dump of it has (core(5); None: not known).
     """
 
     pid: Pid
@@ -201,6 +248,7 @@ class ProcessRecord(Record, frozen=True):
     scheduling: tuple[ThreadRecord, ...] | None = None
     above: tuple[DeviceData, ...] = ()
     has_hooks: bool = False
+    core_filter: Annotated[int, Meta(ge=0, lt=1 << 32)] | None = None
 
     @property
     def device_parts(self) -> dict[DevicePart, DeviceData]:
@@ -296,6 +344,9 @@ class Manifest(Record, frozen=True):
     other_root_pids: tuple[Pid, ...] = ()
     was_frozen: bool = False
     shares: tuple[Share, ...] = ()
+    databases: tuple[SavedDatabase, ...] = ()
+    locks: tuple[FileLock, ...] = ()
+    terminals: tuple[Count, ...] = ()
 
     @property
     def root_pids(self) -> tuple[int, ...]:
@@ -500,12 +551,10 @@ def _check_consistency(manifest: Manifest) -> None:
         raise RecordError("it has several trees, which were not frozen")
     if len(pids) != len(manifest.processes):
         raise RecordError("two processes have the same pid")
-    sizes = {file.path: file.size_bytes for file in manifest.files}
-    for shared in manifest.shared_files:
-        if sizes.get(shared.stored) != shared.size_bytes:
-            raise RecordError(f"the shared file {shared.names[0]!r} has no file of its size in the snapshot")
+    _check_copies(manifest)
     for path in (*(file.path for file in manifest.open_files), *manifest.open_folders):
         check_absolute(path)
+    _check_locks(manifest.locks)
     _check_shares(manifest.shares, pids)
     for part, data in manifest.device_parts.items():
         _check_extents(data, f"device_data of process {part.pid}")
@@ -514,6 +563,24 @@ def _check_consistency(manifest: Manifest) -> None:
             endpoint.require_valid()
         except ValueError as e:
             raise RecordError(str(e)) from e
+
+
+def _check_locks(locks: Sequence[FileLock]) -> None:
+    for lock in locks:
+        check_absolute(lock.path)
+        if lock.kind not in _LOCKS or lock.start < 0 or (lock.end is not None and lock.end < lock.start):
+            raise RecordError(f"{lock.path!r} cannot have had such a lock")
+
+
+def _check_copies(manifest: Manifest) -> None:
+    """Whether the content of shared memory and databases is in the snapshot."""
+    sizes = {file.path: file.size_bytes for file in manifest.files}
+    for shared in manifest.shared_files:
+        if sizes.get(shared.stored) != shared.size_bytes:
+            raise RecordError(f"the shared file {shared.names[0]!r} has no file of its size in the snapshot")
+    for saved in (file for database in manifest.databases for file in database.files):
+        if sizes.get(saved.stored) != saved.size_bytes:
+            raise RecordError(f"the copy of {saved.path!r} has no file of its size in the snapshot")
 
 
 def _check_shares(shares: Sequence[Share], pids: Collection[int]) -> None:

@@ -1,7 +1,7 @@
-"""CPU affinity and I/O priority of a job's threads: read at the dump, set again at the restore.
+"""CPU affinity and I/O priority of a job's threads, and what core dumps have: read at the dump, set at the restore.
 
-CRIU restores scheduling policies and nice values, but neither of these: its tasks inherit them from CRIU, and so from
-the shell that runs the restore. A shell confined to one CPU would confine the job to it for good.
+CRIU restores scheduling policies and nice values, but none of these: its tasks inherit them from CRIU, and so from the
+shell that runs the restore. A shell confined to one CPU would confine the job to it for good.
 """
 
 from __future__ import annotations
@@ -11,24 +11,31 @@ import errno
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 
 from msgspec.structs import replace
 
 from gpucr.linux import processes, scheduling
+from gpucr.linux.processes import PROC
 from gpucr.linux.scheduling import UsableCpus
 from gpucr.model import ProcessInfo
 from gpucr.snapshot.manifest import Manifest, ProcessRecord, ThreadRecord
 
+_CORE_FILTER = "coredump_filter"
+
 
 def with_scheduling(records: Iterable[ProcessRecord]) -> tuple[ProcessRecord, ...]:
-    """How the threads of frozen processes are scheduled; None if the kernel does not say.
+    """How the threads of frozen processes are scheduled, and what core dumps have; None if the kernel does not say.
 
     A thread that may use all CPUs that it could get is recorded as free, not as bound to those of this machine.
     """
     usable: UsableCpus | None = None
     with contextlib.suppress(OSError, ValueError):
         usable = UsableCpus()
-    return tuple(replace(record, scheduling=_scheduling_of(record, usable)) for record in records)
+    return tuple(
+        replace(each, scheduling=_scheduling_of(each, usable), core_filter=_core_filter_of(each.pid))
+        for each in records
+    )
 
 
 def _scheduling_of(process: ProcessRecord, usable: UsableCpus | None) -> tuple[ThreadRecord, ...] | None:
@@ -38,6 +45,14 @@ def _scheduling_of(process: ProcessRecord, usable: UsableCpus | None) -> tuple[T
         cpus = usable.of(process.pid)
         return tuple(_record(process, tid, cpus) for tid in process.threads)
     except (OSError, ValueError):
+        return None
+
+
+def _core_filter_of(pid: int) -> int | None:
+    """Which memory core dumps of the process have (``/proc/PID/coredump_filter``); None if the kernel does not say."""
+    try:
+        return int((PROC / str(pid) / _CORE_FILTER).read_text(), 16)
+    except (OSError, ValueError):  # it has ended; a kernel without core dumps
         return None
 
 
@@ -61,6 +76,9 @@ def restore_scheduling(manifest: Manifest, tree: Iterable[ProcessInfo]) -> list[
         process = restored.get(record.ns_pids[-1])
         if record.scheduling is not None and process is not None:
             warnings += _restore_process(record, record.scheduling, process)
+        if record.core_filter is not None and process is not None:
+            with suppress(OSError):  # it has ended; another user's
+                (PROC / str(process.pid) / _CORE_FILTER).write_text(hex(record.core_filter))
     return warnings
 
 

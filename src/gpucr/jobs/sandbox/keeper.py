@@ -135,6 +135,8 @@ class Keeper:
             namespaces.follow_host_mounts()
             namespaces.mount_proc()
             namespaces.mount_shared_memory()
+            if self._specification["terminals"]:
+                namespaces.mount_terminals()
             if self._specification["network"] == "own":
                 namespaces.bring_loopback_up()
             namespaces.set_last_pid(self._specification["last_pid"] or FIRST_LAST_PID)
