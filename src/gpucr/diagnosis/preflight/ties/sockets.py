@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
 
 from gpucr.diagnosis.preflight.support import ties as facts
 from gpucr.diagnosis.preflight.ties.look import Seen, Tie, socket_inode
-from gpucr.linux.processes import PROC, OpenFile
+from gpucr.linux.processes import OpenFile
 from gpucr.linux.unix_diag import UnixSocket
 
 
