@@ -2,8 +2,8 @@
 
 ``GPUCR_TEST_PLATFORM`` is ``sim`` or ``gpu``; without it, a usable NVIDIA driver decides. On ``sim`` the simulator is
 put in place before the first test.
-``GPUCR_REQUIRE=gpu,criu,root,runtimes,podman,containerd,prometheus,slurm,htcondor,ray,machines`` turns the skips for
-these into failures.
+``GPUCR_REQUIRE=gpu,criu,root,iptables,runtimes,podman,containerd,prometheus,slurm,htcondor,ray,machines`` turns the
+skips for these into failures.
 """
 
 from __future__ import annotations
@@ -202,8 +202,8 @@ def state_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def process_without_cuda() -> Iterator[int]:
     """The pid of a live process that never touches CUDA."""
-    command = [sys.executable, "-c", "input()"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as process:
+    null = subprocess.DEVNULL
+    with subprocess.Popen(["sleep", "1000"], stdin=null, stdout=null, stderr=null, start_new_session=True) as process:
         yield process.pid
         process.kill()
 

@@ -25,6 +25,7 @@
     │   ├── LockTimeout                CUDA_ERROR_NOT_READY (600)
     │   └── NotSupportedByDriver       CUDA_ERROR_NOT_SUPPORTED (801)
     ├── InterposerError            1   the library in a process did not do what it was asked
+    ├── GpuFull                    1   others took the GPU's memory; the job waits for room, nothing of it is lost
     ├── CustomStorageError         1   device memory that the driver hands over could not be taken, or given back
     ├── CriuError                  1   CRIU failed; carries its reason and its log
     ├── JobChanged                 1   the job changed under our hands (a process ended, another tool worked on it)
@@ -268,6 +269,12 @@ class InterposerError(GpucrError):
     code = "GPUCR-INTERPOSER"
 
 
+class GpuFull(GpucrError):
+    """Others took a GPU's memory while the job's was away. Nothing of the job is lost; it waits for room."""
+
+    code = "GPUCR-GPU-FULL"
+
+
 class CustomStorageError(GpucrError):
     """Device memory that the driver hands over (custom storage, driver 615) could not be taken or given back."""
 
@@ -308,8 +315,8 @@ class JobChanged(GpucrError):
 
     code = "GPUCR-JOB-CHANGED"
 
-    def __init__(self, message: str, *, pids: Sequence[int], hint: str | None = None) -> None:
-        super().__init__(message, hint=hint)
+    def __init__(self, message: str, *, pids: Sequence[int], hint: str | None = None, code: str | None = None) -> None:
+        super().__init__(message, hint=hint, code=code)
         self.pids = tuple(pids)
 
 

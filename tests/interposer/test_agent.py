@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 import signal
 import socket
 import struct
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,84 +18,15 @@ from msgspec.structs import replace
 from gpucr import suspend
 from gpucr.errors import GpucrError
 from gpucr.interposer import client
-from gpucr.interposer.client import Agent, Held, ask_status, socket_path
-from gpucr.interposer.protocol import MOST_BYTES, Code, Kept, Operation, OtherVersion, Refused, parse, request
+from gpucr.interposer.client import Agent, Held, ask_blocks, ask_status
+from gpucr.interposer.foreign import is_lost_by_driver, why_by_driver
+from gpucr.interposer.place import socket_path
+from gpucr.interposer.protocol import MOST_BYTES, Code, Flag, Kept, Operation, OtherVersion, Refused, parse, request
 from gpucr.sim import build as simulator
-from tests.interposer.conftest import Start
+from tests.interposer.conftest import Job, Start, taken
 from tests.sim.libcuda import Libcuda
 
-PROGRAM = """
-import ctypes, hashlib, os, sys
-cuda = ctypes.CDLL("libcuda.so.1")
-context, number = ctypes.c_void_p(), ctypes.c_uint64
-cuda.cuInit(0), cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0), cuda.cuCtxSetCurrent(context)
-sizes = [int(word) for word in sys.argv[1:]]
-pointers = []
-for place, size in enumerate(sizes):
-    pointer = number()
-    assert cuda.cuMemAlloc_v2(ctypes.byref(pointer), ctypes.c_size_t(size)) == 0
-    part = bytes([place % 255 + 1]) * min(size, 4096)
-    assert cuda.cuMemcpyHtoD_v2(pointer, part, ctypes.c_size_t(len(part))) == 0
-    pointers.append(pointer)
-print("ready", flush=True)
-for line in sys.stdin:
-    part = ctypes.create_string_buffer(4096)
-    if line.strip() == "fork":
-        child = os.fork()
-        if child == 0:
-            found = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
-            print(sum("gpucr-sim-vmm" in os.readlink(path) for path in found if os.path.lexists(path)), flush=True)
-            os._exit(0)
-        os.waitpid(child, 0)
-        continue
-    right = []
-    for place, pointer in enumerate(pointers):
-        base, size = number(), ctypes.c_size_t()
-        assert cuda.cuMemcpyDtoH_v2(part, pointer, ctypes.c_size_t(min(sizes[place], 4096))) == 0
-        assert cuda.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), number(pointer.value + 1)) == 0
-        right.append(part.raw[0] == place % 255 + 1 and base.value == pointer.value)
-    print("right" if all(right) else right, flush=True)
-"""
 MIB = 1 << 20
-
-
-class Job:
-    """A program with device memory, and whether it is still right."""
-
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self.process, self.pid = process, process.pid
-
-    def say(self, line: str) -> str:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(f"{line}\n")
-        self.process.stdin.flush()
-        return self.process.stdout.readline().strip()
-
-    def is_right(self) -> bool:
-        return self.say("check") == "right"
-
-
-@pytest.fixture
-def job(start: Start, sim_only: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Job]:
-    monkeypatch.setenv("GPUCR_SIM_STATE", str(tmp_path / "state"))
-    monkeypatch.setenv("GPUCR_SIM_FIXED_COST_MS", "1")
-
-    def begin(*sizes: int, prefix: tuple[str, ...] = ()) -> Job:
-        process = start(*prefix, sys.executable, "-c", PROGRAM, *map(str, sizes))
-        assert process.stdout is not None
-        assert process.stdout.readline().strip() == "ready"
-        return Job(process)
-
-    return begin
-
-
-def taken(agent: Agent) -> list[Held]:
-    """Take all memory out of the process."""
-    assert agent.close_gate(5).is_empty
-    held = [each for batch in agent.export() for each in batch]
-    agent.drop()
-    return held
 
 
 def test_memory_is_kept_outside_the_process_during_the_drivers_checkpoint(job: Callable[..., Job]) -> None:
@@ -112,14 +43,68 @@ def test_memory_is_kept_outside_the_process_during_the_drivers_checkpoint(job: C
             assert process.is_right()
 
 
-def test_without_renewal_memory_cannot_leave_twice_and_that_is_reported(job: Callable[..., Job]) -> None:
-    process = job(5 * MIB)
+def test_memory_that_came_back_by_a_descriptor_leaves_by_it_again_and_again(job: Callable[..., Job]) -> None:
+    """The driver does not export imported memory, so the process keeps the descriptor."""
+    process, driver = job(5 * MIB, 1100 * MIB), Libcuda()
+    with Agent(process.pid) as agent:
+        for _ in range(4):
+            held = taken(agent)
+            assert all(each.block.descriptor == -1 for each in held), "it is not one of what processes share"
+            driver.suspend(process.pid)
+            driver.resume(process.pid)
+            agent.give_back(held, renew=False)
+            assert (agent.status().blocks, agent.status().stuck) == (3, 0)
+            assert (agent.status().foreign, agent.status().captive) == (3, 0)
+            assert [each.flags for each in agent.blocks()] == [Flag.RETURNED] * 3
+            agent.open_gate()
+            assert process.is_right()
+
+
+def test_the_programs_free_numbers_for_descriptors_stay_free(job: Callable[..., Job]) -> None:
+    """They are kept behind its soft limit, which is as it was afterwards."""
+    process = job(*[2 * MIB] * 300, prefix=("prlimit", "--nofile=400:2000"))
     with Agent(process.pid) as agent:
         agent.give_back(taken(agent), renew=False)
-        assert (agent.status().stuck, agent.status().blocks) == (1, 0)
-        assert list(agent.export()) == [[]]
+        assert (agent.status().foreign, agent.status().captive) == (300, 0)
         agent.open_gate()
-        assert process.is_right()
+    numbers = sorted(map(int, os.listdir(f"/proc/{process.pid}/fd")))
+    assert len([number for number in numbers if number >= 400]) == 300
+    assert resource.prlimit(process.pid, resource.RLIMIT_NOFILE) == (400, 2000)
+    assert process.is_right()
+
+
+HIGH_NUMBERS_ARE_TAKEN = (
+    "prlimit", "--nofile=400:400",
+    "bash", "-c", 'for n in {200..399}; do eval "exec $n</dev/null"; done; exec "$@"', "bash",
+)  # fmt: skip
+
+
+def test_without_a_free_number_memory_is_renewed(job: Callable[..., Job]) -> None:
+    process = job(5 * MIB, 1100 * MIB, prefix=HIGH_NUMBERS_ARE_TAKEN)
+    with Agent(process.pid) as agent:
+        for _ in range(3):
+            agent.give_back(taken(agent), renew=False)
+            status = agent.status()
+            assert (status.blocks, status.stuck, status.foreign, status.captive) == (3, 0, 0, 0)
+            agent.open_gate()
+            assert process.is_right()
+
+
+def test_memory_without_a_number_and_without_room_is_known_to_be_captive(
+    job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GPUCR_SIM_GPUS", "1x100MiB")
+    process = job(40 * MIB, 50 * MIB, prefix=HIGH_NUMBERS_ARE_TAKEN)
+    with Agent(process.pid) as agent:
+        agent.give_back(taken(agent), renew=False)
+        status = agent.status()
+        assert (status.stuck, status.foreign, status.captive) == (2, 2, 2)
+        assert is_lost_by_driver(status, by_interposer=True), "so it is refused"
+        agent.open_gate()
+    assert process.is_right()
+    with pytest.raises(GpucrError, match="imported"):
+        suspend(process.pid)
+    assert process.is_right()
 
 
 def test_a_client_that_disconnects_before_any_drop_leaves_the_job_running(job: Callable[..., Job]) -> None:
@@ -147,10 +132,12 @@ def test_dropped_memory_keeps_the_gate_closed_for_the_next_client(job: Callable[
 
 def test_one_client_at_a_time(job: Callable[..., Job]) -> None:
     process = job(5 * MIB)
-    with Agent(process.pid), pytest.raises(Refused, match="busy"):
-        Agent(process.pid)
-    with Agent(process.pid) as agent:
-        assert agent.status().blocks == 1
+    with Agent(process.pid) as first:
+        assert first.close_gate(5).is_empty
+        with pytest.raises(Refused, match="busy"):
+            Agent(process.pid)
+    with Agent(process.pid) as second:
+        assert second.status().gate_closed == 0
 
 
 def test_a_second_client_waits_for_a_read_only_one(job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,15 +148,18 @@ def test_a_second_client_waits_for_a_read_only_one(job: Callable[..., Job], monk
         assert second.status().blocks == 1
 
 
-def test_a_status_is_answered_unless_busy_or_stopped(job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "_LOOK_S", 0.1)
-    monkeypatch.setattr(client, "_BUSY_S", 0.1)
+def test_questions_are_answered_unless_it_is_stopped(job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "LOOK_S", 0.1)
     process = job(5 * MIB, 4096)
     status = ask_status(process.pid)
     assert status is not None
     assert (status.blocks, status.small, status.gate_closed) == (1, 1, 0)
-    with Agent(process.pid):
-        assert ask_status(process.pid) is None, "somebody works on it"
+    with Agent(process.pid) as agent:
+        assert agent.close_gate(1).is_empty
+        told = ask_status(process.pid)
+        assert told is not None, "also while somebody works on it"
+        assert (told.blocks, told.gate_closed) == (1, 1)
+        assert ask_blocks(process.pid) == agent.blocks()
     os.kill(process.pid, signal.SIGSTOP)
     os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
     assert ask_status(process.pid) is None, "it is stopped, and does not answer"
@@ -333,28 +323,28 @@ def test_the_socket_is_in_a_private_folder(job: Callable[..., Job], tmp_path: Pa
 def test_another_process_listening_in_its_place_is_not_trusted(job: Callable[..., Job]) -> None:
     process = job(5 * MIB)
     path = socket_path(process.pid)
-    process.process.send_signal(signal.SIGSTOP)
-    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
     path.unlink()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as impostor:
         impostor.bind(str(path))
         impostor.listen()
-        with pytest.raises(PermissionError, match="belongs to process"):
-            Agent(process.pid)
-        process.process.send_signal(signal.SIGCONT)
-        with Agent(process.pid) as agent:  # it has taken its place again
-            assert agent.own_pid == process.pid
+        with Agent(process.pid) as agent:  # by its other name; and it has taken this one again
+            assert agent.status().blocks == 1
+        with connected(process) as link:
+            peer = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+            assert struct.unpack("3i", peer)[0] == process.pid
 
 
 def test_no_socket_outlives_its_process(job: Callable[..., Job], agents: Path) -> None:
     killed, other = job(5 * MIB), job(5 * MIB)
     killed.process.kill()
     killed.process.communicate()
-    assert len(list(agents.iterdir())) == 2
+    assert len(list(agents.iterdir())) == 2 * 2
     third = job(5 * MIB)
     other.process.communicate(timeout=10)  # its input ends, and it with it
     assert other.process.returncode == 0
-    assert [each.name for each in agents.iterdir()] == [socket_path(third.pid).name]
+    name = socket_path(third.pid).name
+    found, bound = sorted(each.name for each in agents.iterdir())
+    assert (found, bound.rpartition(".")[0]) == (name, name)
 
 
 def test_nothing_happens_in_a_program_without_cuda(start: Start, agents: Path) -> None:
@@ -422,7 +412,9 @@ def test_a_process_whose_calls_may_bypass_the_gate_reports_it(
     assert process.stdout.readline().strip() == "ready"
     with Agent(process.pid) as agent:
         assert agent.status().around == around
-    assert (ask_status(process.pid) is None) == (around > 0)
+    status = ask_status(process.pid)
+    assert status is not None
+    assert (why_by_driver(status) is None) == (around == 0)
     if around:
         with pytest.raises(GpucrError, match="may come to the driver around the gate"):
             suspend(process.pid, gpu_state="interposed")

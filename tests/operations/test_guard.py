@@ -29,6 +29,7 @@ from gpucr.jobs.recovery import CloseToTracers, EndJob, EndSandbox
 from gpucr.linux import own_python, processes
 from gpucr.linux.claims import claimed
 from gpucr.model import CudaState, GangMember, ProcessId, StagedExtent
+from gpucr.network.recovery import EndRepair, ForgetKept, RemoveFilters
 from gpucr.snapshot.recovery import DiscardFolder, RemoveWorkingFolder
 from gpucr.undo import guard as guards
 from gpucr.undo.guard import Guard
@@ -100,7 +101,7 @@ _CRIU = """
 snapshot = UnfinishedSnapshot(folder)
 snapshot.create()
 protection.protect(*discard_folder(snapshot))
-options = choose_dump_options(found.job.pids, leave_running=False, install=find_criu())
+options = choose_dump_options(found.job.pids, leave_running=False)
 def on_start(criu):
     protection.protect(EndDump(criu, "manifest.json"), [snapshot.held.fd])
 def on_notify(hook, _):
@@ -749,6 +750,9 @@ _ACTIONS: tuple[Action, ...] = (
     EndJob((ProcessId(19, 20), ProcessId(21, 22))),
     CloseToTracers((ProcessId(23, 24),)),
     CallAfterRestore((ProcessId(25, 26),)),
+    RemoveFilters("gpucr-1-0a1b2c3d", ("nftables", "iptables")),
+    EndRepair((ProcessId(27, 28),), (29, 30)),
+    ForgetKept("gpucr-kept-0a1b2c3d", ("nftables",), (ProcessId(27, 28),)),
 )
 _FULL = Record((ProcessId(7, 9),), tuple(entry(action, [number]) for number, action in enumerate(_ACTIONS)))
 

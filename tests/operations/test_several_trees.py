@@ -82,7 +82,8 @@ def test_two_trees_are_dumped_and_restored(two: tuple[Counter, Counter], driver:
 def test_left_running(two: tuple[Counter, Counter], driver: CudaDriver, tmp_path: Path, persist: str) -> None:
     report = dump(two, tmp_path / "s", "--leave-running", "--persist", persist)
     steps = [phase["name"] for phase in report["phases"]]
-    assert steps[:8] == ["prepare", "allocate", "lock", "checkpoint", "detach", "stop", "halt", "dump"]
+    assert steps[:7] == ["prepare", "allocate", "quiet", "lock", "checkpoint", "detach", "stop"]
+    assert steps[7:10] == ["halt", "block", "dump"]
     assert ("save" in steps[8:9]) is (persist == "sync")
     assert_go_on(two, driver)
     for job in two:
@@ -213,7 +214,8 @@ step()
     done = command.run("dump", writer, reader, "--as-one", "--to", tmp_path / "s")
     assert done.returncode == 3
     assert (
-        f"processes {writer} (sleep) and {reader} (sleep), of different trees, share something (pipe:[" in done.stderr
+        f"process {writer} (sleep) and process {reader} (sleep), of different trees, share something (fd 1 is pipe:["
+        in done.stderr
     )
     assert f"dump the process that started them, with all that it started: {job.pid}" in done.stderr
     assert done.stderr.endswith("code:  GPUCR-SEVERAL-TREES\n")
@@ -234,7 +236,7 @@ done(" ".join(map(str, pids)))
 step()
 """)
     trees = JobSelector(*map(int, (job.folder / "done-0").read_text().split()))
-    with pytest.raises(gpucr.Unsupported, match=r"of different trees, share something \(/dev/zero, which") as caught:
+    with pytest.raises(gpucr.Unsupported, match=r"of different trees, share something \(/dev/zero with") as caught:
         gpucr.dump(trees, tmp_path / "s")
     assert caught.value.code == "GPUCR-SEVERAL-TREES"
 
@@ -454,7 +456,7 @@ def test_a_job_without_cuda_is_frozen(start: StartJob, tmp_path: Path) -> None:
     assert job.go_on() == "1"
     with gpucr.freeze(job.pid) as frozen:
         assert (frozen.size_bytes, frozen.lock) == (0, None)
-        assert [phase.name for phase in frozen.phases] == ["halt"]
+        assert [phase.name for phase in frozen.phases] == ["quiet", "halt"]
         assert status(job.pid) == "T"
         frozen.save(tmp_path / "s")
         assert status(job.pid) == "T"

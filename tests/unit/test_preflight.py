@@ -7,15 +7,18 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gpucr.diagnosis import preflight
-from gpucr.diagnosis.preflight import Finding, MemoryNeed, room, tree
+from gpucr.diagnosis.preflight import Finding, MemoryNeed, room, undumpable
 from gpucr.errors import NotPermitted, Unsupported
+from gpucr.gpu_state.held import device_bytes_in_use
 from gpucr.linux import cgroups, memory, processes
 from gpucr.linux.pid_uses import uses_of_pids
 from gpucr.linux.processes import OpenFile
@@ -286,9 +289,9 @@ def test_a_real_userfaultfd() -> None:
         ("/dev/nvidia0", True, None),
         ("/dev/null", False, None),
         ("/home/user/dev/nvidia0", False, None),
-        ("anon_inode:[perf_event]", False, "has a descriptor that CRIU cannot dump"),
-        ("anon_inode:bpf-prog", False, "has a descriptor that CRIU cannot dump"),
-        ("anon_inode:kvm-vm", False, "has a descriptor that CRIU cannot dump"),
+        ("anon_inode:[perf_event]", False, "has a descriptor or mapping that CRIU cannot dump"),
+        ("anon_inode:bpf-prog", False, "has a descriptor or mapping that CRIU cannot dump"),
+        ("anon_inode:kvm-vm", False, "has a descriptor or mapping that CRIU cannot dump"),
         ("anon_inode:[eventfd]", False, None),
         ("anon_inode:[eventpoll]", False, None),
         ("anon_inode:[io_uring]", True, "has an io_uring ring"),
@@ -296,7 +299,8 @@ def test_a_real_userfaultfd() -> None:
     ],
 )
 def test_descriptors_a_test_cannot_create(target: str, in_gang: bool, says: str | None) -> None:
-    found = tree._judge(process(), [OpenFile(7, 5, target), OpenFile(7, 6, target)], in_gang=in_gang)
+    files = [OpenFile(7, 5, target), OpenFile(7, 6, target)]
+    found = undumpable.check_kinds(process(), files, {}, in_gang=in_gang)
     assert (not found) == (says is None)
     for finding in found:
         assert finding.what == f"process 7 (trainer) {says}"
@@ -428,7 +432,7 @@ def test_buffers_count_at_most_the_size_of_the_data() -> None:
 def test_device_memory_is_summed_per_process_and_gpu() -> None:
     job = Job((process(7), process(8)), (GangMember(ProcessId(7, 1), CudaState.RUNNING),))
     uses = [GpuUse(7, A, 1), GpuUse(7, A, 2), GpuUse(7, B, 4), GpuUse(8, A, 8), GpuUse(9, A, 16), GpuUse(7, C, None)]
-    assert preflight.device_bytes_in_use(job, uses) == {7: {A: 3, B: 4}}
+    assert device_bytes_in_use(job, uses) == {7: {A: 3, B: 4}}
 
 
 # --- GPUs ------------------------------------------------------------------------------------------------------
@@ -497,6 +501,15 @@ def test_a_taken_pid() -> None:
     assert (finding.severity, finding.pid) == ("blocking", child.pid)
     assert finding.what == f"pid {child.pid} is taken by sleep"
     assert "is still running and needs no restore" in finding.remedy
+
+
+def test_a_pid_that_we_have() -> None:
+    with ThreadPoolExecutor() as pool:
+        thread = pool.submit(threading.get_native_id).result()
+        for pid in (os.getpid(), os.getppid(), thread):
+            finding = only(preflight.check_free_pids(uses_of_pids([pid])))
+            assert "is gpucr itself or has started it" in finding.what
+            assert "--isolate" in finding.remedy
 
 
 def test_a_pid_taken_by_a_zombie() -> None:

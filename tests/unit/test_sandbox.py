@@ -245,7 +245,7 @@ def test_work_inside_a_sandbox_may_finish(place: Workplace) -> None:
     started = place.shell("read line < go")
     words = ["/bin/sleep", "1000"]
     with namespaces.opened(started.keeper.pid, "pid") as fds:
-        visitor = namespaces.in_pid_namespace(fds["pid"], lambda: os.posix_spawn(words[0], words, os.environ))
+        visitor = namespaces.in_namespace(fds["pid"], "pid", lambda: os.posix_spawn(words[0], words, os.environ))
     (place.folder / "go").write_text("go\n")
     place.ended()
     assert processes.is_alive(started.keeper)
@@ -344,7 +344,7 @@ def spawn_in(made: sandbox.EmptySandbox, folder: Path, script: str) -> int:
     """Start a process whose parent has ended, as CRIU leaves them."""
     words = ["/bin/sh", "-c", f"cd {folder}; (echo $$ > forked; {script}) & exit 0"]
     with namespaces.opened(made.sandbox.keeper.pid, "pid") as fds:
-        pid = namespaces.in_pid_namespace(fds["pid"], lambda: os.posix_spawn(words[0], words, os.environ))
+        pid = namespaces.in_namespace(fds["pid"], "pid", lambda: os.posix_spawn(words[0], words, os.environ))
     os.waitpid(pid, 0)
     wait_until(lambda: bool(processes_in(folder)), "the process in the sandbox")
     return processes_in(folder)[0]
@@ -433,6 +433,21 @@ def test_the_last_pid_is_clear_of_taken_ones(
     last = namespaces.last_pid_clear_of(taken)
     assert last == expected
     assert not set(range(last + 1, last + 1000)) & set(taken)
+
+
+@pytest.mark.parametrize(
+    ("last", "wanted", "expected"),
+    [(500, [400, 500, 2000], 500), (500, [400, 501], 1501), (500, [1500], 2500), (32_900, [300], 1300), (500, [], 500)],
+)
+def test_new_processes_keep_clear_of_pids(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: int, wanted: list[int], expected: int
+) -> None:
+    (tmp_path / "pid_max").write_text("33000\n")
+    (tmp_path / "last").write_text(f"{last}\n")
+    monkeypatch.setattr(namespaces, "_PID_MAX", tmp_path / "pid_max")
+    monkeypatch.setattr(namespaces, "_LAST_PID", tmp_path / "last")
+    namespaces.keep_clear_of(wanted)
+    assert int((tmp_path / "last").read_text()) == expected
 
 
 def test_pids_of_an_ended_namespace() -> None:

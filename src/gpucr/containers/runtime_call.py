@@ -22,13 +22,14 @@ from pathlib import Path
 from msgspec import Struct
 
 from gpucr.containers.criu_config import SCRIPT_NAME, script_text
-from gpucr.containers.record import ContainerRecord
+from gpucr.containers.record import ContainerRecord, NetworkLock
 from gpucr.criu import abandoned
 from gpucr.criu.diagnosis import Diagnosis, diagnose
-from gpucr.criu.install import find_criu, provided_folder
-from gpucr.criu.options import DumpOptions
-from gpucr.errors import BrokenInstall, CriuError, InvalidRequest, ProcessNotFound
-from gpucr.linux import own_python, processes, trusted_paths
+from gpucr.criu.install import find_criu, has_feature, provided_folder
+from gpucr.criu.progress import LOOK_EVERY_S, Progress
+from gpucr.errors import BrokenInstall, CriuError, DeadlineExceeded, InvalidRequest, ProcessNotFound
+from gpucr.linux import iptables, own_python, processes, trusted_paths
+from gpucr.linux.tcp_tables import has_connections
 from gpucr.model import ProcessId
 from gpucr.undo.interrupts import Interrupts
 
@@ -74,9 +75,18 @@ class Programs(Struct, frozen=True):
         return [criu for criu in found if processes.is_alive(criu)]
 
 
+def choose_network_lock(pids: Sequence[int]) -> NetworkLock:
+    """How the runtime's CRIU is to block the network of a container with these processes."""
+    if not has_connections(pids):
+        return "skip"
+    if has_feature(find_criu(), "network_lock_nftables"):
+        return "nftables"
+    return "iptables" if iptables.is_here() else "skip"
+
+
 @contextlib.contextmanager
-def programs(options: DumpOptions) -> Iterator[Programs]:
-    """Programs that exist during the block. Raises CriuUnavailable, BrokenInstall."""
+def programs(record: ContainerRecord) -> Iterator[Programs]:
+    """Programs that exist during the block, for this container. Raises CriuUnavailable, BrokenInstall."""
     criu = find_criu()
     # podman's monitor keeps the PATH for the container's lifetime: nobody else may ever write into this folder.
     parent = provided_folder().parent
@@ -104,9 +114,9 @@ def programs(options: DumpOptions) -> Iterator[Programs]:
         made = Programs(folder, environment)
         made.config.write_text(
             f"action-script {folder / SCRIPT_NAME}\n"
-            f"network-lock {options.network_lock}\n"
-            f"ghost-limit {options.ghost_limit_bytes}\n"
-            + ("link-remap\n" if options.link_remap else "")
+            f"network-lock {record.network_lock}\n"
+            f"ghost-limit {record.criu_options.ghost_limit_bytes}\n"
+            + ("link-remap\n" if record.criu_options.link_remap else "")
         )  # fmt: skip
         script = folder / SCRIPT_NAME
         script.write_text(script_text())
@@ -143,7 +153,7 @@ def call(
     their work half-done: ``interrupts`` call ``end``, which makes CRIU undo and end (by default a dump's). When this
     returns, no CRIU works on the container.
 
-    Raises InvalidRequest, and KeyboardInterrupt if it was ended so.
+    Raises InvalidRequest, KeyboardInterrupt if it was ended so, and DeadlineExceeded if its CRIU gets nowhere.
     """
     try:
         with open(said or os.devnull, "ab") as output:
@@ -159,8 +169,8 @@ def call(
         raise InvalidRequest(f"{command[0]} cannot be started: {e.strerror}", code="GPUCR-RUNTIME") from e
     try:
         with interrupts.allowed():
-            _wait(runtime, interrupts)
-    except KeyboardInterrupt:
+            _wait(runtime, found, interrupts, is_dump=end is abandoned.end_dump)
+    except (KeyboardInterrupt, DeadlineExceeded):
         if _stop(runtime, found, end) != 0:
             raise
         return 0  # complete before CRIU could be stopped
@@ -170,12 +180,23 @@ def call(
     return status
 
 
-def _wait(runtime: subprocess.Popen[bytes], interrupts: Interrupts) -> None:
-    """Wait until it has ended. (After a signal Popen.wait would first wait another quarter of a second.)"""
+def _wait(runtime: subprocess.Popen[bytes], found: Programs, interrupts: Interrupts, *, is_dump: bool) -> None:
+    """Wait until it has ended. (After a signal Popen.wait would first wait another quarter of a second.)
+
+    Raises DeadlineExceeded if a CRIU of it gets nowhere.
+    """
+    watched: dict[ProcessId, Progress] = {}
+    next_look = 0.0
     fd = os.pidfd_open(runtime.pid)
     try:
         while not select.select([fd], [], [], _LOOK_EVERY_S)[0]:
             interrupts.check()
+            if time.monotonic() >= next_look:
+                next_look = time.monotonic() + LOOK_EVERY_S
+                for criu in found.crius():
+                    progress = watched.setdefault(criu, Progress(criu, runs_scripts=is_dump))
+                    if progress.has_stalled():
+                        raise progress.error("dump" if is_dump else "restore")
     finally:
         os.close(fd)
 

@@ -19,6 +19,7 @@ from gpucr.gpu_state.interposed.hooks import ProgramHooks, has_hooks
 from gpucr.gpu_state.interposed.interposers import Interposers
 from gpucr.gpu_state.placement import ProcessGpus, all_gpus, gpus_of
 from gpucr.gpu_state.recovery import GangProtection
+from gpucr.gpu_state.room import ROOM_LIMIT_S, total_of, wait_for_room
 from gpucr.gpu_state.source import Saver
 from gpucr.gpu_state.steps import (
     AttachStaging,
@@ -157,9 +158,8 @@ def cuda_work(
 
     wait_saved = saver.wait if saver is not None and save_gently else None
     interposers = Interposers(
-        driver, uuids_of, guarded, gpus,
-        to_host=to_host, gpu_state=gpu_state, wait_saved=wait_saved,
-    )  # fmt: skip
+        driver, uuids_of, guarded, to_host=to_host, moves=moves, gpu_state=gpu_state, wait_saved=wait_saved
+    )
     interposers.require(job.gang)
     custom = CustomStorages(
         driver, "driver" if moves else gpu_state, gpus, held,
@@ -186,6 +186,14 @@ def cuda_work(
     )
     gang.rank, gang.bring_back = interposers.rank, custom.bring_back
     gang.before_unlock = lambda: staging.give_back(gang.state)
+    needs = {} if moves else interposers.left_to_driver(held)
+    guarded.needs(needs)
+
+    def before_restore(pids: Sequence[int]) -> None:
+        staging.make_way()
+        wait_for_room(total_of(needs, pids), ROOM_LIMIT_S)
+
+    gang.before_restore = before_restore
     expected_bytes = sum(sum(by_gpu.values()) for by_gpu in held.values())
     return CudaWork(
         gang=gang,

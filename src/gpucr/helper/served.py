@@ -24,7 +24,7 @@ from gpucr.criu.linked_files import REMAP_IMAGE
 from gpucr.criu.options import DumpOptions, RestoreOptions
 from gpucr.criu.service import Entered
 from gpucr.errors import CriuError, CriuUnavailable, GpucrError
-from gpucr.helper import folders, inspected, limits, peer, sandboxes, terminals
+from gpucr.helper import folders, inspected, limits, peer, sandboxes, session, terminals
 from gpucr.helper.inheritance import (
     adopt_descendants,
     as_peer_with,
@@ -57,6 +57,7 @@ from gpucr.helper.rights import Refused
 from gpucr.helper.sandboxes import Sandbox
 from gpucr.linux import capabilities, descriptor_limit, processes
 from gpucr.linux.held_folder import HeldFolder
+from gpucr.linux.tcp_repair import sockets_released
 
 REQUEST_LIMIT_S = 60.0
 """How long a client may take for its request."""
@@ -87,7 +88,7 @@ def serve(connected: socket.socket, settings: Settings, announce: folders.Announ
         try:
             with limits.place_of(peer.uid_of(connected)) as is_free, descriptor_limit.raised():
                 if not is_free:
-                    raise Refused(f"{limits.MAX_REQUESTS_PER_USER} requests of yours are served already")
+                    raise Refused(limits.TOO_MANY_OF_YOURS)
                 _Request(connection, settings, announce).run()
         except (HungUp, BadMessage, Stopped, TimeoutError) as e:
             _tell(connection, Failed("stopped", _cut(str(e)) or type(e).__name__))
@@ -153,7 +154,7 @@ class _Request:
     def _isolate(self, request: Isolate, fds: Sequence[int]) -> None:
         self._leave_for_peer()
         self._connection.send(self._myself())
-        keeper = sandboxes.make(self._peer, request.network, request.last_pid, fds)
+        keeper = sandboxes.make(self._peer, request, fds)
         self._connection.send(Done(keeper.pid))
 
     def _here(self) -> None:
@@ -183,10 +184,10 @@ class _Request:
             leave_running=request.leave_running,
             shell_job=False,
             ghost_limit_bytes=request.ghost_limit_bytes,
-            network_lock="skip",  # it would change the machine's packet filter
             link_remap=False,  # it would create names, as root, in the job's folders
         )
         with (
+            sockets_released([process.id for process in processes.tree(request.pid)]),
             folders.private_folder(self._settings.work) as private,
             _log_given(private, self._peer, fds[_LOG_AT]) as log_path,
             folders.folder_within(fds[0], self._peer, self._announce) as (own, remove),
@@ -258,7 +259,7 @@ class _Request:
                 with as_peer_with(self._peer, wanted | _to_enter(sandbox)):
                     root_pid = self._criu_in(sandbox, wanted).restore(
                         held.path,
-                        RestoreOptions(shell_job=False, network_lock="skip", link_remap=False),
+                        RestoreOptions(shell_job=False, link_remap=False),
                         log_path=log_path,
                         leave_stopped=request.leave_stopped,
                         inherited=inherited,
@@ -327,9 +328,12 @@ class _Request:
         return inherited
 
     def _on_restoring(self, hook: str, pid: int, sandbox: Sandbox | None) -> None:
-        """Check the job's privileges with the kernel before its first instruction runs."""
+        """Check the job's privileges with the kernel, and lower its limits, before its first instruction runs."""
         if hook == "pre-resume":
             require_owned(pid, self._peer, sandbox)
+            for each in processes.tree(pid):
+                with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a zombie has nothing any more
+                    session.hold_within(each.pid, self._peer.session)
         self._ask(hook, pid)
 
     # --- both ---

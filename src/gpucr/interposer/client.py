@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import array
+import contextlib
 import os
 import socket
 import stat
 import struct
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import TypeVar
 
 from msgspec import Struct
 
+from gpucr.interposer import place
 from gpucr.interposer.protocol import (
     MOST_BLOCKS,
     MOST_BYTES,
@@ -32,19 +34,22 @@ from gpucr.interposer.protocol import (
     parse,
     request,
 )
-from gpucr.linux import proc_text
+from gpucr.linux import sockets
 
-_LISTENS_AGAIN_S, _POLL_S = 5.0, 0.02  # native/agent.c looks every half second
-FOLDER_VARIABLE = "GPUCR_INTERPOSER_DIR"
+_LISTENS_AGAIN_S, _POLL_S = 5.0, 0.02
 _ANSWER_S = 30.0
 _BUSY_S = 1.0
-"""How long to wait for another client: one that only queries is soon done."""
+"""How long to wait for another client. One that holds nothing can be replaced after half a second (native/serve.c)."""
 
-GIVEN_AT_ONCE = 8
-"""How many blocks are renewed at once: they need twice their room on the GPU."""
+_FILLED_AT_ONCE = 4
+"""At 7 GiB/s an answer about blocks of 1 GiB comes well within its limit."""
 
-_LOOK_S = 2.0
+LOOK_S, _LOOKS = 2.0, 3
+"""How long a look may take. Without an answer the process is treated as one without an interposer."""
+
 _TRY_AGAIN_S = 0.01
+
+_Seen = TypeVar("_Seen")
 
 
 class Held(Struct):
@@ -81,60 +86,60 @@ class Closed(Struct, frozen=True):
         return "captured a stream" if self.captures else "was inside the driver"
 
 
-def socket_path(pid: int) -> Path:
-    """The path of the agent's socket, seen from here. It may not exist, or not yet after a restore.
-
-    Raises OSError if the process is gone or may not be inspected.
-    """
-    process = Path("/proc") / str(pid)
-    status = proc_text.status_fields(process / "status")
-    own_pid, owner = int(status["NSpid"].split()[-1]), int(status["Uid"].split()[1])
-    folder = _environment(process).get(FOLDER_VARIABLE) or f"/tmp/gpucr-interposer-{owner}"  # noqa: S108 (0700, checked)
-    namespace = (process / "ns" / "pid").stat().st_ino
-    return process / "root" / folder.lstrip("/") / f"{own_pid}.{namespace}"
-
-
 def ask_status(pid: int) -> Status | None:
-    """The current counters of the process's interposer.
+    """The current counters of the process's interposer; None: it has none, or does not answer.
 
-    None if it has none, if it does not answer, or if it may have missed calls.
+    The agent answers at once, also while it has another client. So with `ask_blocks`.
     """
-    try:
-        with Agent(pid, answer_s=_LOOK_S) as agent:
-            status = agent.status()
-            return None if status.around else status
-    except (OSError, Refused, BadAnswer):
-        return None
+    return _looked(pid, Agent.status)
+
+
+def ask_blocks(pid: int) -> list[Block] | None:
+    """The blocks of this process, as `Agent.blocks`; None: it does not answer."""
+    return _looked(pid, Agent.blocks)
+
+
+def _looked(pid: int, ask: Callable[[Agent], _Seen]) -> _Seen | None:
+    for _ in range(_LOOKS):
+        try:
+            with Agent(pid, answer_s=LOOK_S, looks=True) as agent:
+                return ask(agent)
+        except ConnectionError:  # it hangs up on everybody when its client has gone
+            continue
+        except (OSError, Refused, BadAnswer):
+            return None
+    return None
 
 
 def _new_socket() -> socket.socket:
     return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
 
 
-def _environment(process: Path) -> dict[str, str]:
-    entries = os.fsdecode((process / "environ").read_bytes()).split("\0")
-    return dict(entry.split("=", 1) for entry in entries if "=" in entry)
+class _NotPrivate(PermissionError):
+    """Somebody else can use the folder of the socket."""
 
 
 class Agent:
-    """A connection to the agent of process ``pid``, which serves one client at a time.
+    """A connection to the agent of process ``pid``, which has one client at a time that may change something.
 
-    When it is closed, or this process dies, a closed gate opens, unless memory is away.
+    When it is closed, or this process dies, a closed gate opens, unless memory is away. ``looks``: it is not the
+    client, and may only ask for `status` and `blocks`, whoever else is connected.
     """
 
-    def __init__(self, pid: int, *, answer_s: float = _ANSWER_S) -> None:
+    def __init__(self, pid: int, *, answer_s: float = _ANSWER_S, looks: bool = False) -> None:
         """Connect. The timeout applies to each answer.
 
         Raises OSError if nobody listens, PermissionError if another process does, Refused if it is busy.
         """
         self.pid = pid
         self._answer_s = answer_s
+        self._looks = looks
         until = time.monotonic() + _BUSY_S
         while True:
             try:
                 self._open()
                 return
-            except (Refused, ConnectionResetError) as e:  # reset: it listens again, and the old socket is gone
+            except (Refused, ConnectionError) as e:  # reset: it listens again, and the old socket is gone
                 if (isinstance(e, Refused) and e.code != Code.BUSY) or time.monotonic() > until:
                     raise
                 time.sleep(_TRY_AGAIN_S)
@@ -144,39 +149,49 @@ class Agent:
         try:
             self._socket.settimeout(self._answer_s)
             self._find()
-            hello = self._ask(Operation.HELLO)
+            if not self._looks:
+                self._ask(Operation.HELLO)
         except BaseException:
             self._socket.close()
             raise
-        self.own_pid, self.thread = hello.a, hello.b
 
     def _find(self) -> None:
-        """Retry: an agent that CRIU has just restored, or whose name a clone has taken, soon listens again."""
+        """Retry: an agent that has lost its names listens again when it is made to."""
         from gpucr.interposer.presence import is_interposed  # code that reads manifests imports this module too
 
         end, pause_s = time.monotonic() + _LISTENS_AGAIN_S, _POLL_S
-        while True:
-            try:
-                return self._connect()
-            except (FileNotFoundError, ConnectionRefusedError, PermissionError):
-                if time.monotonic() > end or not is_interposed(self.pid):
-                    raise
-            self._socket.close()
-            self._socket = _new_socket()
-            self._socket.settimeout(self._answer_s)
+        while errors := self._try_all():
+            no_use = all(isinstance(each, _NotPrivate) for each in errors)
+            if no_use or time.monotonic() > end or not is_interposed(self.pid):
+                raise errors[0]
+            place.make_it_listen_again(self.pid)
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 8 * _POLL_S)  # do not flood a listener that does not accept
 
-    def _connect(self) -> None:
+    def _try_all(self) -> list[OSError]:
+        """Connect by one of its names. Returns why not, for each of them."""
+        errors: list[OSError] = []
+        for path in place.paths(self.pid):
+            try:
+                self._connect(path)
+                return []
+            except (FileNotFoundError, ConnectionRefusedError, PermissionError) as e:
+                errors.append(e)
+            self._socket.close()
+            self._socket = _new_socket()
+            self._socket.settimeout(self._answer_s)
+        return errors
+
+    def _connect(self, path: Path) -> None:
         """Through a descriptor of the folder: its path may be too long for a socket, and nobody can replace it."""
-        path = socket_path(self.pid)
         owner = (Path("/proc") / str(self.pid)).stat().st_uid
         folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             status = os.fstat(folder)
             if stat.S_IMODE(status.st_mode) & 0o077 or status.st_uid not in (owner, 0):
-                raise PermissionError(f"{path.parent} is not the private folder of the owner of process {self.pid}")
-            self._socket.connect(f"/proc/self/fd/{folder}/{path.name}")
+                raise _NotPrivate(f"{path.parent} is not the private folder of the owner of process {self.pid}")
+            where = f"/proc/self/fd/{folder}/{path.name}"
+            sockets.connect(self._socket, where, limit_s=min(self._answer_s, _LISTENS_AGAIN_S))
         finally:
             os.close(folder)
         peer = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
@@ -295,14 +310,14 @@ class Agent:
     def give_back(self, held: Sequence[Held], *, renew: bool) -> None:
         """Map memory at its addresses again. Descriptors that the agent has received are closed here, batch by batch.
 
-        ``renew``: the process copies it into its own memory, so that it can be exported again. Without room for that on
-        the GPU it keeps what it got.
+        The process keeps them too: it will leave by them again. ``renew``: it gets a copy of its own instead, on the
+        GPU, and the memory stays unchanged for who else holds it; without room for that it keeps what it got
+        (RETURNED).
 
         Raises Refused; blocks that are back by then have descriptor -1.
         """
-        at_once = GIVEN_AT_ONCE if renew else MOST_RECORDS
-        for start in range(0, len(held), at_once):
-            batch = held[start : start + at_once]
+        for start in range(0, len(held), MOST_RECORDS):
+            batch = held[start : start + MOST_RECORDS]
             answer, descriptors = self._exchange(
                 Operation.IMPORT,
                 int(renew),
@@ -386,8 +401,22 @@ class Agent:
             done += len(descriptors)
             yield [Held(block, descriptor) for block, descriptor in zip(batch, descriptors, strict=False)]
 
+    def fill(self, blocks: Sequence[Block], offset: int) -> int:
+        """Have the process copy the bytes of these blocks itself, from what it keeps. Returns the offset behind them.
+
+        Slower than a vault, but needs no room on the GPU.
+        """
+        for start in range(0, len(blocks), _FILLED_AT_ONCE):
+            batch = blocks[start : start + _FILLED_AT_ONCE]
+            answer, descriptors = self._exchange(Operation.FILL, offset, blocks=batch)
+            _close_all(descriptors)
+            if answer.code != Code.DONE:
+                raise Refused(Operation.FILL, answer.code)
+            offset += sum(block.size_bytes for block in batch)
+        return offset
+
 
 def _close_all(descriptors: Sequence[int] | array.array[int]) -> None:
     for descriptor in descriptors:
-        with suppress(OSError):
+        with contextlib.suppress(OSError):
             os.close(descriptor)

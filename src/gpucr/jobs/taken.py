@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 from msgspec import Struct
 
 from gpucr.driver.gpus import nvml_kept_open
-from gpucr.errors import NotACudaProcess
 from gpucr.jobs import selection
 from gpucr.jobs.selection import FoundJob
 from gpucr.jobs.selector import JobSelector
+from gpucr.network import left_behind
 from gpucr.undo.operation import Operation
 from gpucr.undo.protection import Protection
 from gpucr.undo.roll import Roll
@@ -28,23 +28,15 @@ class TakenJob(Struct, frozen=True, kw_only=True):
     protection: Protection | None
 
     def guard(self) -> Protection:
-        """The protection of a job taken with ``guarded``."""
+        """The protection of a job with CUDA, or taken with ``guarded``."""
         if self.protection is None:
             raise ValueError("the job was not taken under guard")
         return self.protection
 
     def cuda(self) -> tuple[FoundJob, Protection]:
         """The job and its guard. Raises NotACudaProcess."""
-        if self.protection is not None and self.found.job.gang:
-            return self.found, self.protection
-        root, count = self.found.job.root, len(self.found.job.processes)
-        raise NotACudaProcess(
-            f"process {root.pid} ({root.name}) does not use CUDA"
-            if count == 1
-            else f"none of the {count} processes in the tree of {root.pid} ({root.name}) uses CUDA",
-            pid=root.pid,
-            hint="`gpucr ps` lists the processes that do; `gpucr dump` also takes jobs without a GPU",
-        )
+        self.found.require_cuda()
+        return self.found, self.guard()
 
 
 @contextlib.contextmanager
@@ -63,6 +55,7 @@ def taken_job(
 
     Raises as `selection.claimed_job`.
     """
+    left_behind.end_all()
     with contextlib.ExitStack() as opened:
         found = opened.enter_context(selection.claimed_job(pid, only=only, force=force))
         roll = opened.enter_context(Roll(found.job))

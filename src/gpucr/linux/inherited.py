@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 from msgspec import Struct
 
-from gpucr.linux import open_file, processes
+from gpucr.linux import kcmp, processes
 from gpucr.model import ProcessInfo
 
 NVIDIA_DEVICE = re.compile(r"^/dev/nvidia")
@@ -70,6 +70,6 @@ def devices_of(pid: int) -> set[int]:
 def is_same_file(pid: int, other_pid: int, fd: int) -> bool:
     """Whether this number is one open file in both: opened once, and inherited."""
     try:
-        return open_file.order(pid, fd, other_pid, fd) == 0
+        return kcmp.file_order(pid, fd, other_pid, fd) == 0
     except OSError:
         return False

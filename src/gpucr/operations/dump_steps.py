@@ -23,8 +23,9 @@ from gpucr.jobs import selection
 from gpucr.jobs.recorded import process_record, sandbox_record
 from gpucr.jobs.registered import DumpNote
 from gpucr.jobs.sandbox import Sandbox
-from gpucr.linux import oom, processes
+from gpucr.linux import oom, processes, processor, tcp_tables
 from gpucr.model import GangMember, Job, ProcessId, ProcessInfo
+from gpucr.network.lock import IN_FLIGHT, JobNetwork
 from gpucr.quantities import counted, format_bytes
 from gpucr.snapshot import shared_files
 from gpucr.snapshot.destination import DumpTarget
@@ -39,7 +40,7 @@ from gpucr.snapshot.manifest import (
 )
 from gpucr.surroundings.folders import socket_folders
 from gpucr.surroundings.observe import Outside, TreeFiles, look_at_files, look_outside, remove_names
-from gpucr.surroundings.scheduling import scheduling_of
+from gpucr.surroundings.scheduling import with_scheduling
 from gpucr.undo.interrupts import Interrupts
 from gpucr.undo.logs import log_kept_on_failure
 from gpucr.undo.protection import Protection
@@ -81,6 +82,7 @@ class OwnDump(JobDump, frozen=True, kw_only=True):
 
     criu: Criu
     options: DumpOptions
+    network: JobNetwork
     launch: LaunchRecord | None = None
     sandbox: Sandbox | None = None
 
@@ -214,6 +216,7 @@ class CriuDump:
 
     def _on_start(self, criu: ProcessId) -> None:
         expect_criu(self._context, criu)
+        self._context.network.attend(criu)
         if not oom.spare(criu.pid) and self._meter is not None:
             self._meter.note(
                 "without CAP_SYS_RESOURCE the kernel cannot be asked to spare CRIU and the guard when memory runs out; "
@@ -233,6 +236,13 @@ class CriuDump:
         self._files.append(look_at_files(tree, images, context.target.folder, is_sandboxed=is_sandboxed))
         if len(self._files) < len(context.job.root_pids):
             return
+        if not context.is_frozen and tcp_tables.has_connections([process.pid for process in self._seen]):
+            raise JobChanged(
+                "a connection was made while the job was being dumped",
+                pids=[root_pid],
+                hint="dump again",
+                code=IN_FLIGHT,
+            )
         self._outside = look_outside(self._files, context.target.folder, is_sandboxed=is_sandboxed)
         self.draft = _draft(context, self._seen, self._outside)
         if (
@@ -409,7 +419,7 @@ def _draft(context: OwnDump, tree: Sequence[ProcessInfo], outside: Outside) -> M
     draft = draft_of_gang(context, tree, context.criu.install.version_text, context.options)
     return replace(
         draft,
-        processes=tuple(replace(r, scheduling=scheduling_of(r.pid, r.threads)) for r in draft.processes),
+        processes=with_scheduling(draft.processes),
         folders=socket_folders(tree, is_sandboxed=sandbox is not None),
         launch=context.launch,
         sandbox=sandbox_record(sandbox),
@@ -418,6 +428,10 @@ def _draft(context: OwnDump, tree: Sequence[ProcessInfo], outside: Outside) -> M
         shared_files=outside.shared_files,
         endpoints=outside.endpoints,
         connections=outside.connections,
+        databases=outside.databases,
+        locks=outside.locks,
+        terminals=outside.terminals,
+        kept=context.network.kept_name if outside.connections else None,
     )
 
 
@@ -444,6 +458,7 @@ def draft_of_gang(
         criu_options=criu_options,
         kernel=platform.release(),
         architecture=platform.machine(),
+        processor=processor.here(),
         gpucr_version=__version__,
         left_running=context.leave_running,
         shares=cuda.interposers.shares if cuda is not None else (),

@@ -8,7 +8,7 @@ from types import TracebackType
 
 from gpucr.errors import BrokenInstall
 from gpucr.linux.claims import claimed
-from gpucr.model import ProcessInfo
+from gpucr.model import ProcessId, ProcessInfo
 from gpucr.undo import recovery
 from gpucr.undo.guard import Guard
 from gpucr.undo.recovery import Action, Entry, Record, kind_of
@@ -65,6 +65,15 @@ class Protection:
         if action.outlives_job:
             self._outliving.add(kind)
         self._tell()
+        self._guard.drop(self._without(kind, descriptors))
+
+    def attend(self, process: ProcessId) -> bool:
+        """Have named actions be told if this process, of the operation's own, is killed (`Action.before_release`).
+
+        Returns whether they will be. Raises BrokenInstall if the guard is gone.
+        """
+        self._wait_ready()
+        return self._guard.attend(process)
 
     def amend(self, action: Action, descriptors: Sequence[int] = ()) -> None:
         """Reduce a named action; does nothing if it was withdrawn. A guard that has ended does not matter."""
@@ -74,27 +83,32 @@ class Protection:
 
     def withdraw(self, *actions: type[Action]) -> None:
         """Withdraw an action that was undone or is no longer needed. A guard that has ended does not matter."""
-        for each in actions:
-            self._forget(kind_of(each))
-        with contextlib.suppress(BrokenInstall):
-            self._tell()
+        self._forget(kind_of(each) for each in actions)
 
     def job_runs(self) -> None:
         """Withdraw all actions for the job; an unfinished snapshot is still removed."""
         self._tree = ()
-        for kind in self._entries.keys() - self._outliving:
-            self._forget(kind)
-        with contextlib.suppress(BrokenInstall):
-            self._tell()
+        self._forget(self._entries.keys() - self._outliving)
 
     def undo_by_guard(self) -> bool:
         """Let the guard do what the operation could not. True: everything is as it was found."""
         return self._is_ready and self._guard.recover()
 
-    def _forget(self, kind: str) -> None:
-        self._entries.pop(kind, None)
-        for held in [held for held in self._held if held[0] == kind]:
-            del self._held[held]  # its number may belong to another file by the next call
+    def _forget(self, kinds: Iterable[str]) -> None:
+        dropped: list[int] = []
+        for kind in kinds:
+            self._entries.pop(kind, None)
+            dropped += self._without(kind)
+        with contextlib.suppress(BrokenInstall):
+            self._tell()
+            if dropped:
+                self._guard.drop(dropped)
+
+    def _without(self, kind: str, descriptors: Sequence[int] = ()) -> list[int]:
+        """The guard's numbers of what this kind no longer has; forgets them: theirs may soon be other files' here."""
+        kept = set(descriptors)
+        gone = [held for held in self._held if held[0] == kind and held[1] not in kept]
+        return [self._held.pop(held) for held in gone]
 
     def _numbers(self, kind: str, descriptors: Sequence[int]) -> list[int]:
         new = [fd for fd in descriptors if (kind, fd) not in self._held]

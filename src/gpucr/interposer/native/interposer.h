@@ -2,6 +2,7 @@
 #ifndef GPUCR_INTERPOSER_H
 #define GPUCR_INTERPOSER_H
 
+#include "descriptors.h"
 #include "gate.h"
 
 #include <signal.h>
@@ -33,17 +34,18 @@ struct block {
     size_t bytes; /* 0: not known (imported) */
     struct properties asked;
     bool live, imported, exportable;
+    bool returned;   /* the process's own memory, which came back by a descriptor: the driver does not export it again */
     bool given_out;  /* by the program, to other processes */
     bool multicast;  /* not memory, but what several GPUs' memory is bound to: it stays with the driver */
     bool registered; /* a dma-buf was made of it */
+    bool stays;      /* what it was bound to or exported as cannot be made again */
     bool dropped;    /* away */
-    int descriptor;  /* by which it went out or came in (shared.c); -1: none is kept */
-    dev_t device;    /* of that descriptor */
-    ino_t inode;
+    struct owned descriptor; /* by which it went out or came in (shared.c) */
     uint32_t given;  /* to which client of the agent (carry.c counts them) */
     uint16_t generation;
     uint32_t index;
     unsigned references, mappings; /* the program's handles, and addresses that show it */
+    address only;                  /* the one address that shows it; 0: there are more, or none */
 };
 struct mapping {
     address start;
@@ -93,6 +95,7 @@ struct block *block_at(uint32_t index); /* of a live block */
 handle block_handle(const struct block *block);
 void block_forget_unused(struct block *block); /* releases it when nothing refers to it any more */
 struct mapping *mapping_add(address start, size_t bytes, size_t offset, struct block *block);
+size_t mapping_next(const struct block *block, size_t place); /* of those that show it, at or behind a place; or the count */
 void mapping_remove(size_t place);
 bool mapping_set_access(struct mapping *mapping, const struct access *access, size_t count);
 void context_note(int device, context context);
@@ -100,6 +103,8 @@ context context_of(int device); /* any of the device's that is alive; NULL */
 void context_forget(context context);
 
 /* shared.c */
+void shared_begin(void); /* many will be kept: once for all of them */
+void shared_end(void);
 void shared_keep(struct block *block, int descriptor); /* a copy of it */
 void shared_forget(struct block *block);
 result shared_export(struct block *block, int *descriptor);
@@ -137,8 +142,10 @@ uint32_t hooks_call(uint64_t kind, uint64_t wait_ms, uint64_t *count, uint64_t *
 void hooks_keep_mask(const sigset_t *mask); /* the program's signal mask: theirs */
 void hooks_in_child(void);
 
-/* agent.c */
+/* serve.c */
 void agent_start(void);
+bool agent_serves(void);   /* it has a place where it can be found */
+void agent_be_found(void); /* makes it listen again, if somebody has removed its name */
 void agent_before_fork(void);
 void agent_in_parent(void);
 void agent_in_child(void);
