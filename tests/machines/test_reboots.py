@@ -6,34 +6,8 @@ import json
 
 from tests.machines.conftest import Boot
 from tests.machines.images import BOOKWORM, TRIXIE
-from tests.machines.jobs import last_count
+from tests.machines.jobs import HOLDS, last_count
 from tests.machines.machine import Machine
-
-# Everything that the boot takes away: System V and POSIX shared memory, a file in /tmp, a deleted file, a connection.
-_HOLDS = """\
-import itertools, mmap, os, socket, tempfile, time
-shared = os.open("/dev/shm/shared", os.O_RDWR | os.O_CREAT)
-os.ftruncate(shared, 4096)
-memory = mmap.mmap(shared, 4096)
-deleted = tempfile.TemporaryFile()
-deleted.write(b"deleted")
-listener = socket.create_server(("127.0.0.1", 7000))
-client = socket.create_connection(("127.0.0.1", 7000))
-server, _ = listener.accept()
-began = time.monotonic()
-last = began
-for number in itertools.count(1):
-    memory[:8] = number.to_bytes(8, "little")
-    client.sendall(memory[:8])
-    assert int.from_bytes(server.recv(8), "little") == number
-    deleted.seek(0)
-    assert deleted.read() == b"deleted"
-    now = time.monotonic()
-    assert last <= now < last + 60, (last, now)
-    last = now
-    print(number, flush=True)
-    time.sleep(0.05)
-"""
 
 
 def _dump_a_job(machine: Machine, name: str, program: str) -> int:
@@ -51,7 +25,7 @@ def _restore(machine: Machine, name: str, before: int) -> None:
 
 def test_a_dumped_job_continues_after_a_reboot(boot: Boot) -> None:
     machine = boot()
-    before = _dump_a_job(machine, "holds", _HOLDS)
+    before = _dump_a_job(machine, "holds", HOLDS)
     machine.reboot()
     assert "dumped" in machine.gpucr("jobs").stdout
     machine.run("rm -rf /tmp/*; touch /tmp/other; sysctl -q kernel.ns_last_pid=5000")
@@ -60,7 +34,7 @@ def test_a_dumped_job_continues_after_a_reboot(boot: Boot) -> None:
 
 def test_a_dumped_job_continues_on_another_kernel_and_back(boot: Boot) -> None:
     machine = boot(TRIXIE, kernel="6.1")
-    before = _dump_a_job(machine, "holds", _HOLDS)
+    before = _dump_a_job(machine, "holds", HOLDS)
     for kernel in ("6.12", "6.1"):
         machine.power_off()
         machine.start(kernel)
