@@ -57,7 +57,10 @@ class Hardware:
 
 
 class Machine:
-    """Boots in ``start``; ``kernel`` is a version of the image's. Its disk is in ``folder``, and stays over reboots."""
+    """Boots in ``start``; ``kernel`` is a version of the image's. Its disk is in ``folder``, and stays over reboots.
+
+    ``booted`` has what it has been so far, as in ``Debian 12, Linux 6.1.0-56``.
+    """
 
     def __init__(self, image: Image, folder: Path, hardware: Hardware, number: int = 1) -> None:
         self.image = image
@@ -65,6 +68,7 @@ class Machine:
         self.folder = folder
         self.number = number
         self.console = folder / "console"
+        self.booted: list[str] = []
         self._disk = folder / "disk.qcow2"
         self._process: subprocess.Popen[bytes] | None = None
         self._monitor: QEMUMonitorProtocol | None = None
@@ -82,6 +86,7 @@ class Machine:
         is loaded, which takes a tenth of a boot.
         """
         boots = self._kernel(kernel)
+        self.booted.append(self._described(boots, options))
         is_loaded = is_new and not options and self.hardware.is_usual
         if is_loaded:
             booted = self.image.booted(boots)
@@ -141,6 +146,12 @@ class Machine:
         self._monitor = self._connect("monitor", negotiate=True)
         if not is_loaded:
             self._wait_for_agent()
+
+    def _described(self, boots: Kernel, options: str) -> str:
+        """For the table of what was tried."""
+        processor = [] if self.hardware.cpu == Hardware.cpu else [self.hardware.cpu]
+        release = f"Debian {self.image.release.number}"
+        return ", ".join([release, f"Linux {boots.name}", *([f"`{options}`"] if options else []), *processor])
 
     def linux(self, kernel: str | None = None) -> str:
         """The kernel that this version stands for, as ``uname -r`` prints it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter
+from collections.abc import Iterable
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -20,9 +21,9 @@ class Results:
         self._machines: dict[str, set[str]] = {}
         self._outcomes: dict[str, Counter[str]] = {}
 
-    def booted(self, file: str, machine: str) -> None:
-        """A test of this file has booted a machine, as in ``Debian 12, Linux 6.1.0-56``."""
-        self._machines.setdefault(file, set()).add(machine)
+    def booted(self, file: str, machines: Iterable[str]) -> None:
+        """A test of this file has booted these, as in ``Debian 12, Linux 6.1.0-56``."""
+        self._machines.setdefault(file, set()).update(machines)
 
     def ended(self, file: str, outcome: str) -> None:
         """A test of this file ``passed`` or ``failed``."""

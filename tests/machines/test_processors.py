@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import pytest
-
 from tests.machines.conftest import USUAL, Boot
 from tests.machines.jobs import CALCULATES, COUNTS, last_count
 from tests.machines.machine import Machine
@@ -19,62 +17,47 @@ def _restart_on(machine: Machine, cpu: str) -> None:
     machine.start()
 
 
-def _begin(machine: Machine) -> None:
+def _dump(machine: Machine, prefix: str) -> dict[str, int]:
+    """What each snapshot's job had counted."""
     for name, program in _JOBS.items():
         machine.write(f"/root/{name}.py", program)
-        machine.gpucr("run", "--name", name, "--", "python3", f"/root/{name}.py")
-    for name in _JOBS:
-        machine.wait(f"test $(gpucr logs {name} | wc -l) -gt 2")
+        machine.gpucr("run", "--name", f"{prefix}-{name}", "--", "python3", f"/root/{name}.py")
+    counted = {}
+    for job in (f"{prefix}-{name}" for name in _JOBS):
+        machine.wait(f"test $(gpucr logs {job} | wc -l) -gt 2")
+        machine.gpucr("dump", job, "--to", f"/root/{job}")
+        counted[job] = last_count(machine, job)
+    return counted
 
 
-def _dump(machine: Machine) -> dict[str, int]:
-    for name in _JOBS:
-        machine.gpucr("dump", name, "--to", f"/root/{name}")
-    return {name: last_count(machine, name) for name in _JOBS}
+def _is_restored(machine: Machine, counted: dict[str, int]) -> None:
+    for job, before in counted.items():
+        machine.gpucr("restore", f"/root/{job}")
+        machine.wait(f"test $(gpucr logs {job} | tail -n 1) -gt {before}")
+        machine.gpucr("kill", job)
 
 
-def _restore(machine: Machine, before: dict[str, int]) -> None:
-    for name in _JOBS:
-        machine.gpucr("restore", f"/root/{name}")
-        machine.wait(f"test $(gpucr logs {name} | tail -n 1) -gt {before[name]}")
-
-
-@pytest.mark.parametrize(("lesser", "lacks"), [("Haswell", "xsavec"), ("Nehalem", "avx2")])
-def test_refused_where_features_are_missing_and_restored_where_they_are(boot: Boot, lesser: str, lacks: str) -> None:
-    machine = boot()
-    _begin(machine)
-    before = _dump(machine)
-    _restart_on(machine, lesser)
-    for name in _JOBS:
-        refused = machine.gpucr("restore", f"/root/{name}", check=False)
-        assert refused.returncode == 3, refused.stderr
+def _is_refused(machine: Machine, counted: dict[str, int], why: str) -> None:
+    for job in counted:
+        refused = machine.gpucr("restore", f"/root/{job}", check=False)
+        assert refused.returncode == 3, refused.stdout + refused.stderr
         assert "GPUCR-PROCESSOR" in refused.stderr
-        assert lacks in refused.stderr
-    _restart_on(machine, "max")
-    _restore(machine, before)
+        assert why in refused.stderr
 
 
-def test_a_job_moves_to_a_better_processor_and_back_before_it_is_dumped_there(boot: Boot) -> None:
-    """What was dumped on the lesser one is restored on both, as long as no new dump is made on the better one."""
-    machine = boot(hardware=dataclasses.replace(USUAL, cpu="Nehalem"))
-    _begin(machine)
-    before = _dump(machine)
-    for cpu in ("max", "Nehalem"):
-        _restart_on(machine, cpu)
-        _restore(machine, before)
-        for name in _JOBS:
-            machine.gpucr("kill", name)
-
-
-def test_a_linker_that_would_save_more_registers_than_it_has_room_for_is_refused(boot: Boot) -> None:
-    """A program of Haswell, which has XSAVE without XSAVEC, on a processor with bound registers."""
-    machine = boot(hardware=dataclasses.replace(USUAL, cpu="Haswell"))
-    _begin(machine)
-    before = _dump(machine)
-    _restart_on(machine, "max")
-    for name in _JOBS:
-        refused = machine.gpucr("restore", f"/root/{name}", check=False)
-        assert refused.returncode == 3, refused.stderr
-        assert "more registers to save" in refused.stderr
+def test_jobs_are_restored_only_where_they_can_run(boot: Boot) -> None:
+    """Dumped on ``max``, Haswell (XSAVE without XSAVEC, so other registers are a danger) and Nehalem (no XSAVE)."""
+    machine = boot()
+    of_max = _dump(machine, "max")
+    _restart_on(machine, "Nehalem")
+    _is_refused(machine, of_max, "avx2")
+    of_nehalem = _dump(machine, "nehalem")
     _restart_on(machine, "Haswell")
-    _restore(machine, before)
+    _is_refused(machine, of_max, "adx")
+    _is_restored(machine, of_nehalem)
+    of_haswell = _dump(machine, "haswell")
+    _restart_on(machine, "max")
+    _is_refused(machine, of_haswell, "more registers to save")
+    _is_restored(machine, of_max | of_nehalem)
+    _restart_on(machine, "Haswell")
+    _is_restored(machine, of_haswell)
