@@ -25,13 +25,10 @@ for _ in range(600):
     except OSError:
         time.sleep(0.2)
 """
-_ACCOUNT = {
-    "AWS_ENDPOINT_URL": "http://127.0.0.1:9000",
-    "AWS_ALLOW_HTTP": "true",
-    "AWS_ACCESS_KEY_ID": "a",
-    "AWS_SECRET_ACCESS_KEY": "b",
-    "AWS_REGION": "us-east-1",
-}
+_ACCOUNT = (
+    "AWS_ENDPOINT_URL=http://127.0.0.1:9000 AWS_ALLOW_HTTP=true AWS_ACCESS_KEY_ID=a AWS_SECRET_ACCESS_KEY=b "
+    "AWS_REGION=us-east-1"
+)
 
 
 @pytest.fixture(params=[timedelta(days=1), timedelta(days=-1)], ids=["later", "earlier"])
@@ -64,9 +61,9 @@ def test_a_job_continues_on_another_node(nodes: tuple[Machine, Machine]) -> None
             machine.write(f"/root/{name}.py", program)
         first.gpucr("run", "--name", name, "--", "python3", f"/root/{name}.py")
         first.wait(f"test $(gpucr logs {name} | wc -l) -gt 5")
-        first.gpucr("dump", name, "--to", places[name], **_ACCOUNT)
+        first.run(f"{_ACCOUNT} gpucr dump {name} --to {places[name]}")
         before[name] = last_count(first, name)
     second.run(f"rsync -a {_FIRST}:/root/holds /root/")
     for name, place in places.items():
-        second.gpucr("restore", place, **_ACCOUNT)
+        second.run(f"{_ACCOUNT} gpucr restore {place}")
         second.wait(f"test $(gpucr logs {name} | tail -n 1) -gt {before[name]}")

@@ -19,16 +19,32 @@ def _events(machine: Machine, job: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in machine.read(_EVENTS.format(job)).decode().splitlines()]
 
 
-@pytest.mark.parametrize("release", [BOOKWORM, TRIXIE], ids=lambda release: release.name)
-def test_a_job_of_a_login_session_continues_after_a_reboot(boot: Boot, release: Release) -> None:
+_RUN = "gpucr run --name counts --every 1h --to /root/store -- python3 /root/counts.py"
+_LINGERING = (
+    "loginctl enable-linger root; export XDG_RUNTIME_DIR=/run/user/0; "
+    "until systemctl --user is-system-running --wait; do sleep 1; done >/dev/null; "
+    "systemd-run --user --wait --pipe --setenv=PATH=$PATH --property=KillMode=process "
+    f"sh -c '{_RUN}; cat /proc/self/cgroup'"
+)
+
+
+@pytest.mark.parametrize(
+    ("release", "start", "place"),
+    [
+        pytest.param(BOOKWORM, f"{_RUN}; cat /proc/self/cgroup", "session-", id="12-session"),
+        pytest.param(TRIXIE, f"{_RUN}; cat /proc/self/cgroup", "session-", id="13-session"),
+        pytest.param(BOOKWORM, _LINGERING, "user@0.service", id="12-lingering"),
+    ],
+)
+def test_a_job_outside_of_services_continues_after_a_reboot(
+    boot: Boot, release: Release, start: str, place: str
+) -> None:
+    """It is in a login session, or in a service of a user who lingers."""
     machine = boot(release)
     machine.write("/root/counts.py", COUNTS)
     assert "gpucr-supervise.service" in machine.gpucr("service", "install").stdout
-    started = machine.run(
-        "gpucr run --name counts --every 1h --to /root/store -- python3 /root/counts.py; cat /proc/self/cgroup",
-        user="root",
-    )
-    assert "session-" in started.stdout
+    started = machine.run(start, user="root")
+    assert place in started.stdout
     assert "warning" not in started.stderr
     machine.wait("test $(gpucr logs counts | wc -l) -gt 5")
     machine.reboot()
