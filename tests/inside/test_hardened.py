@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,7 +31,7 @@ def _helper() -> None:
 
 
 def _as_user(script: str) -> subprocess.CompletedProcess[str]:
-    login = ["runuser", "--login", "user", "--whitelist-environment=PATH", "--command", script]
+    login = ["runuser", "--login", "user", "--command", f"export PATH={os.environ['PATH']}; {script}"]
     return subprocess.run(login, capture_output=True, text=True, check=False)
 
 
@@ -122,7 +123,7 @@ def test_no_user_namespaces(tmp_path: Path) -> None:
 
 
 def test_a_job_under_an_apparmor_profile_comes_back_under_it(tmp_path: Path) -> None:
-    profile = tmp_path / "confined"
+    profile = tmp_path / "profile"
     profile.write_text(_PROFILE)
     sh(f"apparmor_parser --replace {profile}")
     _cycles("confined", tmp_path, "aa-exec", "-p", "confined", "--")

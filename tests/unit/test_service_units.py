@@ -65,6 +65,24 @@ def test_a_user_s_services_end_with_the_user_s_manager(systemctl: Path, monkeypa
     assert service_units.system_unit_of(os.getpid()) == "user@1000.service"
 
 
+def test_a_login_session_does_not_end_with_its_first_process(systemctl: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    systemctl.write_text("KillMode=control-group\nType=\n")
+    monkeypatch.setattr(cgroups, "unit_of", lambda _: "/user.slice/user-1000.slice/session-3.scope")
+    assert service_units.ends_with_us({"SYSTEMD_EXEC_PID": str(os.getpid())}) is None
+
+
+def test_a_user_s_service_is_looked_up_with_the_user_s_manager(
+    tmp_path: Path, systemctl: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = tmp_path / "asked"
+    (tmp_path / "systemctl").write_text(f'#!/bin/sh\necho "$@" >{asked}\ncat {systemctl}\n')
+    systemctl.write_text("KillMode=control-group\nType=simple\nRemainAfterExit=no\n")
+    nested = "/user.slice/user-1000.slice/user@1000.service/app.slice/train.service"
+    monkeypatch.setattr(cgroups, "unit_of", lambda _: nested)
+    assert service_units.ends_with_us({"SYSTEMD_EXEC_PID": str(os.getpid())}) == "train.service"
+    assert asked.read_text().split()[:2] == ["--user", "show"]
+
+
 def test_nothing_ends_where_there_is_no_systemd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service_units, "RUNNING", tmp_path / "none")
     assert service_units.ends_with_us({"SYSTEMD_EXEC_PID": str(os.getpid())}) is None
