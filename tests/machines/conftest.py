@@ -45,12 +45,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(left_out)
 
 
+def _name(item: pytest.Item) -> str:
+    return f"{item.path}::{item.name}"
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Count what passed and failed."""
+    """Remember what passed and failed."""
     report = yield
     if report.when == "call" and report.outcome != "skipped":
-        _RESULTS.ended(str(item.path), report.outcome)
+        _RESULTS.ended(_name(item), report.outcome)
     return report
 
 
@@ -89,7 +93,7 @@ def boot(images: dict[Release, Image], tmp_path: Path, request: pytest.FixtureRe
 
     yield make
     for machine in machines:
-        _RESULTS.booted(str(request.path), machine.booted)
+        _RESULTS.booted(_name(request.node), machine.booted)
         machine.close()
 
 

@@ -11,7 +11,7 @@ from tests.machines.images import MachinesMissing
 from tests.machines.results import BEGIN, END, Results
 
 
-def test_a_host_without_qemu_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_host_without_qemu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     for look in (images.find_images, images.build_images):
         with pytest.raises(MachinesMissing) as e:
@@ -46,20 +46,25 @@ def test_a_build_without_network_ends_in_one_sentence(monkeypatch: pytest.Monkey
         images.build_images()
 
 
-def test_rows_are_replaced_and_failures_leave_them(tmp_path: Path) -> None:
-    page, passed, failed = tmp_path / "page.md", tmp_path / "passed.py", tmp_path / "failed.py"
-    passed.write_text('"""It passes."""\n')
-    failed.write_text('"""It fails."""\n')
+def test_a_row_is_replaced_and_a_failure_removes_it(tmp_path: Path) -> None:
+    page, file = tmp_path / "page.md", tmp_path / "test_it.py"
+    file.write_text('"""Jobs in machines: they run."""\n')
     page.write_text(f"before\n{BEGIN}{END}after\n")
-    for machine, outcome in (("Debian 12", "passed"), ("Debian 13", "failed")):
+
+    def ran(machine: str, **outcomes: str) -> str:
         results = Results()
-        for path, ended in ((passed, "passed"), (failed, outcome)):
-            results.booted(str(path), [machine])
-            results.ended(str(path), ended)
+        for case, outcome in outcomes.items():
+            results.booted(f"{file}::test_a_{case}[12]", [machine, machine])
+            results.ended(f"{file}::test_a_{case}[12]", outcome)
         results.write(page)
-    text = page.read_text()
-    assert text.startswith("before\n")
-    assert text.endswith("after\n")
-    assert text.count("| It passes | Debian 13 | 1 passed |") == 1
-    assert text.count("| It fails | Debian 12 | 1 passed |") == 1
-    assert text.count("It passes") == text.count("It fails") == 1
+        return page.read_text()
+
+    first = ran("Debian 12", dump="passed", restore="passed")
+    assert first.startswith("before\n")
+    assert first.endswith("after\n")
+    assert "| Jobs in machines | a dump (12) | Debian 12 |" in first
+    assert "| Jobs in machines | a restore (12) | Debian 12 |" in first
+    second = ran("Debian 13", dump="passed", restore="failed")
+    assert "| Jobs in machines | a dump (12) | Debian 13 |" in second
+    assert second.count("Jobs in machines") == 1
+    assert "| Debian 13 |" in ran("Debian 14")  # a run of other tests
