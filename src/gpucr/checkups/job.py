@@ -43,7 +43,9 @@ def examine(target: int | str | JobSelector, folder: Path, *, was_named: bool) -
     job = found.job
     uses = gpu_processes() if job.gang else ()
     findings = _summary(job, isolated=found.sandbox is not None)
-    findings += from_findings("CUDA state", preflight.check_states(job), _states(job))
+    findings += from_findings(
+        "CUDA state", [*preflight.check_states(job), *preflight.check_left_locked(job)], _states(job)
+    )
     findings += from_findings(
         "sharing",
         findings_of_traps(job, found.driver, uses),

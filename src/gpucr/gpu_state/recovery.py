@@ -294,8 +294,8 @@ def _take_out_again(driver: Driver, pid: int) -> None:
 class GangProtection:
     """What an operation's guard knows about its gang, updated as the steps proceed.
 
-    Each method announces a state, and is called before the change. They raise like `Protection.protect`; `attached`,
-    called after a change, does not.
+    Each method announces a state, and is called before the change. They raise like `Protection.protect`. Those that
+    leave the guard less to do (`attached`, `going_on`, and `blocks` without any) do not.
     """
 
     def __init__(self, protection: Protection) -> None:
@@ -332,21 +332,25 @@ class GangProtection:
         """All staging is back where the driver left it, and kept files are back too."""
         self._action.detached, self._files = (), ()
         self._action.copies, self._copies = (), ()
-        self.protection.amend(self._action, self._descriptors())
+        self._amend()
 
     def blocks(self, pid: int, uuids: Sequence[str], held: Sequence[Held]) -> None:
         """This process's device memory may only be in these descriptors; none: the process has it, or keeps it."""
         blocks = tuple(msgspec.structs.astuple(each.block) for each in held)
+        is_known = pid in self._blocks
         self._blocks[pid] = HeldBlocks(pid, tuple(uuids), blocks), tuple(each.descriptor for each in held)
         self._action.held = tuple(blocks for blocks, _ in self._blocks.values())
-        self._tell()
+        if is_known and not held:
+            self._amend()
+        else:
+            self._tell()
 
     def going_on(self, pids: Sequence[int], members: Sequence[GangMember] = ()) -> None:
         """These have all of their device memory again. ``members``: their new target states; none: as before."""
         self._action.going_on = tuple(pids)
         if members:
             self._action.members = tuple(members)
-        self._tell()
+        self._amend()
 
     def carried(self, carrier: ProcessId, pids: Iterable[int]) -> None:
         """Only this process may hold the device memory of these."""
@@ -365,6 +369,9 @@ class GangProtection:
 
     def _tell(self) -> None:
         self.protection.protect(self._action, self._descriptors())
+
+    def _amend(self) -> None:
+        self.protection.amend(self._action, self._descriptors())
 
     def _descriptors(self) -> tuple[int, ...]:
         return (*self._files, *self._copies, *(fd for _, fds in self._blocks.values() for fd in fds))

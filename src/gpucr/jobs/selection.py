@@ -204,4 +204,4 @@ def deadline_after(timeout_s: float | None) -> float | None:
 
 def findings_before_freeze(job: Job, needs: Sequence[preflight.MemoryNeed]) -> list[preflight.Finding]:
     """Findings against freezing this job, including the host memory that its device memory needs."""
-    return [*preflight.check_states(job), *preflight.check_host_memory(needs)]
+    return [*preflight.check_states(job), *preflight.check_left_locked(job), *preflight.check_host_memory(needs)]

@@ -456,7 +456,7 @@ def _with_cuda(record: ProcessRecord, cuda: CudaWork, member: GangMember) -> Pro
     thread = cuda.checkpoint.restore_threads.get(record.pid)
     return replace(
         record,
-        found_state=member.found,
+        found_state=member.lasting_state,
         restore_thread=processes.innermost_thread_id(record.pid, thread) if thread is not None else None,
         device_bytes=dict(cuda.device_bytes.get(record.pid, {})),
         staging=cuda.staging.private.get(record.pid, ()),

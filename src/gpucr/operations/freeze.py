@@ -235,6 +235,7 @@ class FrozenJob:
         with operation("thaw", self.pid, on_progress=on_progress, is_undo=True) as running:
             # Not earlier: a signal until then leaves the job frozen, with its guard.
             self._lose()
+            hold.protection.needs_no_guard()
             with hold.opened:
                 try:
                     phases = running.run(
@@ -260,7 +261,7 @@ class FrozenJob:
             self._lose()
             if self._saved is not None:
                 registered.DumpNote(found.job).write(self._saved, left_running=False)
-            running.run([EndFrozenJob(found.job, hold.protection)])
+            running.run([EndFrozenJob(found.job, hold.protection)], protection=hold.protection)
             self._state = "ended"
             if found.sandbox is not None and found.sandbox.root == found.job.root.id:
                 with contextlib.suppress(OSError):

@@ -143,7 +143,7 @@ def resume(
 
     ``gpu_map`` (``OLD=NEW,...``) and ``gpu`` (``auto``, or the new places of the GPUs that it uses) name GPUs of this
     machine by index or UUID; what they leave open is filled in. Running processes are left alone, and those that
-    `suspend` found LOCKED or CHECKPOINTED return to that state. Refuses up front if a GPU has too little free memory: a
+    `suspend` found CHECKPOINTED return to that state. Refuses up front if a GPU has too little free memory: a
     restore that runs out of it loses the job. On failure every process is CHECKPOINTED or LOCKED again, as it was
     found, so another attempt (with other GPUs, or when memory is free) is possible. Needs access to the processes.
 
@@ -155,6 +155,24 @@ def resume(
         request = GpuRequest.of(gpu_map, gpu)
         taken = opened.enter_context(taken_job(running, pid, TO_CHANGE, only=only, force=force))
         return _resume(taken, deadline, request, running, force=force)
+
+
+def resume_left_behind(pid: int | str) -> bool:
+    """Resume a job that stands still although no suspend of gpucr's is on record. Does nothing to any other job.
+
+    Its processes are locked or checkpointed because the gpucr that worked on them was killed together with its guard,
+    or could not undo. Returns whether that was so. Raises as `resume`.
+    """
+    gang = selection.find_job(pid, looks_only=True).job.gang
+    if not any(map(_is_left_behind, gang)):
+        return False
+    resume(pid)
+    return True
+
+
+def _is_left_behind(member: GangMember) -> bool:
+    is_checkpointed = member.found is CudaState.CHECKPOINTED
+    return member.found is CudaState.LOCKED or (is_checkpointed and suspended.recall(member.id) is None)
 
 
 def _resume(

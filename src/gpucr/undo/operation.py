@@ -64,7 +64,16 @@ class Operation:
         protection: Protection | None = None,
         begun_before: Sequence[Step] = (),
     ) -> tuple[Phase, ...]:
-        """Like `run_steps`. When it returns, the operation has succeeded and signals have no effect."""
+        """Like `run_steps`. When it returns, the operation has succeeded and signals have no effect.
+
+        The undo does not need the guard of ``protection``.
+        """
+
+        def before_undo() -> None:
+            self.release()
+            if protection is not None:
+                protection.needs_no_guard()
+
         try:
             return run_steps(
                 steps,
@@ -73,7 +82,7 @@ class Operation:
                 listener=self._listener,
                 interrupts=self.interrupts,
                 begun_before=begun_before,
-                before_undo=self.release,
+                before_undo=before_undo,
                 second_undo=protection.undo_by_guard if protection is not None else None,
             )
         finally:

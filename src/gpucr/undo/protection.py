@@ -13,18 +13,25 @@ from gpucr.undo import recovery
 from gpucr.undo.guard import Guard
 from gpucr.undo.recovery import Action, Entry, Record, kind_of
 
+_NOT_TOLD = (BrokenInstall, OSError)
+"""The guard has ended, or there is no descriptor left for telling it."""
+
 
 class Protection:
     """One operation's pending recovery actions, and the guard that knows them.
 
     A context manager: starts the guard, for which the first `protect` waits, and dismisses it at the end. ``claims``
     are the descriptors of `claims.claimed`, ``tree`` the processes of the job.
+
+    A guard that has ended stops the next change of the job (`protect`). It stops nothing that makes less depend on the
+    guard (`amend`, `withdraw`, `job_runs`), and no undo: see `needs_no_guard`.
     """
 
     def __init__(self, claims: Sequence[int] = (), tree: Iterable[ProcessInfo] = ()) -> None:
         self._claims = tuple(claims)
         self._tree = tuple(process.id for process in tree)
         self._is_ready = False
+        self._may_be_gone = False
         self._entries: dict[str, Entry] = {}  # in the order in which they were named; one per kind
         self._outliving: set[str] = set()
         self._held: dict[tuple[str, int], int] = {}
@@ -52,31 +59,34 @@ class Protection:
         self._wait_ready()
         self._guard.hold(self._claimed_later.enter_context(claimed(pids)))
 
+    def needs_no_guard(self) -> None:
+        """From here on a guard that has ended stops nothing: what follows is an undo, or has to be completed."""
+        self._may_be_gone = True
+
     def protect(self, action: Action, descriptors: Sequence[int] = ()) -> None:
         """Add a recovery action. Call this before the change that it undoes.
 
         Replaces an earlier action of the same kind, in its place in the order. The guard holds copies of the
         ``descriptors``, which must stay open here while the action is named with them. Raises BrokenInstall if the
-        guard is gone: then the change must not be made.
+        guard is gone, unless `needs_no_guard`: then the change must not be made.
         """
-        self._wait_ready()
-        kind = kind_of(action)
-        self._entries[kind] = recovery.entry(action, self._numbers(kind, descriptors))
-        if action.outlives_job:
-            self._outliving.add(kind)
-        self._tell()
+        try:
+            self._protect(action, descriptors)
+        except _NOT_TOLD:
+            if not self._may_be_gone:
+                raise
 
     def amend(self, action: Action, descriptors: Sequence[int] = ()) -> None:
         """Reduce a named action; does nothing if it was withdrawn. A guard that has ended does not matter."""
         if kind_of(action) in self._entries:
-            with contextlib.suppress(BrokenInstall):
-                self.protect(action, descriptors)
+            with contextlib.suppress(*_NOT_TOLD):
+                self._protect(action, descriptors)
 
     def withdraw(self, *actions: type[Action]) -> None:
         """Withdraw an action that was undone or is no longer needed. A guard that has ended does not matter."""
         for each in actions:
             self._forget(kind_of(each))
-        with contextlib.suppress(BrokenInstall):
+        with contextlib.suppress(*_NOT_TOLD):
             self._tell()
 
     def job_runs(self) -> None:
@@ -84,12 +94,20 @@ class Protection:
         self._tree = ()
         for kind in self._entries.keys() - self._outliving:
             self._forget(kind)
-        with contextlib.suppress(BrokenInstall):
+        with contextlib.suppress(*_NOT_TOLD):
             self._tell()
 
     def undo_by_guard(self) -> bool:
         """Let the guard do what the operation could not. True: everything is as it was found."""
         return self._is_ready and self._guard.recover()
+
+    def _protect(self, action: Action, descriptors: Sequence[int]) -> None:
+        self._wait_ready()
+        kind = kind_of(action)
+        self._entries[kind] = recovery.entry(action, self._numbers(kind, descriptors))
+        if action.outlives_job:
+            self._outliving.add(kind)
+        self._tell()
 
     def _forget(self, kind: str) -> None:
         self._entries.pop(kind, None)

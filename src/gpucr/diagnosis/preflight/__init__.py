@@ -32,6 +32,7 @@ from gpucr.diagnosis.preflight.surroundings import (
 )
 from gpucr.diagnosis.preflight.tree import (
     check_free_pids,
+    check_left_locked,
     check_namespace_init,
     check_open_files,
     check_session,
@@ -79,6 +80,7 @@ __all__ = [
     "check_handed_over",
     "check_host_memory",
     "check_kept_connections",
+    "check_left_locked",
     "check_mig_targets",
     "check_namespace_init",
     "check_open_files",

@@ -14,7 +14,7 @@ from gpucr.interposer.client import ask_status
 from gpucr.interposer.protocol import Status
 from gpucr.interposer.sharing import Sharing
 from gpucr.linux import memory, processes
-from gpucr.model import Gpu, GpuUse, Job, ProcessInfo
+from gpucr.model import CudaState, Gpu, GpuUse, Job, ProcessInfo
 
 _UVM_DEVICE = "/dev/nvidia-uvm"
 
@@ -25,7 +25,7 @@ class CudaTraits(Struct, frozen=True):
     ``environment`` is that of its start (None: not readable), ``mapped`` the paths of the files that it has mapped,
     ``gpus`` the UUIDs of those on which it holds memory (None: NVML does not know the process, as in most containers),
     ``uvm_mappings`` number of mappings of ``/dev/nvidia-uvm``; ``counted``: its interposer's counters (None: none, or
-    no answer).
+    no answer). ``found``: its CUDA state, if it is of the job.
     """
 
     process: ProcessInfo
@@ -35,6 +35,7 @@ class CudaTraits(Struct, frozen=True):
     gpus: frozenset[str] | None
     uvm_mappings: int = 0
     counted: Status | None = None
+    found: CudaState | None = None
 
     @property
     def pid(self) -> int:
@@ -83,8 +84,8 @@ def look(job: Job, uses: Sequence[GpuUse]) -> JobTraits:
     """
     if not job.gang:
         return JobTraits((), ())
-    members = {member.pid for member in job.gang}
-    seen = tuple(_look_at(process, uses) for process in job.processes if process.pid in members)
+    found = {member.pid: member.found for member in job.gang}
+    seen = tuple(_look_at(each, uses, found[each.pid]) for each in job.processes if each.pid in found)
     relatives: list[CudaTraits] = []
     for process in _relatives(job, {use.pid for use in uses}):
         with contextlib.suppress(PermissionError):  # another user's: it shares nothing with this one
@@ -119,7 +120,7 @@ def _relatives(job: Job, holders: set[int]) -> list[ProcessInfo]:
     return [found[pid] for pid in sorted(holders.difference(job.pids) & found.keys())]
 
 
-def _look_at(process: ProcessInfo, uses: Sequence[GpuUse]) -> CudaTraits:
+def _look_at(process: ProcessInfo, uses: Sequence[GpuUse], found: CudaState | None = None) -> CudaTraits:
     try:
         paths = [mapping.path for mapping in memory.read_maps(process.pid) if mapping.path]
     except (FileNotFoundError, ProcessLookupError):
@@ -132,4 +133,5 @@ def _look_at(process: ProcessInfo, uses: Sequence[GpuUse]) -> CudaTraits:
         gpus=frozenset(use.gpu_uuid for use in uses if use.pid == process.pid) or None,
         uvm_mappings=paths.count(_UVM_DEVICE),
         counted=ask_status(process.pid),
+        found=found,
     )

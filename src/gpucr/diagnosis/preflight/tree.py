@@ -93,6 +93,17 @@ def check_states(job: Job) -> list[Finding]:
     ]
 
 
+def check_left_locked(job: Job) -> list[Finding]:
+    """Processes that are locked already, and that nobody works on: call it with the job claimed."""
+    return [
+        facts.LEFT_LOCKED.seen(
+            "cuCheckpointProcessGetState", member.pid, process=f"process {member.pid}", root=job.root.pid
+        )
+        for member in job.gang
+        if member.found is CudaState.LOCKED
+    ]
+
+
 def check_tracers(job: Job) -> list[Finding]:
     """Debuggers, strace and profilers: a process has at most one tracer, and CRIU must be it."""
     found = []

@@ -29,6 +29,14 @@ STATE_UNKNOWN = Fact(
     code="GPUCR-CUDA-STATE",
     case="one that this gpucr does not know",
 )
+LEFT_LOCKED = Fact(
+    what="{process} is locked",
+    consequence="it waits in its next CUDA call: what worked on it was killed, or is another tool. A resume, or a "
+    "restore of its snapshot, lets it run",
+    remedy="`gpucr resume {root}` lets it run now",
+    code="GPUCR-CUDA-STATE",
+    severity="warning",
+)
 TRACED = Fact(
     what="{process} is being traced",
     consequence="CRIU cannot attach to it",
