@@ -143,7 +143,7 @@ def _bring_back(job: Counter, driver: CudaDriver, to: Path) -> None:
         assert to.exists() == (to / "manifest.json").exists(), "an unfinished folder stays"
 
 
-def test_every_undo_is_told_that_it_needs_no_guard() -> None:
+def test_every_operation_names_its_protection() -> None:
     """Every operation on a job names its `Protection` to `Operation.run`, which tells it before the undo."""
     without = {"operations/stores.py"}  # no job
     for path in sorted(SOURCES.rglob("*.py")):
