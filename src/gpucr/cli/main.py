@@ -20,6 +20,7 @@ from gpucr.cli.output import JsonWanted, lost_stdout, prepare_streams
 from gpucr.cli.suggesting import SuggestingGroup
 from gpucr.errors import GpucrError, Interrupted, InvalidRequest, OutputLost
 from gpucr.undo.interrupts import Interrupts
+from gpucr.undo.left_behind import remove_left_behind
 from gpucr.version import __version__
 
 if TYPE_CHECKING:
@@ -146,6 +147,7 @@ def main() -> NoReturn:
 def _run(wanted: JsonWanted, interrupts: Interrupts) -> int:
     try:
         interrupts.raise_at_once()
+        remove_left_behind()
         command.main(prog_name="gpucr", standalone_mode=False, obj=wanted)
         interrupts.commit()
     except SystemExit as end:

@@ -134,7 +134,7 @@ def dump_for_runtime(root_pid: int, images: Path, hooks: RuntimeHooks, *, claim:
     with operation("dump", root_pid) as running, contextlib.ExitStack() as opened:
         opened.enter_context(part.older_aside())
         taken = opened.enter_context(taken_job(running, root_pid, TO_MOVE))
-        if taken.protection is None:
+        if not taken.found.job.gang:
             raise JobChanged(f"no process below {root_pid} uses CUDA any more", pids=[root_pid])
         context, cuda, findings = _prepare(taken.found, images, taken.protection)
         preflight.require_no_blocking(findings, force=False)
@@ -241,8 +241,7 @@ class RuntimeDump:
             if self._hooks.wait_for_call(0):
                 self._hooks.answer(None)  # the script is configured twice
         self.left_running = self._is_left()
-        if self._context.protection is not None:
-            self._context.protection.withdraw(EndDump)
+        self._context.protection.withdraw(EndDump)
         self._wait_until_thawed()
         return size_bytes
 

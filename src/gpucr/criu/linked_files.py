@@ -74,6 +74,20 @@ def save_linked_files(
     return tuple(names)
 
 
+def passing_ghosts(images_dir: Path) -> tuple[str, ...]:
+    """The names, as the tree sees them, under which a restore makes ghosts, and which it removes again.
+
+    Raises OSError, and ImageError for damaged images.
+    """
+    try:
+        ghosts = [each for each in _read_remaps(images_dir) if each.remap_type == GHOST]
+    except FileNotFoundError:
+        return ()
+    paths = FilesImage.read(images_dir).paths() if ghosts else {}
+    names = (f"{paths[each.orig_id]}.cr.{each.remap_id:x}.ghost" for each in ghosts if each.orig_id in paths)
+    return tuple(dict.fromkeys(names))
+
+
 def _read_remaps(images_dir: Path) -> list[images_pb2.Remap]:
     with images_in(images_dir)(REMAP_IMAGE) as stream:
         image = ImageReader(stream, REMAP_MAGIC, "names that are gone", max_bytes=_MAX_REMAP_BYTES)

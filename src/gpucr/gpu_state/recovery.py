@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,9 +15,11 @@ from gpucr.driver.api import Driver
 from gpucr.driver.cuda import load_driver
 from gpucr.errors import GpucrError, JobChanged, reason_of
 from gpucr.gang import Gang
+from gpucr.gang.recovery import PutBackThreads
 from gpucr.gang.threads import GangThreads
 from gpucr.interposer.presence import agent_threads, is_interposed
 from gpucr.linux import memory, processes
+from gpucr.linux.noted_threads import NotedProcess, encode
 from gpucr.linux.tmpfs import KEPT_NAME
 from gpucr.model import CudaState, GangMember, GpuMap, ProcessId, StagedExtent
 from gpucr.undo.logs import append_to_log
@@ -61,6 +64,22 @@ class CallAfterRestore(Action):
         from gpucr.interposer.protocol import Hooks
 
         call(Hooks.AFTER_RESTORE, filter(processes.keeps_running, self.processes))
+        return False
+
+
+class ForgetWork(Action):
+    """Remove the records that say where these processes belong while an operation has them (at_work.py)."""
+
+    outlives_job = True
+    is_on_record = True
+    processes: tuple[ProcessId, ...]
+
+    def recover(self, descriptors: Sequence[int]) -> bool:
+        """Remove those whose writer has died."""
+        from gpucr.gpu_state.at_work import forget_dead  # late: only needed here
+
+        for each in self.processes:
+            forget_dead(each)
         return False
 
 
@@ -310,6 +329,10 @@ class GangProtection:
         self._action.members = tuple(members)
         self._tell()
 
+    def at_work(self, processes: Sequence[ProcessId]) -> None:
+        """These may get records of `at_work`."""
+        self.protection.protect(ForgetWork(processes=tuple(processes)))
+
     def restore_threads(self, threads: Mapping[int, int]) -> None:
         """These are the restore threads, by pid; all others may be held from now on."""
         self._action.restore_threads = dict(threads)
@@ -366,6 +389,13 @@ class GangProtection:
         """These may be stopped by SIGSTOP."""
         self._action.stopped = tuple(stopped)
         self._tell()
+
+    def noted(self, noted: Sequence[NotedProcess]) -> None:
+        """This is what their threads were doing, before CRIU comes."""
+        self._notes = open(os.memfd_create("gpucr-noted", os.MFD_CLOEXEC), "wb")  # noqa: SIM115 - open as long as this
+        self._notes.write(encode(noted))
+        self._notes.flush()
+        self.protection.protect(PutBackThreads(), [self._notes.fileno()])
 
     def _tell(self) -> None:
         self.protection.protect(self._action, self._descriptors())

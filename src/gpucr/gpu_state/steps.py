@@ -48,6 +48,7 @@ class LockGang:
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
         """Lock all members that run."""
         self._protection.members(self._gang.members)
+        self._protection.at_work(self._at_work.processes)
         self._at_work.begin()
         lock = self._gang.lock(interrupts.check)
         if lock.attempts > 1:
@@ -209,11 +210,13 @@ class StopThreads:
         """Stop them."""
         self._protection.stopped([member.id for member in self._gang.members])
         self._threads.stop()
+        self._protection.noted(self._threads.noted)
         return 0
 
     def undo(self) -> None:
-        """Let only the restore threads run again."""
+        """Let only the restore threads run again, from where they were if CRIU was killed."""
         if self._threads.are_stopped:
+            self._threads.put_back()
             self._threads.hold_again()
 
 
@@ -345,7 +348,7 @@ class ReleaseThreads:
     def __init__(
         self,
         threads: GangThreads,
-        protection: Protection | None,
+        protection: Protection,
         stopped: Callable[[], Iterable[ProcessId]] = tuple,
         *,
         is_result: bool = False,
@@ -365,8 +368,7 @@ class ReleaseThreads:
         processes.continue_stopped(self._stopped())
         if self._is_result:
             interrupts.commit()
-        if self._protection is not None:
-            self._protection.job_runs()
+        self._protection.job_runs()
         return 0
 
     def undo(self) -> None:

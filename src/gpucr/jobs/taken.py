@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from msgspec import Struct
 
@@ -18,24 +18,15 @@ from gpucr.undo.roll import Roll
 
 
 class TakenJob(Struct, frozen=True, kw_only=True):
-    """A job on which only this gpucr works. ``protection`` is None for one tree without CUDA.
-
-    Such a job does not depend on gpucr: CRIU undoes by itself if gpucr dies. A job frozen as a whole does.
-    """
+    """A job on which only this gpucr works."""
 
     found: FoundJob
     roll: Roll
-    protection: Protection | None
-
-    def guard(self) -> Protection:
-        """The protection of a job taken with ``guarded``."""
-        if self.protection is None:
-            raise ValueError("the job was not taken under guard")
-        return self.protection
+    protection: Protection
 
     def cuda(self) -> tuple[FoundJob, Protection]:
         """The job and its guard. Raises NotACudaProcess."""
-        if self.protection is not None and self.found.job.gang:
+        if self.found.job.gang:
             return self.found, self.protection
         root, count = self.found.job.root, len(self.found.job.processes)
         raise NotACudaProcess(
@@ -55,11 +46,8 @@ def taken_job(
     *,
     only: bool = False,
     force: bool = False,
-    guarded: Callable[[FoundJob], bool] = lambda found: False,
 ) -> Iterator[TakenJob]:
     """Take the job for this operation during the block. ``each``: TO_CHANGE or TO_MOVE.
-
-    ``guarded``: whether it needs a guard even if it is one tree without CUDA.
 
     Raises as `selection.claimed_job`.
     """
@@ -67,10 +55,8 @@ def taken_job(
         found = opened.enter_context(selection.claimed_job(pid, only=only, force=force))
         roll = opened.enter_context(Roll(found.job))
         running.require_descriptors(len(found.job.processes), len(found.job.gang), each)
-        protection = None
-        if found.job.gang or found.job.other_root_pids or guarded(found):
-            protection = opened.enter_context(Protection(found.claims, found.job.processes))
-        if found.job.gang and protection is not None:
+        protection = opened.enter_context(Protection(found.claims, found.job.processes))
+        if found.job.gang:
             from gpucr.jobs import tracing  # jobs without CUDA start without it
 
             opened.enter_context(tracing.open_to_us(found.job.gang, protection))

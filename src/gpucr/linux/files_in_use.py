@@ -13,6 +13,8 @@ from msgspec import Struct
 from gpucr.linux import proc_text
 from gpucr.linux.processes import PROC, all_pids
 
+_DELETED = " (deleted)"
+
 Inode = tuple[int, int]
 """Device and inode number, which identify a file regardless of its path."""
 
@@ -54,6 +56,18 @@ def files_in_use(pids: Iterable[int]) -> Iterator[FileInUse]:
             if found is not None:
                 target, status = found
                 yield _in_use(target, status, is_written=is_shared_and_writable, is_mapped=True)
+
+
+def nameless_files(pids: Iterable[int]) -> Iterator[tuple[str, Inode]]:
+    """The files of `files_in_use` that have lost the name with which they are used: that path, and the inode."""
+    for pid in pids:
+        links = _entries(PROC / str(pid) / "fd")
+        lost = (each for each in _mappings(pid) if each.path.endswith(_DELETED))
+        links += (PROC / str(pid) / "map_files" / _map_file_name(each.address_range) for each in lost)
+        for link in links:
+            with contextlib.suppress(PermissionError):
+                if (found := _look(link)) is not None and found[0].endswith(_DELETED):
+                    yield found[0].removesuffix(_DELETED), (found[1].st_dev, found[1].st_ino)
 
 
 def holders(inodes: Collection[Inode], *, apart_from: Collection[int] = ()) -> dict[Inode, int]:

@@ -124,9 +124,7 @@ def dump(
         place = find_target(to, compress=compress, encrypt=encrypt, trust_store=trust_store, key=key)
         for attempt in range(1, ATTEMPTS + 1):
             running.interrupts.raise_at_once()
-            with taken_job(
-                running, pid, TO_MOVE, force=force, guarded=lambda job: job.is_frozen_for(leave_running)
-            ) as taken:
+            with taken_job(running, pid, TO_MOVE, force=force) as taken:
                 prepared = prepare(
                     taken.found,
                     place,
@@ -192,7 +190,7 @@ class Prepared:
 def prepare(
     found: selection.FoundJob,
     place: TargetPlace,
-    protection: Protection | None,
+    protection: Protection,
     *,
     leave_running: bool,
     persist: Persist,
@@ -217,7 +215,7 @@ def prepare(
     if persist not in get_args(Persist):
         raise InvalidRequest(f"persist is {persist!r}", hint="give one of " + ", ".join(get_args(Persist)))
     preflight.require_privileges(job.root.pid)
-    stands_still = is_frozen or (protection is not None and found.is_frozen_for(leave_running))
+    stands_still = is_frozen or found.is_frozen_for(leave_running)
     is_stopped = stands_still or bool(job.gang)
     uses = gpu_processes() if job.gang and not is_frozen else ()
     held: Mapping[int, Mapping[str, int]] = frozen.device_bytes if frozen is not None else {}
@@ -229,7 +227,7 @@ def prepare(
     criu = criu_for_dump(found)
     writer = DeviceWriter(target.sink)
     cuda = frozen
-    if protection is not None and job.gang and not is_frozen:
+    if job.gang and not is_frozen:
         from gpucr.gpu_state.cuda_work import cuda_work  # jobs without CUDA start without it
 
         gently = leave_running and persist == "background"
@@ -300,7 +298,7 @@ def _steps(context: OwnDump, persist: Persist, *, is_frozen: bool) -> tuple[list
         return [prepare, SaveDevice(context), criu, save], save
     begin: list[Step] = [prepare, *([cuda.allocate(leave_running=context.leave_running)] if cuda is not None else [])]
     thaw: list[Step] = []
-    if context.is_frozen and context.protection is not None:
+    if context.is_frozen:
         freeze, thaw = steps_to_freeze(context.job, cuda, context.protection)
         begin += freeze
     elif cuda is not None:
@@ -308,7 +306,7 @@ def _steps(context: OwnDump, persist: Persist, *, is_frozen: bool) -> tuple[list
         begin += freeze
     begin.append(criu)
     if not context.leave_running:
-        if context.is_frozen and context.protection is not None:
+        if context.is_frozen:
             from gpucr.jobs.end_frozen import EndFrozenJob
 
             return [*begin, save, EndFrozenJob(context.job, context.protection)], save

@@ -35,6 +35,7 @@ from gpucr.operations.freeze_steps import findings_of_spool, steps_to_freeze
 from gpucr.snapshot.job_snapshot import JobSnapshot
 from gpucr.snapshot.location import Compress, Place, TargetPlace, find_target
 from gpucr.snapshot.recovery import DiscardFolder, RemoveWorkingFolder
+from gpucr.surroundings.recovery import RemoveLinkRemaps
 from gpucr.undo.cancellation import Cancellation
 from gpucr.undo.events import OnProgress
 from gpucr.undo.operation import TO_MOVE, operation
@@ -73,8 +74,8 @@ def freeze(
     ):
         require_possible(gpu_state)
         deadline = selection.deadline_after(timeout_s)
-        taken = opened.enter_context(taken_job(running, pid, TO_MOVE, force=force, guarded=lambda found: True))
-        found, protection = taken.found, taken.guard()
+        taken = opened.enter_context(taken_job(running, pid, TO_MOVE, force=force))
+        found, protection = taken.found, taken.protection
         found.require_without_us()
         uses = gpu_processes() if found.job.gang else ()
         held = preflight.device_bytes_in_use(found.job, uses)
@@ -217,12 +218,16 @@ class FrozenJob:
                 )
                 preflight.require_no_blocking([*hold.kept, *prepared.findings], force=force)
                 report = run_prepared(prepared, running, None)
+            except BaseException:
+                if hold.cuda is not None:
+                    hold.cuda.threads.put_back()
+                raise
             finally:
                 # A thread that CRIU released may still be returning to the stop.
                 with contextlib.suppress(ProcessNotFound):
                     trees = processes.trees(found.job.root_pids)
                     processes.wait_for_stop((each.pid for tree in trees for each in tree), STOP_TIMEOUT_S)
-                hold.protection.withdraw(EndDump, DiscardFolder, RemoveWorkingFolder)
+                hold.protection.withdraw(EndDump, DiscardFolder, RemoveWorkingFolder, RemoveLinkRemaps)
         self._saved, self._note = report.snapshot, prepared.context.note
         return report
 

@@ -170,7 +170,7 @@ def restore(
                 opened.enter_context(nvml_kept_open())
             known = snapshot.manifest.processes
             running.require_descriptors(len(known), sum(p.found_state is not None for p in known), TO_MOVE)
-            protection = opened.enter_context(Protection()) if driver is not None else None
+            protection = opened.enter_context(Protection())
             start = (
                 StartSandbox(install, source, plan, protection, ends_with_caller=ends_with_caller)
                 if plan is not None
@@ -180,7 +180,8 @@ def restore(
                     )
                 )
             )
-            images = [RestoreImages(folder) for folder in source.image_folders]
+            mark = os.urandom(8).hex()
+            images = [RestoreImages(folder, mark) for folder in source.image_folders]
             for each in images:
                 opened.callback(each.close)
             around = steps_before_criu(
@@ -189,6 +190,7 @@ def restore(
                 images,
                 files,
                 tcp,
+                protection,
                 in_our_network=plan is None or plan.network == "host",
                 deadline=deadline,
             )
@@ -236,7 +238,7 @@ def _run(
     placement: Placement,
     findings: Sequence[preflight.Finding],
     running: Operation,
-    protection: Protection | None,
+    protection: Protection,
     deadline: float | None,
     before_it_runs: Callable[[], None] | None,
 ) -> RestoreReport:
@@ -250,7 +252,7 @@ def _run(
     provide = ProvideFiles(source, protection)
     steps: list[Step] = [provide] if load is None else [provide, load] if source.provides_first else [load, provide]
     if snapshot.manifest.folders:
-        steps.append(MakeFolders(snapshot.manifest.folders))
+        steps.append(MakeFolders(snapshot.manifest.folders, protection))
     steps += [start, *around, criu]
     if gpu is not None:
         steps += gpu.steps_after_criu([WaitForOthers(before_it_runs)] if before_it_runs is not None else [])

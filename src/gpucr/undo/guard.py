@@ -65,6 +65,11 @@ class Guard:
         """The guard process's pid."""
         return self._process.pid
 
+    @property
+    def is_needed(self) -> bool:
+        """Whether it is left running when it is dismissed."""
+        return self._is_needed
+
     def wait_ready(self) -> None:
         """Returns when the guard is watching. Do not change the job before. Raises BrokenInstall."""
         with self._turn, self._lost_once():

@@ -18,6 +18,7 @@ from gpucr.linux.descriptor_limit import OUT_OF_DESCRIPTORS, Reserve
 from gpucr.undo.cancellation import Cancellation
 from gpucr.undo.events import Listener, OnProgress
 from gpucr.undo.interrupts import Interrupts, interrupted
+from gpucr.undo.left_behind import remove_left_behind
 from gpucr.undo.protection import Protection
 from gpucr.undo.roll import Roll
 from gpucr.undo.steps import Phase, Step, run_steps
@@ -108,6 +109,7 @@ def operation(
 
     ``name`` and ``subject`` are for its events (events.py). With ``is_undo`` it cannot be interrupted.
     """
+    remove_left_behind()
     listener = Listener(on_progress, name, subject)
     with (
         descriptor_limit.raised(),

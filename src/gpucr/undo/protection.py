@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterable, Sequence
 from types import TracebackType
 
 from gpucr.errors import BrokenInstall
+from gpucr.linux import processes
 from gpucr.linux.claims import claimed
-from gpucr.model import ProcessInfo
-from gpucr.undo import recovery
+from gpucr.model import ProcessId, ProcessInfo
+from gpucr.undo import left_behind, recovery
 from gpucr.undo.guard import Guard
 from gpucr.undo.recovery import Action, Entry, Record, kind_of
 
@@ -34,11 +36,13 @@ class Protection:
         self._may_be_gone = False
         self._entries: dict[str, Entry] = {}  # in the order in which they were named; one per kind
         self._outliving: set[str] = set()
+        self._on_record: set[str] = set()
         self._held: dict[tuple[str, int], int] = {}
         self._claimed_later = contextlib.ExitStack()
 
     def __enter__(self) -> Protection:
         self._guard = Guard()
+        self._ids = _id(self._guard.pid), _id(os.getpid())
         return self
 
     def __exit__(
@@ -50,6 +54,9 @@ class Protection:
             self._guard.dismiss()
         finally:
             self._claimed_later.close()
+            if not self._guard.is_needed:
+                self._on_record.clear()
+                self._note()
 
     def claim(self, pids: Iterable[int]) -> None:
         """Claim processes that the operation has made until it, or its guard, has ended.
@@ -84,16 +91,14 @@ class Protection:
 
     def withdraw(self, *actions: type[Action]) -> None:
         """Withdraw an action that was undone or is no longer needed. A guard that has ended does not matter."""
-        for each in actions:
-            self._forget(kind_of(each))
+        self._forget_all(map(kind_of, actions))
         with contextlib.suppress(*_NOT_TOLD):
             self._tell()
 
     def job_runs(self) -> None:
         """Withdraw all actions for the job; an unfinished snapshot is still removed."""
         self._tree = ()
-        for kind in self._entries.keys() - self._outliving:
-            self._forget(kind)
+        self._forget_all(self._entries.keys() - self._outliving)
         with contextlib.suppress(*_NOT_TOLD):
             self._tell()
 
@@ -107,12 +112,24 @@ class Protection:
         self._entries[kind] = recovery.entry(action, self._numbers(kind, descriptors))
         if action.outlives_job:
             self._outliving.add(kind)
+        if action.is_on_record:
+            self._on_record.add(kind)
+            self._note()
         self._tell()
 
-    def _forget(self, kind: str) -> None:
-        self._entries.pop(kind, None)
-        for held in [held for held in self._held if held[0] == kind]:
+    def _note(self) -> None:
+        entries = [each for kind, each in self._entries.items() if kind in self._on_record]
+        left_behind.note(*self._ids, entries)
+
+    def _forget_all(self, kinds: Iterable[str]) -> None:
+        forgotten = set(kinds)
+        for kind in forgotten:
+            self._entries.pop(kind, None)
+        for held in [held for held in self._held if held[0] in forgotten]:
             del self._held[held]  # its number may belong to another file by the next call
+        if self._on_record & forgotten:
+            self._on_record -= forgotten
+            self._note()
 
     def _numbers(self, kind: str, descriptors: Sequence[int]) -> list[int]:
         new = [fd for fd in descriptors if (kind, fd) not in self._held]
@@ -128,3 +145,8 @@ class Protection:
             self._guard.wait_ready()
             self._guard.hold(self._claims)
             self._is_ready = True
+
+
+def _id(pid: int) -> ProcessId:
+    stat = processes.read_stat(pid)
+    return ProcessId(pid, stat.start_time_ticks if stat is not None else 0)

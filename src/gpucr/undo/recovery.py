@@ -26,17 +26,24 @@ from gpucr.undo.logs import append_to_log, remove_logs_of
 _KIND = re.compile(r"(gpucr(?:\.[a-z_]+)*\.recovery):([A-Za-z]+)")
 
 
+class NotYet(Exception):
+    """What an action would remove is still in use."""
+
+
 class Action(msgspec.Struct):
     """Base of all actions. A subclass's fields must fit JSON."""
 
     outlives_job: ClassVar[bool] = False
     """Whether it still applies when the job runs again and needs nothing more."""
 
+    is_on_record: ClassVar[bool] = False
+    """Whether the next command does it, without descriptors, if operation and guard were killed (left_behind.py)."""
+
     def recover(self, descriptors: Sequence[int]) -> bool:
         """Do it. ``descriptors`` are those passed with it, in order.
 
         Returns whether the job has ended, or is being ended, as it should. May raise anything: the other actions are
-        still done.
+        still done. One that is on record raises NotYet if it, and those named before it, have to wait.
         """
         raise TypeError(f"{kind_of(self)} does not say how it recovers")
 
@@ -133,6 +140,28 @@ def recover(data: bytes, descriptors: Mapping[int, int], operation_pid: int, *, 
     outcome = "its job is as it was found" if not failures else "bringing its job back failed: " + "; ".join(failures)
     append_to_log("guard", f"{title}; {(not any(ended) and _lost(record.tree)) or outcome}")
     return not failures
+
+
+def recover_left(data: bytes, operation_pid: int) -> bool:
+    """Do what is on record of an operation that was killed together with its guard. Raises nothing.
+
+    Returns False if something is still in use: then try again later.
+    """
+    failures: list[str] = []
+    try:
+        for each in reversed(decode(data).entries):
+            try:
+                _recover(each, {})
+            except NotYet:
+                return False
+            except Exception as error:  # noqa: BLE001 - the others must still be done
+                failures.append(f"{type(error).__name__}: {error}")
+    except ValueError as e:
+        failures.append(str(e))
+    title = f"the gpucr with pid {operation_pid} was killed together with its guard"
+    outcome = "removing that failed: " + "; ".join(failures) if failures else "it is removed"
+    append_to_log("guard", f"{title}, and what it had begun stayed; {outcome}")
+    return True
 
 
 def _recover(each: Entry, descriptors: Mapping[int, int]) -> bool:
