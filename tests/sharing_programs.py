@@ -97,7 +97,7 @@ while (word := stop()) != "end":
         child = os.fork()
         if child == 0:
             found = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
-            left = [path for path in found if os.path.lexists(path) and "gpucr-sim-vmm" in os.readlink(path)]
+            left = [path for path in found if os.path.lexists(path) and os.readlink(path).endswith(".memory")]
             print("inherited", sum(int(path.rsplit("/", 1)[1]) >= 512 for path in left), flush=True)
             os._exit(0)
         os.waitpid(child, 0)

@@ -31,7 +31,7 @@ c_compiler_works() {
 
 # $1 as for set_up. Prints the Debian packages whose function this machine lacks. What CRIU needs is not among them:
 # `gpucr criu` brings it along. The tests of that fetching sign package repositories of their own; those of several nodes and of
-# batch systems make networks of their own.
+# batch systems make networks of their own, and root's block packets in every way that there is.
 missing_packages() {
     find_python >/dev/null || echo python3 python3-venv
     c_compiler_works || echo gcc libc6-dev
@@ -39,6 +39,7 @@ missing_packages() {
         command -v gpg >/dev/null && command -v gpg-agent >/dev/null || echo gpg gpg-agent
         command -v gpgv >/dev/null || echo gpgv
         command -v ip >/dev/null || echo iproute2
+        [ "$(id -u)" -ne 0 ] || command -v iptables-legacy >/dev/null || echo iptables
     fi
 }
 

@@ -268,6 +268,12 @@ class InterposerError(GpucrError):
     code = "GPUCR-INTERPOSER"
 
 
+class GpuFull(GpucrError):
+    """Others took a GPU's memory while the job's was away. Nothing of the job is lost; it waits for room."""
+
+    code = "GPUCR-GPU-FULL"
+
+
 class CustomStorageError(GpucrError):
     """Device memory that the driver hands over (custom storage, driver 615) could not be taken or given back."""
 
@@ -308,8 +314,8 @@ class JobChanged(GpucrError):
 
     code = "GPUCR-JOB-CHANGED"
 
-    def __init__(self, message: str, *, pids: Sequence[int], hint: str | None = None) -> None:
-        super().__init__(message, hint=hint)
+    def __init__(self, message: str, *, pids: Sequence[int], hint: str | None = None, code: str | None = None) -> None:
+        super().__init__(message, hint=hint, code=code)
         self.pids = tuple(pids)
 
 

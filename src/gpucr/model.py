@@ -223,6 +223,17 @@ class Endpoint(Struct, frozen=True, order=True):
     def __str__(self) -> str:
         return f"[{self.address}]:{self.port}" if ":" in self.address else f"{self.address}:{self.port}"
 
+    def require_valid(self) -> None:
+        """Raise ValueError if it is not what it should be: for one that was read from a file."""
+        from ipaddress import ip_address  # a keeper, which loads this module, has no use for it
+
+        try:
+            is_shortest = str(ip_address(self.address)) == self.address
+        except ValueError:
+            is_shortest = False
+        if not is_shortest or not 1 <= self.port < 1 << 16:
+            raise ValueError(f"{self.address!r} and {self.port} are no address and port")
+
 
 class Connection(Struct, frozen=True, order=True):
     """A TCP connection, seen from one end."""

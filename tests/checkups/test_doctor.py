@@ -57,7 +57,7 @@ def test_every_part_of_the_machine_is_checked() -> None:
     found = gpucr.doctor().checkups
     severities(found)
     assert {each.about for each in found} == {
-        "driver", "GPUs", "probe", "privileges", "ptrace", "seccomp", "kernel", "CRIU", "network lock", "huge pages",
+        "driver", "GPUs", "probe", "privileges", "ptrace", "seccomp", "kernel", "CRIU", "connections", "huge pages",
         "host memory", "cgroups", "disk", "containers",
     }  # fmt: skip
 
@@ -115,7 +115,7 @@ def test_one_canary_is_measured_and_shown_later() -> None:
     assert said[:2] == ["plain: comes back", "managed: refused"]
     table = done.stdout.partition("CANARY")[2].partition("\n\n")[0].splitlines()[1:]
     assert [line.split()[0] for line in table] == ["plain", "managed"]
-    assert run("doctor").stdout.partition("CANARY")[2] == done.stdout.partition("CANARY")[2]
+    assert run("doctor").stdout.partition("CANARY")[2].partition("\n\n")[0].splitlines()[1:] == table
     results = printed()["probe"]["canaries"]
     assert [(result["name"], result["result"]) for result in results] == [("plain", None), ("managed", 801)]
 

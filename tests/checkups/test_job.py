@@ -58,7 +58,7 @@ def test_memory_in_custom_storage_needs_no_host_memory(
     program = counter("--mib", "1")
     available_bytes = machine_available_bytes()
     monkeypatch.setattr(
-        "gpucr.diagnosis.preflight.device_bytes_in_use", lambda job, uses: {program.pid: {"GPU-0": 2 * available_bytes}}
+        "gpucr.checkups.job.device_bytes_in_use", lambda job, uses: {program.pid: {"GPU-0": 2 * available_bytes}}
     )
     found = gpucr.doctor(program.pid).checkups
     severities(found)

@@ -38,11 +38,11 @@ GIB = 1 << 30
 # --- CRIU -------------------------------------------------------------------------------------------------------
 
 INSTALL = CriuInstall(("/usr/sbin/criu",), (4, 2, 1), "path", Path("/usr/sbin/criu"))
-CRIU = CriuFacts(INSTALL, (4, 2, 0), is_privileged=True, has_nftables=True)
+CRIU = CriuFacts(INSTALL, (4, 2, 0), is_privileged=True)
 
 
 def test_a_working_criu() -> None:
-    assert severities(engine.check(CRIU)) == ["ok", "ok"]
+    assert severities(engine.check(CRIU)) == ["ok"]
 
 
 @pytest.mark.parametrize(
@@ -75,20 +75,14 @@ def test_a_criu_too_old_for_the_kernel() -> None:
 
 
 def test_without_privileges_criu_cannot_be_checked() -> None:
-    found = engine.check(replace(CRIU, is_privileged=False, has_nftables=False))
-    assert severities(found) == ["unknown", "unknown"]
+    assert severities(engine.check(replace(CRIU, is_privileged=False))) == ["unknown"]
 
 
 def test_the_helpers_criu_counts() -> None:
     install = replace(INSTALL, origin="helper", path=Path("/run/gpucr-helper/socket"), is_unprivileged=True)
     found = engine.check(replace(CRIU, install=install, is_privileged=False))
-    assert severities(found) == ["ok", "warning"]
+    assert severities(found) == ["ok"]
     assert "root's helper has CRIU 4.2.1" in found[0].what
-
-
-def test_the_ways_to_lock_a_network() -> None:
-    assert "iptables" in engine.check(replace(CRIU, has_nftables=False, has_iptables=True))[1].what
-    assert only(engine.check(replace(CRIU, has_nftables=False))).severity == "warning"
 
 
 def test_checking_without_criu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -96,7 +90,7 @@ def test_checking_without_criu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     monkeypatch.delenv(criu_install_module.ENVIRONMENT_VARIABLE, raising=False)
     facts = engine.look()
-    assert (facts.install, facts.has_iptables) == (None, False)
+    assert facts.install is None
     assert "none has been fetched" in facts.missing
 
 

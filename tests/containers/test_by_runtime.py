@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from gpucr.containers import by_runtime, oci, runtime_call
+from gpucr.containers.by_runtime import ContainerReport
 from gpucr.containers.container import FoundContainer
 from gpucr.containers.record import ContainerRecord
 from gpucr.criu.options import DumpOptions
@@ -25,6 +26,7 @@ from gpucr.jobs import selection
 from gpucr.jobs.selection import FoundJob
 from gpucr.linux import durable, processes
 from gpucr.model import CudaState, GangMember, Job
+from gpucr.network.lock import IN_FLIGHT
 from gpucr.undo.interrupts import Interrupts
 from tests import command
 from tests.containers.conftest import StartContainer
@@ -416,7 +418,9 @@ def test_an_ended_container_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -
     by_runtime._wait_until_back(job)
 
 
-OPTIONS = DumpOptions(leave_running=False, shell_job=False, ghost_limit_bytes=1 << 20, network_lock="nftables")
+OPTIONS = DumpOptions(leave_running=False, shell_job=False, ghost_limit_bytes=1 << 20)
+
+RECORD = ContainerRecord("runc", None, "web", "/srv", OPTIONS, "skip")
 
 CRIU = """#!/bin/sh
 [ "$1" = --version ] && echo Version: 4.2.1 && exit
@@ -439,7 +443,7 @@ def test_no_criu_is_left_when_the_runtime_was_killed(tmp_path: Path, monkeypatch
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("GPUCR_CRIU", str(tmp_path / "criu"))
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
-    with runtime_call.programs(OPTIONS) as found, Interrupts() as interrupts:
+    with runtime_call.programs(RECORD) as found, Interrupts() as interrupts:
         assert runtime_call.call([str(tmp_path / "runtime")], found, interrupts) == 1
         assert (tmp_path / "ended").exists()
         assert found.crius() == []
@@ -453,7 +457,7 @@ def test_a_runtime_without_checkpoint_support_is_reported(tmp_path: Path, monkey
     monkeypatch.setenv("GPUCR_CRIU", str(tmp_path / "criu"))
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    record = ContainerRecord("crun", None, "web", "/bundle", OPTIONS)
+    record = ContainerRecord("crun", None, "web", "/bundle", OPTIONS, "skip")
     with pytest.raises(CriuError, match="crun could not dump the container web: unknown command checkpoint") as caught:
         oci.checkpoint(record, tmp_path / "images", Interrupts(), leave_running=False)
     assert Path(str(caught.value.log_path)).is_file()
@@ -469,7 +473,7 @@ def test_crius_reason_is_reported(tmp_path: Path, has_own_log: bool) -> None:
     if has_own_log:
         log.write_text(f"(00.01) Version: 4.2.1\n(00.02) {line}\n(00.03) Error (criu/cr-dump.c:1): Dumping FAILED.\n")
     said.write_text(f'{RUNC}"(00.02) {line}"\n{RUNC}"criu failed: type NOTIFY errno 0\\nlog file: {log}"\n')
-    record = ContainerRecord("runc", None, "web", "/bundle", OPTIONS)
+    record = ContainerRecord("runc", None, "web", "/bundle", OPTIONS, "skip")
     error = runtime_call.failure(record, "dump", log, said)
     assert error.message == (
         "runc could not dump the container web: a process has an io_uring ring, which CRIU cannot dump"
@@ -482,7 +486,9 @@ def test_crius_reason_is_reported(tmp_path: Path, has_own_log: bool) -> None:
 def test_without_crius_reason_the_runtimes_last_line_is_reported(tmp_path: Path) -> None:
     said = tmp_path / "runtime.log"
     said.write_text(f'{RUNC}"first"\n{RUNC}"cgroup \\"a\\" is frozen"\n')
-    error = runtime_call.failure(ContainerRecord("runc", None, "web", "/b", OPTIONS), "dump", tmp_path / "none", said)
+    error = runtime_call.failure(
+        ContainerRecord("runc", None, "web", "/b", OPTIONS, "skip"), "dump", tmp_path / "none", said
+    )
     assert error.message == 'runc could not dump the container web: cgroup "a" is frozen'
     assert (error.code, error.reason) == ("GPUCR-RUNTIME", None)
     assert "before it started CRIU" in str(error.hint)
@@ -531,7 +537,7 @@ def test_a_missing_folder_for_programs_is_reported(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
     with (
         pytest.raises(BrokenInstall, match=f"cannot be put into {tmp_path}/data/gpucr: Not a directory"),
-        runtime_call.programs(OPTIONS),
+        runtime_call.programs(RECORD),
     ):
         pass
 
@@ -570,3 +576,24 @@ def test_a_container_without_gpu_state_does_not_look_like_an_unfinished_dump(
     log = re.search(r"^log:\s+(.*)$", done.stderr, re.MULTILINE)
     assert log is not None
     assert "already exists" in Path(log[1]).read_text()
+
+
+def test_a_connection_that_is_just_being_made_is_waited_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = ContainerReport(tmp_path, "web", "runc", 1, left_running=True, has_gpu_part=False, seconds=0.0)
+    outcomes: list[object] = [CriuError("no", phase="dump", code=IN_FLIGHT)] * 2 + [report]
+
+    def dump(*_: object, **__: object) -> object:
+        outcome = outcomes.pop(0)
+        if isinstance(outcome, CriuError):
+            raise outcome
+        return outcome
+
+    monkeypatch.setattr(by_runtime, "_dump", dump)
+    assert by_runtime.dump_container("web", tmp_path / "d") is report
+    outcomes.append(CriuError("no", phase="dump"))
+    with pytest.raises(CriuError, match="no"):
+        by_runtime.dump_container("web", tmp_path / "d")
+    monkeypatch.setattr(by_runtime, "IN_FLIGHT_LIMIT_S", -1)
+    outcomes.append(CriuError("again", phase="dump", code=IN_FLIGHT))
+    with pytest.raises(CriuError, match="again"):
+        by_runtime.dump_container("web", tmp_path / "d")

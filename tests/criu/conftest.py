@@ -128,11 +128,11 @@ class Workspace:
         self.images = folder / "images"
         self.images.mkdir()
         self.logs = folder / "logs"
-        self.options = DumpOptions(False, False, 1 << 20, "skip")
+        self.options = DumpOptions(False, False, 1 << 20)
 
     def dump(self, program: Program, *, leave_running: bool = False, **keywords: Any) -> None:
         """Dump with the options that are chosen for the program; they are kept for the restore."""
-        self.options = choose_dump_options(program.tree(), leave_running=leave_running, install=self.criu.install)
+        self.options = choose_dump_options(program.tree(), leave_running=leave_running)
         self.criu.dump(program.pid, self.images, self.options, log_path=self.logs / "dump.log", **keywords)
 
     def restore(self, **keywords: Any) -> int:

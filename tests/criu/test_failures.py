@@ -83,7 +83,7 @@ def test_deleted_file_above_the_limit(workspace: Workspace, start: StartProgram)
         workspace.criu.dump(
             program.pid,
             workspace.images,
-            DumpOptions(False, False, 1 << 20, "skip"),
+            DumpOptions(False, False, 1 << 20),
             log_path=workspace.logs / "dump.log",
         )
     assert "ghost limit" in checked(caught.value, "dump").message
@@ -148,7 +148,7 @@ def test_session_leader_outside(workspace: Workspace, start: StartProgram) -> No
     child = program.tree()[1]
     with pytest.raises(CriuError) as caught:
         workspace.criu.dump(
-            child, workspace.images, DumpOptions(False, False, 1 << 20, "skip"), log_path=workspace.logs / "dump.log"
+            child, workspace.images, DumpOptions(False, False, 1 << 20), log_path=workspace.logs / "dump.log"
         )
     assert "session" in checked(caught.value, "dump").message
     program.assert_undisturbed()
@@ -159,7 +159,7 @@ def test_no_such_process(criu: Criu, workspace: Workspace) -> None:
         criu.dump(
             2**22 - 1,
             workspace.images,
-            DumpOptions(False, False, 1 << 20, "skip"),
+            DumpOptions(False, False, 1 << 20),
             log_path=workspace.logs / "dump.log",
         )
     assert "has ended" in checked(caught.value, "dump").message

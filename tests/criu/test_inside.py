@@ -54,7 +54,7 @@ class Job:
         found = sandbox.of(self.pid)
         assert found is not None
         self.sandbox = found
-        self.options = choose_dump_options(self.tree(), leave_running=True, install=self.install)
+        self.options = choose_dump_options(self.tree(), leave_running=True)
 
     def tree(self) -> list[int]:
         return [process.pid for process in processes.tree(self.pid)]

@@ -139,7 +139,7 @@ from gpucr.criu.install import find_criu
 from gpucr.criu.options import DumpOptions
 folder = Path(sys.argv[2])
 Criu(find_criu()).dump(
-    int(sys.argv[1]), folder / "images", DumpOptions(False, False, 1 << 20, "skip"), log_path=folder / "dump.log"
+    int(sys.argv[1]), folder / "images", DumpOptions(False, False, 1 << 20), log_path=folder / "dump.log"
 )
 """
 
@@ -251,7 +251,7 @@ def test_a_process_ends_during_the_dump(workspace: Workspace, criu: Criu) -> Non
         criu.dump(
             child.pid,
             workspace.images,
-            DumpOptions(False, False, 1 << 20, "skip"),
+            DumpOptions(False, False, 1 << 20),
             log_path=workspace.logs / "dump.log",
             on_notify=end,
         )

@@ -33,6 +33,7 @@ from gpucr.jobs.sandbox import label
 from gpucr.linux import unit_files
 from gpucr.linux.process_records import ProcessRecords
 from gpucr.model import ProcessId
+from gpucr.network import records as network_records
 from gpucr.records import RecordError, encode
 from gpucr.supervise.folder import SupervisedFolder
 from gpucr.undo import recovery
@@ -91,6 +92,22 @@ def process_note(data: bytes) -> bool:
     assert found is None or all(isinstance(each, int) for each in found.device_bytes.values())
     assert gpus is None or all(isinstance(gpu.uuid, str) for gpu in gpus.known)
     return any(each is not None for each in (found, gpus, work))
+
+
+def network_record(data: bytes) -> bool:
+    """What an operation blocks, and what is kept for a snapshot, in /run/gpucr."""
+    with (
+        tempfile.TemporaryDirectory() as name,
+        mock.patch.object(network_records, "runtime_folder", return_value=Path(name)),
+    ):
+        for kind in ("operations", "kept"):
+            network_records.folder(kind).mkdir(parents=True)
+            (network_records.folder(kind) / "gpucr-1.json").write_bytes(data)
+        operation = network_records.read("operations", "gpucr-1", network_records.OperationRecord)
+        kept = network_records.read("kept", "gpucr-1", network_records.KeptRecord)
+    assert operation is None or len(operation.name) <= 25, "iptables refuses a longer name"
+    assert kept is None or all(0 < each.remote.port < 1 << 16 for each in kept.connections)
+    return operation is not None or kept is not None
 
 
 def sandbox_note(data: bytes) -> bool:
@@ -245,8 +262,8 @@ def criu_conf(data: bytes) -> bool:
 TARGETS: dict[str, Target] = {
     each.__name__: each
     for each in (
-        job_record, registry, job_status, process_note, sandbox_note, canary_results, guard_record, keeper_tag,
-        container, supervision_settings, supervision_state, borrower, helper_signature,
+        job_record, registry, job_status, process_note, network_record, sandbox_note, canary_results, guard_record,
+        keeper_tag, container, supervision_settings, supervision_state, borrower, helper_signature,
         unit_file, criu_conf,
     )
 }  # fmt: skip

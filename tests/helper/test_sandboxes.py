@@ -133,7 +133,7 @@ def a_peer(uid: int) -> Peer:
 def test_the_doctor_reports_its_criu(user: OrdinaryUser) -> None:
     user.succeeds("run", "--name", "job", "--isolate", "--", "sleep", "100")
     said = user.succeeds("doctor", "job")
-    assert "connections are not silenced while this user's jobs are dumped" in said
+    assert "packets are not blocked while this user's jobs are saved" in said
     assert "there is no CRIU" not in said
 
 

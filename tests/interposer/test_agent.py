@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 import signal
 import socket
 import struct
@@ -18,8 +19,9 @@ from msgspec.structs import replace
 from gpucr import suspend
 from gpucr.errors import GpucrError
 from gpucr.interposer import client
-from gpucr.interposer.client import Agent, Held, ask_status, socket_path
-from gpucr.interposer.protocol import MOST_BYTES, Code, Kept, Operation, OtherVersion, Refused, parse, request
+from gpucr.interposer.client import Agent, Held, ask_blocks, ask_status, socket_path
+from gpucr.interposer.foreign import is_lost_by_driver, why_by_driver
+from gpucr.interposer.protocol import MOST_BYTES, Code, Flag, Kept, Operation, OtherVersion, Refused, parse, request
 from gpucr.sim import build as simulator
 from tests.interposer.conftest import Start
 from tests.sim.libcuda import Libcuda
@@ -44,7 +46,7 @@ for line in sys.stdin:
         child = os.fork()
         if child == 0:
             found = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
-            print(sum("gpucr-sim-vmm" in os.readlink(path) for path in found if os.path.lexists(path)), flush=True)
+            print(sum(os.readlink(path).endswith(".memory") for path in found if os.path.lexists(path)), flush=True)
             os._exit(0)
         os.waitpid(child, 0)
         continue
@@ -112,14 +114,68 @@ def test_memory_is_kept_outside_the_process_during_the_drivers_checkpoint(job: C
             assert process.is_right()
 
 
-def test_without_renewal_memory_cannot_leave_twice_and_that_is_reported(job: Callable[..., Job]) -> None:
-    process = job(5 * MIB)
+def test_memory_that_came_back_by_a_descriptor_leaves_by_it_again_and_again(job: Callable[..., Job]) -> None:
+    """The driver does not export imported memory, so the process keeps the descriptor."""
+    process, driver = job(5 * MIB, 1100 * MIB), Libcuda()
+    with Agent(process.pid) as agent:
+        for _ in range(4):
+            held = taken(agent)
+            assert all(each.block.descriptor == -1 for each in held), "it is not one of what processes share"
+            driver.suspend(process.pid)
+            driver.resume(process.pid)
+            agent.give_back(held, renew=False)
+            assert (agent.status().blocks, agent.status().stuck) == (3, 0)
+            assert (agent.status().foreign, agent.status().captive) == (3, 0)
+            assert [each.flags for each in agent.blocks()] == [Flag.RETURNED] * 3
+            agent.open_gate()
+            assert process.is_right()
+
+
+def test_the_programs_free_numbers_for_descriptors_stay_free(job: Callable[..., Job]) -> None:
+    """They are kept behind its soft limit, which is as it was afterwards."""
+    process = job(*[2 * MIB] * 300, prefix=("prlimit", "--nofile=400:2000"))
     with Agent(process.pid) as agent:
         agent.give_back(taken(agent), renew=False)
-        assert (agent.status().stuck, agent.status().blocks) == (1, 0)
-        assert list(agent.export()) == [[]]
+        assert (agent.status().foreign, agent.status().captive) == (300, 0)
         agent.open_gate()
-        assert process.is_right()
+    numbers = sorted(map(int, os.listdir(f"/proc/{process.pid}/fd")))
+    assert len([number for number in numbers if number >= 400]) == 300
+    assert resource.prlimit(process.pid, resource.RLIMIT_NOFILE) == (400, 2000)
+    assert process.is_right()
+
+
+HIGH_NUMBERS_ARE_TAKEN = (
+    "prlimit", "--nofile=400:400",
+    "bash", "-c", 'for n in {200..399}; do eval "exec $n</dev/null"; done; exec "$@"', "bash",
+)  # fmt: skip
+
+
+def test_without_a_free_number_memory_is_renewed(job: Callable[..., Job]) -> None:
+    process = job(5 * MIB, 1100 * MIB, prefix=HIGH_NUMBERS_ARE_TAKEN)
+    with Agent(process.pid) as agent:
+        for _ in range(3):
+            agent.give_back(taken(agent), renew=False)
+            status = agent.status()
+            assert (status.blocks, status.stuck, status.foreign, status.captive) == (3, 0, 0, 0)
+            agent.open_gate()
+            assert process.is_right()
+
+
+def test_memory_without_a_number_and_without_room_is_known_to_be_captive(
+    job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GPUCR_SIM_GPUS", "1x100MiB")
+    process = job(40 * MIB, 50 * MIB, prefix=HIGH_NUMBERS_ARE_TAKEN)
+    with Agent(process.pid) as agent:
+        agent.give_back(taken(agent), renew=False)
+        status = agent.status()
+        assert (status.stuck, status.foreign, status.captive) == (2, 2, 2)
+        assert is_lost_by_driver(status, by_interposer=True), "so it is refused"
+        agent.open_gate()
+    assert process.is_right()
+    with pytest.raises(GpucrError, match="imported"):
+        suspend(process.pid)
+    assert process.is_right()
 
 
 def test_a_client_that_disconnects_before_any_drop_leaves_the_job_running(job: Callable[..., Job]) -> None:
@@ -161,15 +217,18 @@ def test_a_second_client_waits_for_a_read_only_one(job: Callable[..., Job], monk
         assert second.status().blocks == 1
 
 
-def test_a_status_is_answered_unless_busy_or_stopped(job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_questions_are_answered_unless_it_is_stopped(job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "_LOOK_S", 0.1)
-    monkeypatch.setattr(client, "_BUSY_S", 0.1)
     process = job(5 * MIB, 4096)
     status = ask_status(process.pid)
     assert status is not None
     assert (status.blocks, status.small, status.gate_closed) == (1, 1, 0)
-    with Agent(process.pid):
-        assert ask_status(process.pid) is None, "somebody works on it"
+    with Agent(process.pid) as agent:
+        assert agent.close_gate(1).is_empty
+        told = ask_status(process.pid)
+        assert told is not None, "also while somebody works on it"
+        assert (told.blocks, told.gate_closed) == (1, 1)
+        assert ask_blocks(process.pid) == agent.blocks()
     os.kill(process.pid, signal.SIGSTOP)
     os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
     assert ask_status(process.pid) is None, "it is stopped, and does not answer"
@@ -422,7 +481,9 @@ def test_a_process_whose_calls_may_bypass_the_gate_reports_it(
     assert process.stdout.readline().strip() == "ready"
     with Agent(process.pid) as agent:
         assert agent.status().around == around
-    assert (ask_status(process.pid) is None) == (around > 0)
+    status = ask_status(process.pid)
+    assert status is not None
+    assert (why_by_driver(status) is None) == (around == 0)
     if around:
         with pytest.raises(GpucrError, match="may come to the driver around the gate"):
             suspend(process.pid, gpu_state="interposed")

@@ -249,7 +249,7 @@ for at in (0, 1500, 2499):
         agent.drop()
         for number, each in enumerate(held):
             agent.give_back([each], renew=number == 2)
-            assert (agent.status().away, agent.status().stuck) == (2 - number, min(number + 1, 2))
+            assert (agent.status().away, agent.status().foreign) == (2 - number, min(number + 1, 2))
         agent.open_gate()
     run.go_on()
     assert [run.line() for _ in range(3)] == ["0", "1500", "2499"]

@@ -144,6 +144,8 @@ class Held:
     def abort(self) -> None:
         self._vault.log.append(("abort", self.part.pid))
 
+    def make_way(self) -> None: ...
+
     def give_back(self) -> None:
         if self._thread:
             self._vault.may_fail("give_back", self.part.pid)

@@ -55,8 +55,9 @@ def test_a_frozen_job_is_stopped_until_thawed(counter: CounterFactory, driver: C
         thawed = frozen.thaw()
         assert not frozen.is_frozen
     assert job.answer() == "101"
-    assert [phase.name for phase in frozen.phases] == ["allocate", "lock", "checkpoint", "detach", "stop", "halt"]
-    assert [phase.name for phase in thawed] == ["hold", "attach", "restore", "unlock", "release"]
+    names = [phase.name for phase in frozen.phases]
+    assert names == ["allocate", "quiet", "lock", "checkpoint", "detach", "stop", "halt"]
+    assert [phase.name for phase in thawed] == ["unblock", "hold", "attach", "restore", "unlock", "release"]
     assert_runs(job, driver)
 
 

@@ -31,6 +31,7 @@ from gpucr.linux import own_python, processes
 from gpucr.linux.claims import claimed
 from gpucr.linux.cut_back import CutOff
 from gpucr.model import CudaState, GangMember, ProcessId, StagedExtent
+from gpucr.network.recovery import EndRepair, ForgetKept, RemoveFilters
 from gpucr.snapshot.recovery import DiscardFolder, RemoveWorkingFolder
 from gpucr.snapshot.shared_files import MadeFile
 from gpucr.surroundings.recovery import PutBackCuts, RemoveLinkRemaps, RemoveSharedFiles, RemoveSocketFolders
@@ -104,7 +105,7 @@ _CRIU = """
 snapshot = UnfinishedSnapshot(folder)
 snapshot.create()
 protection.protect(*discard_folder(snapshot))
-options = choose_dump_options(found.job.pids, leave_running=False, install=find_criu())
+options = choose_dump_options(found.job.pids, leave_running=False)
 def on_start(criu):
     protection.protect(EndDump(criu, "manifest.json"), [snapshot.held.fd])
 def on_notify(hook, _):
@@ -761,6 +762,9 @@ _ACTIONS: tuple[Action, ...] = (
     RemoveSharedFiles("/dev/shm", "0", (MadeFile("a/b", 1, 2),), ("a",)),
     RemoveSocketFolders(("/run/a",)),
     PutBackCuts((CutOff("/log", 1, 2, "/log.gpucr-0"),)),
+    RemoveFilters("gpucr-1-0a1b2c3d", ("nftables", "iptables")),
+    EndRepair((ProcessId(27, 28),), (29, 30)),
+    ForgetKept("gpucr-kept-0a1b2c3d", ("nftables",), (ProcessId(27, 28),)),
 )
 _FULL = Record((ProcessId(7, 9),), tuple(entry(action, [number]) for number, action in enumerate(_ACTIONS)))
 

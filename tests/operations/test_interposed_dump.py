@@ -20,7 +20,6 @@ from gpucr.diagnosis.preflight.traits import JobTraits
 from gpucr.driver.cuda import CudaDriver
 from gpucr.driver.gpus import gpu_processes, list_gpus
 from gpucr.errors import CriuError, InterposerError, SnapshotError, Unsupported
-from gpucr.gpu_state import cuda_work
 from gpucr.gpu_state.interposed.restored import BlocksDestination
 from gpucr.interposer import vault
 from gpucr.interposer.build import LIBRARY
@@ -31,7 +30,6 @@ from gpucr.interposer.vault import Vault, VaultFailed, Vaults
 from gpucr.linux import memory
 from gpucr.model import CudaState, DevicePart, StagedExtent
 from gpucr.snapshot.device.writer import DeviceWriter
-from gpucr.undo.events import Progress
 from tests import command
 from tests.compiled import compiled_interposer
 from tests.counter import Counter, CounterFactory
@@ -268,26 +266,6 @@ def test_a_restore_counts_gpucrs_own_device_memory(
     assert_runs(job, driver, pids, 101)
 
 
-def test_without_room_for_gpucr_itself_the_driver_takes_the_memory(
-    job: Counter, driver: CudaDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pids, notes = job.processes(), list[str]()
-
-    def listen(progress: Progress) -> None:
-        if progress.event == "note":
-            notes.append(progress.description)
-
-    full = [replace(gpu, memory_free_bytes=9 * MIB) for gpu in list_gpus()]
-    monkeypatch.setattr(cuda_work, "list_gpus", lambda: full)
-    report = gpucr.dump(job.pid, tmp_path / "s", leave_running=True, on_progress=listen)
-    assert set(kinds(report).values()) == {"captured"}
-    assert [note for note in notes if "has 9.0 MiB free, and gpucr needs 640.0 MiB there itself" in note]
-    with pytest.raises(Unsupported, match=r"gpucr needs 640\.0 MiB there itself") as caught:
-        gpucr.dump(job.pid, tmp_path / "t", gpu_state="interposed")
-    assert caught.value.code == "GPUCR-GPU-STATE"
-    assert_runs(job, driver, pids, 101)
-
-
 def test_the_driver_takes_the_memory_on_request(job: Counter, driver: CudaDriver, tmp_path: Path) -> None:
     pids = job.processes()
     report = gpucr.dump(job.pid, tmp_path / "s", gpu_state="captured")
@@ -304,7 +282,11 @@ def test_a_dump_uses_less_host_memory_than_the_jobs_device_memory(
     if memory.lies_in_memory(tmp_path):
         pytest.skip("a snapshot in memory takes as much: give pytest a --basetemp on a disk")
     job = counter("--mib", "768", env=variables)
-    dump = "import gpucr, sys; gpucr.dump(int(sys.argv[1]), sys.argv[2], gpu_state=sys.argv[3])"
+    dump = (
+        "import gpucr, sys; what = int(sys.argv[1]), sys.argv[2]; way = sys.argv[3]\n"
+        "print([each.code for each in gpucr.plan_dump(*what, gpu_state=way).findings], flush=True)\n"
+        "gpucr.dump(*what, gpu_state=way)"
+    )
     with limited(720 * MIB) as (folder, _):
         enter = ENTER.format(folder=str(folder))
 
@@ -314,9 +296,12 @@ def test_a_dump_uses_less_host_memory_than_the_jobs_device_memory(
                 check=False, capture_output=True, text=True,
             )  # fmt: skip
 
-        assert "the kernel would kill processes of the cgroup" in run("captured").stderr
+        refused = run("captured")
+        assert "the kernel would kill processes of the cgroup" in refused.stderr
+        assert "GPUCR-HOST-MEMORY" in refused.stdout, "the plan says so too"
         done = run("interposed")
     assert done.returncode == 0, done.stderr
+    assert "GPUCR-HOST-MEMORY" not in done.stdout
     job.reap()
     gpucr.restore(tmp_path / "s")
     assert_runs(job, driver, [job.pid], 101)

@@ -29,7 +29,7 @@ from gpucr.interposer.vault import Vault
 when, owner, name, operation, *words = sys.argv[1:]
 owner = {"driver": CudaDriver, "agent": Agent, "vault": Vault, "criu": Criu}[owner]
 if name in ("create", "give_back"):  # one where the GPU has no room for what is filled early, the other where it has
-    suspended._CONTEXT_BYTES = 1 << 60 if name == "create" else 0
+    suspended.VAULT_BYTES = 1 << 60 if name == "create" else 0
 real = getattr(owner, name)
 def killed(*arguments, **options):
     result = real(*arguments, **options) if when == "after" else None

@@ -237,7 +237,7 @@ def test_a_job_with_a_connection_needs_a_grant_for_its_group(user: OrdinaryUser)
         wait_until_written(user.home / "talked", "the program to talk to itself while it continues")
         user.succeeds("dump", str(pid), "--to", "connected")
         findings = {each["what"] for each in json.loads(user.gpucr("doctor", "--json").stdout)["checkups"]}
-        assert "connections are not silenced while this user's jobs are dumped" in findings
+        assert "packets are not blocked while this user's jobs are saved" in findings
         user.groups = ()
         code, said = user.refused("restore", "connected")
         assert code == "GPUCR-ONLY-ROOT"

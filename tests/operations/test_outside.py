@@ -338,7 +338,7 @@ def test_a_torchrun_like_job_continues_at_once(start: StartJob, tmp_path: Path, 
     job.dump_and_end(tmp_path / "s")
     assert time_waits(port) >= 2
     report = gpucr.restore(tmp_path / "s")
-    assert [phase.name for phase in report.phases] == ["verify", "keeper", "shared", "ports", "criu", "keep"]
+    assert [phase.name for phase in report.phases] == ["verify", "keeper", "shared", "ports", "criu", "release", "keep"]
     assert sorted(job.pids()) == sorted(tree)
     for turn in range(4, 7):
         assert job.go_on() == expected_of_training(turn)
@@ -372,7 +372,8 @@ def test_a_torchrun_like_job_in_a_sandbox(start_sandboxed: StartJob, tmp_path: P
     job.kill()
     job.forget(after=1)
     report = gpucr.restore(tmp_path / "s", files="rewind")
-    assert [phase.name for phase in report.phases] == ["verify", "sandbox", "shared", "files", "criu", "keep"]
+    names = [phase.name for phase in report.phases]
+    assert names == ["verify", "sandbox", "shared", "files", "criu", "release", "keep"]
     for turn in range(2, 4):
         assert job.go_on() == expected_of_training(turn)
     assert (job.folder / "train.log").read_text().splitlines() == [expected_of_training(turn) for turn in range(1, 4)]

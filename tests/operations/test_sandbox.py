@@ -483,7 +483,7 @@ def test_a_signal_while_criu_starts(folder: Path, tmp_path: Path, monkeypatch: p
         return receive(*arguments)
 
     def join_interrupted(thread: threading.Thread, timeout: float | None = None) -> None:
-        if thread.name == "gpucr spawn":
+        if thread.name == "gpucr visit":
             interrupt()
         join(thread, timeout)
 

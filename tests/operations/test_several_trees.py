@@ -82,7 +82,8 @@ def test_two_trees_are_dumped_and_restored(two: tuple[Counter, Counter], driver:
 def test_left_running(two: tuple[Counter, Counter], driver: CudaDriver, tmp_path: Path, persist: str) -> None:
     report = dump(two, tmp_path / "s", "--leave-running", "--persist", persist)
     steps = [phase["name"] for phase in report["phases"]]
-    assert steps[:8] == ["prepare", "allocate", "lock", "checkpoint", "detach", "stop", "halt", "dump"]
+    assert steps[:7] == ["prepare", "allocate", "quiet", "lock", "checkpoint", "detach", "stop"]
+    assert steps[7:10] == ["halt", "block", "dump"]
     assert ("save" in steps[8:9]) is (persist == "sync")
     assert_go_on(two, driver)
     for job in two:
@@ -454,7 +455,7 @@ def test_a_job_without_cuda_is_frozen(start: StartJob, tmp_path: Path) -> None:
     assert job.go_on() == "1"
     with gpucr.freeze(job.pid) as frozen:
         assert (frozen.size_bytes, frozen.lock) == (0, None)
-        assert [phase.name for phase in frozen.phases] == ["halt"]
+        assert [phase.name for phase in frozen.phases] == ["quiet", "halt"]
         assert status(job.pid) == "T"
         frozen.save(tmp_path / "s")
         assert status(job.pid) == "T"

@@ -25,7 +25,7 @@ WHOLE = samples.manifest(files=(FILE, STORED), device_data=samples.DEVICE_DATA, 
 _NULLABLE = (
     "criu_options",
     "cuda_version", "driver_version", "launch", "sandbox", "found_state", "restore_thread", "device_data", "scheduling",
-    "log_path", "cpus",
+    "log_path", "cpus", "kept",
 )  # fmt: skip
 Body = dict[str, Any]
 

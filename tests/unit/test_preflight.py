@@ -16,6 +16,7 @@ import pytest
 from gpucr.diagnosis import preflight
 from gpucr.diagnosis.preflight import Finding, MemoryNeed, room, tree
 from gpucr.errors import NotPermitted, Unsupported
+from gpucr.gpu_state.held import device_bytes_in_use
 from gpucr.linux import cgroups, memory, processes
 from gpucr.linux.pid_uses import uses_of_pids
 from gpucr.linux.processes import OpenFile
@@ -428,7 +429,7 @@ def test_buffers_count_at_most_the_size_of_the_data() -> None:
 def test_device_memory_is_summed_per_process_and_gpu() -> None:
     job = Job((process(7), process(8)), (GangMember(ProcessId(7, 1), CudaState.RUNNING),))
     uses = [GpuUse(7, A, 1), GpuUse(7, A, 2), GpuUse(7, B, 4), GpuUse(8, A, 8), GpuUse(9, A, 16), GpuUse(7, C, None)]
-    assert preflight.device_bytes_in_use(job, uses) == {7: {A: 3, B: 4}}
+    assert device_bytes_in_use(job, uses) == {7: {A: 3, B: 4}}
 
 
 # --- GPUs ------------------------------------------------------------------------------------------------------

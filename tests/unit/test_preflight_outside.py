@@ -18,6 +18,7 @@ from gpucr.diagnosis.preflight import (
     check_outside_connections,
     check_ports,
     check_shared_files,
+    surroundings,
 )
 from gpucr.linux import processes
 from gpucr.linux.files_in_use import files_in_use, holders
@@ -178,14 +179,18 @@ def test_connections_of_a_job_to_the_outside() -> None:
 
 
 HERE = Connection(Endpoint(LOOPBACK, 40000), Endpoint("192.0.2.7", 443))
-ELSEWHERE = Connection(Endpoint("192.0.2.1", 40000), Endpoint("192.0.2.7", 443))
 
 
-def test_treatment_of_connections() -> None:
-    assert check_kept_connections([], "keep", left_running=True) == []
-    assert only(check_kept_connections([ELSEWHERE], "close", left_running=True)).severity == "warning"
-    assert only(check_kept_connections([HERE], "keep", left_running=False)).severity == "warning"
-    went_on = only(check_kept_connections([HERE], "keep", left_running=True))
-    assert (went_on.severity, "kept running after the dump" in went_on.what) == ("blocking", True)
-    absent = only(check_kept_connections([HERE, ELSEWHERE], "keep", left_running=False))
-    assert (absent.severity, absent.evidence) == ("blocking", str(ELSEWHERE))
+def test_treatment_of_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``kept-1`` stands for a record on this machine."""
+    monkeypatch.setattr(surroundings, "find", lambda name: name if name == "kept-1" else None)
+    assert check_kept_connections([], "keep", None) == []
+    assert only(check_kept_connections([HERE], "close", "kept-1")).severity == "warning"
+    assert only(check_kept_connections([HERE], "keep", "kept-1")).severity == "warning"
+    for kept, ours, why in (
+        (None, True, "which the dump did not keep"),
+        ("kept-2", True, "they are not kept on this machine"),
+        ("kept-1", False, "is restored into a network of its own"),
+    ):
+        refused = only(check_kept_connections([HERE], "keep", kept, in_our_network=ours))
+        assert (refused.severity, refused.code, why in refused.what) == ("blocking", "GPUCR-CONNECTIONS", True)

@@ -22,9 +22,9 @@ from gpucr.version import __version__
 _NAMES = """
 BorrowPhase Borrowed Borrower BrokenInstall CanaryOutcome CanaryResult Cancellation ChangeReport Compress CopiedSnapshot
 CriuError CriuUnavailable CudaStarted CudaState DeadlineExceeded Difference DoctorReport DriverError DriverUnavailable
-DumpCounts DumpPlan DumpReport EnvironmentChange Event FilesMode Finding FrozenJob GangLock Gpu GpuJob GpuMap GpuState
-GpucrError IllegalState InterposerError Interrupted InvalidRequest JobChanged JobDamaged JobOutcome JobOutlook JobRecord
-JobSelector JobSnapshot JobState LaterSpace LaunchPlan Lent LentJob ListedJob Listing LockTimeout Manifest
+DumpCounts DumpPlan DumpReport EnvironmentChange Event FilesMode Finding FrozenJob GangLock Gpu GpuFull GpuJob GpuMap
+GpuState GpucrError IllegalState InterposerError Interrupted InvalidRequest JobChanged JobDamaged JobOutcome JobOutlook
+JobRecord JobSelector JobSnapshot JobState LaterSpace LaunchPlan Lent LentJob ListedJob Listing LockTimeout Manifest
 MeasuredMachine MemoryKind MemoryUse Network NodeFailed NotACudaProcess NotPermitted NotSupportedByDriver OnEvent
 OnProgress OpenDescriptor PartReport Persist Phase Place ProbeReport Process ProcessContents ProcessId ProcessInfo
 ProcessNotFound ProcessRecord ProcessState Progress PruneReport PruneRules Range Rendezvous Repair RepairName

@@ -245,7 +245,7 @@ def test_work_inside_a_sandbox_may_finish(place: Workplace) -> None:
     started = place.shell("read line < go")
     words = ["/bin/sleep", "1000"]
     with namespaces.opened(started.keeper.pid, "pid") as fds:
-        visitor = namespaces.in_pid_namespace(fds["pid"], lambda: os.posix_spawn(words[0], words, os.environ))
+        visitor = namespaces.in_namespace(fds["pid"], "pid", lambda: os.posix_spawn(words[0], words, os.environ))
     (place.folder / "go").write_text("go\n")
     place.ended()
     assert processes.is_alive(started.keeper)
@@ -344,7 +344,7 @@ def spawn_in(made: sandbox.EmptySandbox, folder: Path, script: str) -> int:
     """Start a process whose parent has ended, as CRIU leaves them."""
     words = ["/bin/sh", "-c", f"cd {folder}; (echo $$ > forked; {script}) & exit 0"]
     with namespaces.opened(made.sandbox.keeper.pid, "pid") as fds:
-        pid = namespaces.in_pid_namespace(fds["pid"], lambda: os.posix_spawn(words[0], words, os.environ))
+        pid = namespaces.in_namespace(fds["pid"], "pid", lambda: os.posix_spawn(words[0], words, os.environ))
     os.waitpid(pid, 0)
     wait_until(lambda: bool(processes_in(folder)), "the process in the sandbox")
     return processes_in(folder)[0]

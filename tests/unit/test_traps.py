@@ -13,10 +13,11 @@ from msgspec.structs import replace
 
 from gpucr.diagnosis import preflight
 from gpucr.diagnosis.preflight import CudaTraits, Finding, JobTraits, Measurement, modes, sharing, traits
+from gpucr.diagnosis.preflight.interposed import check_imported
 from gpucr.driver.api import DriverCapabilities
 from gpucr.interposer.protocol import Block, Flag, Status
 from gpucr.interposer.sharing import Place, Sharing
-from gpucr.linux import processes
+from gpucr.linux import descriptor_limit, processes
 from gpucr.model import CudaState, GangMember, Gpu, GpuMap, GpuUse, Job, ProcessId, ProcessInfo
 from tests.unit.children import Child, python
 
@@ -506,7 +507,7 @@ def test_ranks_outside_the_job_are_still_inferred() -> None:
 @pytest.mark.parametrize(
     ("count", "code", "canary"),
     [
-        ("imported", "GPUCR-CUDA-IPC", "vmm_export"),
+        ("foreign", "GPUCR-IMPORTED-MEMORY", "vmm_export"),
         ("ipc_memory", "GPUCR-CUDA-IPC", "legacy_ipc"),
         ("peer_access", "GPUCR-PEER-ACCESS", "peer_access"),
     ],
@@ -525,11 +526,11 @@ def block(pid: int, index: int, **more: Any) -> Place:
 
 def test_sharing_interposers_restore_is_refused_only_where_it_would_break() -> None:
     """Suspend, freeze and move: memory shared within one job is no obstacle."""
-    both = (interposed(7, A), interposed(8, B, counted=told(imported=1)))
+    both = (interposed(7, A), interposed(8, B, counted=told(blocks=1, imported=1, foreign=1)))
     shared = Sharing({block(8, 0, flags=Flag.IMPORTED): block(7, 3)}, ())
     whole = JobTraits(both, job(*both).machine, sharing=shared)
     assert preflight.check_traps(whole, {}, may_share=True) == []
-    assert only(preflight.check_traps(whole, {})).code == "GPUCR-CUDA-IPC"
+    assert only(preflight.check_traps(whole, {})).code == "GPUCR-IMPORTED-MEMORY"
     for part, other in ((both[0], 8), (both[1], 7)):
         finding = only(preflight.check_traps(replace(whole, processes=(part,)), {}, may_share=True))
         assert (finding.severity, finding.code, finding.pid) == ("blocking", "GPUCR-CUDA-IPC", part.pid)
@@ -537,6 +538,33 @@ def test_sharing_interposers_restore_is_refused_only_where_it_would_break() -> N
     stray = replace(whole, sharing=Sharing({}, (block(8, 0, flags=Flag.IMPORTED),)))
     finding = only(preflight.check_traps(stray, {}, may_share=True))
     assert (finding.pid, "of a process outside of the job" in finding.what) == (8, True)
+
+
+@pytest.mark.parametrize("why", ["captive", "stuck", "around"])
+def test_imported_memory_that_its_interposer_cannot_take_is_refused_everywhere(why: str) -> None:
+    process = interposed(7, A, counted=told(blocks=2, foreign=2, **{why: 1}))
+    for may_share in (True, False):
+        finding = only(check_imported(job(process), {}, may_share=may_share))
+        assert (finding.severity, finding.code) == ("blocking", "GPUCR-IMPORTED-MEMORY")
+    assert check_imported(job(process), {"vmm_export": COMES_BACK}, may_share=True) == []
+    own = interposed(7, A, counted=told(blocks=2, **{why: 1}))
+    assert check_imported(job(own), {}, may_share=False) == [], "the driver restores its own memory"
+
+
+def test_more_blocks_than_gpucr_may_open_files_are_refused_before_anything_is_stopped() -> None:
+    limit = descriptor_limit.most()
+    two = (interposed(7, A, counted=told(blocks=limit // 2)), interposed(8, A, counted=told(blocks=limit // 2)))
+    finding = only(check_imported(job(*two), {}, may_share=True))
+    assert (finding.severity, finding.code) == ("blocking", "GPUCR-OPEN-FILES")
+    assert check_imported(job(*two), {}, may_share=False) == [], "the driver needs none"
+    assert check_imported(job(two[0]), {}, may_share=True) == []
+
+
+def test_an_interposer_that_does_not_answer_may_have_anything() -> None:
+    silent = replace(interposed(7, A), counted=None, has_agent=True)
+    finding = only(check_imported(job(silent), {}, may_share=True))
+    assert (finding.severity, finding.code) == ("blocking", "GPUCR-INTERPOSER")
+    assert check_imported(job(replace(silent, has_agent=False)), {}, may_share=True) == []
 
 
 @pytest.mark.parametrize("count", ["multicast", "dma_buf", "external"])

@@ -22,7 +22,7 @@ from tests.command import run
         ("hook instal", "there is no command 'instal'", "did you mean install or uninstall?"),
         ("sim countr", "there is no command 'countr'", "did you mean counter?"),
         ("store delete", "there is no command 'delete'", "`gpucr store --help` shows how to use it"),
-        ("dump 1 --too x", "there is no option --too", "did you mean --to?"),
+        ("dump 1 --too x", "there is no option --too", "did you mean --tcp or --to?"),
         ("--json ps", "there is no option --json", "options follow the command: gpucr COMMAND --json"),
         ("dump 1", "--to is missing", "`gpucr dump --help` shows how to use it"),
         ("restore", "DIR|STORE[#NAME] is missing", "`gpucr restore --help` shows how to use it"),

@@ -20,6 +20,7 @@ from gpucr.driver import own_use
 from gpucr.driver.gpus import gpu_processes
 from gpucr.errors import GpucrError, InvalidRequest, JobDamaged, NotACudaProcess, Unsupported, reason_of
 from gpucr.gpu_state import at_work
+from gpucr.gpu_state.held import device_bytes_in_use
 from gpucr.gpu_state.ways import uses_files
 from gpucr.jobs import selection
 from gpucr.jobs.record import JobRecord, Lent
@@ -145,7 +146,7 @@ def _host_memory_of(
     """
     with selection.claimed_job(job.name) as found:  # its state when nobody works on it
         uses = gpu_processes()
-        own = preflight.needs_of_suspend(preflight.device_bytes_in_use(found.job, uses), in_files=uses_files("auto"))
+        own = preflight.needs_of_suspend(device_bytes_in_use(found.job, uses), in_files=uses_files("auto"))
         findings = [*preflight.check_states(found.job), *findings_of_traps(found.job, found.driver, uses)]
     preflight.require_no_blocking(findings)
     short = [each for each in preflight.check_host_memory([*needs, *own]) if each.severity == "blocking"]

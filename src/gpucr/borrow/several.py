@@ -15,6 +15,7 @@ from gpucr.driver.gpus import gpu_processes, list_gpus
 from gpucr.errors import GpucrError, Interrupted, JobDamaged, NotACudaProcess, ProcessNotFound
 from gpucr.gpu_state import suspended
 from gpucr.gpu_state.gpu_choice import GpuRequest
+from gpucr.gpu_state.held import device_bytes_in_use
 from gpucr.gpu_state.placement import place_suspended
 from gpucr.gpu_state.ways import GpuState, may_be_interposed, require_possible, uses_files
 from gpucr.jobs import selection
@@ -133,7 +134,7 @@ def plan_suspend(
     def look(job: Target) -> JobOutlook:
         with selection.claimed_job(job, only=only, force=force) as found:
             pids, uses = _require_cuda(found), gpu_processes()
-            held = preflight.device_bytes_in_use(found.job, uses)
+            held = device_bytes_in_use(found.job, uses)
             needs.extend(preflight.needs_of_suspend(held, in_files=uses_files(gpu_state)))
             findings = [
                 *preflight.check_states(found.job),

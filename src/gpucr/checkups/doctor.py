@@ -16,6 +16,7 @@ from gpucr.checkups import (
     kernel,
     measured,
     memory,
+    network,
     privileges,
     repairs,
     runtimes,
@@ -80,13 +81,15 @@ def doctor(
 def _machine(folder: Path, probe: ProbeReport | None, *, was_named: bool) -> tuple[Finding, ...]:
     graphics_facts = graphics.look()
     gpus = graphics_facts.gpus
+    criu = engine.look()
     return (
         *cuda_driver.check(cuda_driver.look()),
         *graphics.check(graphics_facts),
         *measured.check(probe),
         *privileges.check(privileges.look()),
         *kernel.check(kernel.look()),
-        *engine.check(engine.look()),
+        *engine.check(criu),
+        *network.check(network.look(), criu.install),
         *memory.check(memory.look(gpus)),
         *storage.check(storage.look(folder, gpus, was_named=was_named)),
         *runtimes.check(runtimes.look()),

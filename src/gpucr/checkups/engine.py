@@ -1,21 +1,18 @@
-"""CRIU: whether there is one, whether it works on this kernel, and how it can lock a network."""
+"""CRIU: whether there is one, and whether it works on this kernel."""
 
 from __future__ import annotations
-
-import shutil
 
 from msgspec import Struct
 
 from gpucr.checkups.checkup import ok
 from gpucr.criu.engine import Criu
-from gpucr.criu.install import CriuInstall, find_criu, has_feature, least_version, version_text
+from gpucr.criu.install import CriuInstall, find_criu, least_version, version_text
 from gpucr.diagnosis.preflight.findings import Finding
 from gpucr.errors import BrokenInstall, CriuError, CriuUnavailable, Unsupported
 from gpucr.helper.client import find_helper
 from gpucr.linux import processes
 
 _ABOUT = "CRIU"
-_NETWORK = "network lock"
 
 
 class CriuFacts(Struct, frozen=True):
@@ -30,32 +27,26 @@ class CriuFacts(Struct, frozen=True):
     is_privileged: bool
     missing: str = ""
     failure: CriuError | None = None
-    has_nftables: bool = False
-    has_iptables: bool = False
 
 
 def look() -> CriuFacts:
     """Find CRIU, the helper's where the caller has none, and with privileges have it check the kernel."""
     least, is_privileged = least_version(), processes.can_checkpoint_processes()
-    has_iptables = shutil.which("iptables-restore") is not None
     install: CriuInstall | None
     try:
         install = find_criu()
     except CriuUnavailable as e:
         install, missing = (None, e.message) if is_privileged else _of_the_helper(e.message)
-        return CriuFacts(install, least, is_privileged, missing, has_iptables=has_iptables)
+        return CriuFacts(install, least, is_privileged, missing)
     is_privileged = is_privileged or install.is_unprivileged
     if not is_privileged:
-        return CriuFacts(install, least, is_privileged, has_iptables=has_iptables)
+        return CriuFacts(install, least, is_privileged)
     failure = None
     try:
         Criu(install).check()
     except CriuError as e:
         failure = e
-    if install.is_unprivileged:
-        return CriuFacts(install, least, is_privileged, "", failure, has_iptables=has_iptables)
-    has_nftables = has_feature(install, "network_lock_nftables")
-    return CriuFacts(install, least, is_privileged, "", failure, has_nftables, has_iptables)
+    return CriuFacts(install, least, is_privileged, "", failure)
 
 
 def _of_the_helper(otherwise: str) -> tuple[CriuInstall | None, str]:
@@ -67,7 +58,7 @@ def _of_the_helper(otherwise: str) -> tuple[CriuInstall | None, str]:
 
 
 def check(facts: CriuFacts) -> list[Finding]:
-    """CRIU itself, then its ways to lock a network."""
+    """CRIU itself."""
     install = facts.install
     if install is None:
         return [
@@ -85,8 +76,7 @@ def check(facts: CriuFacts) -> list[Finding]:
                 about=_ABOUT,
             )
         ]
-    network = _network_of_a_user if install.is_unprivileged else _network
-    return [_engine(facts, install), *(network(facts) if install.has_network else ())]
+    return [_engine(facts, install)]
 
 
 def _engine(facts: CriuFacts, install: CriuInstall) -> Finding:
@@ -125,45 +115,3 @@ def _engine(facts: CriuFacts, install: CriuInstall) -> Finding:
             about=_ABOUT,
         )
     return ok(_ABOUT, f"CRIU {install.version_text} works on this kernel", f"criu check; {where}")
-
-
-def _network_of_a_user(_: CriuFacts) -> list[Finding]:
-    return [
-        Finding(
-            "warning",
-            "connections are not silenced while this user's jobs are dumped",
-            "that takes CAP_SYS_ADMIN or programs that CRIU starts, which do not get the capabilities of its file",
-            "a packet from outside in the middle of a dump may break that connection of the job; those between its own "
-            "processes stand still",
-            "let root dump a job whose connections to other machines must survive",
-            about=_NETWORK,
-        )
-    ]
-
-
-def _network(facts: CriuFacts) -> list[Finding]:
-    if facts.has_nftables:
-        return [ok(_NETWORK, "connections can be silenced with nftables", "criu check --feature network_lock_nftables")]
-    if facts.has_iptables:
-        return [ok(_NETWORK, "connections can be silenced with iptables", "iptables-restore is on PATH")]
-    if not facts.is_privileged:
-        return [
-            Finding(
-                "unknown",
-                "whether connections can be silenced was not seen",
-                "CRIU needs privileges to try nftables, and iptables-restore is not on PATH",
-                "",
-                "sudo gpucr doctor",
-                about=_NETWORK,
-            )
-        ]
-    return [
-        Finding(
-            "warning",
-            "connections cannot be silenced while a job is dumped",
-            "CRIU cannot use nftables here, and iptables-restore is not on PATH",
-            "a packet that comes in the middle of a dump may break a TCP connection of the job",
-            "modprobe nf_tables, or install iptables",
-            about=_NETWORK,
-        )
-    ]

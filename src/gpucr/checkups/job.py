@@ -9,7 +9,7 @@ from pathlib import Path
 
 from msgspec import structs
 
-from gpucr.checkups import engine, privileges, storage
+from gpucr.checkups import engine, network, privileges, storage
 from gpucr.checkups.checkup import from_findings, ok
 from gpucr.criu.options import GHOST_LIMIT_MAX_BYTES, deleted_file_sizes
 from gpucr.diagnosis import preflight
@@ -19,6 +19,7 @@ from gpucr.diagnosis.traps import findings_of_traps
 from gpucr.driver.gpus import gpu_processes, list_gpus
 from gpucr.errors import InvalidRequest, Unsupported
 from gpucr.gpu_state import suspended
+from gpucr.gpu_state.held import device_bytes_in_use
 from gpucr.gpu_state.ways import CUSTOM, first_choice
 from gpucr.jobs import registered, selection
 from gpucr.jobs.selector import JobSelector
@@ -133,7 +134,7 @@ def _handed_over(found: selection.FoundJob) -> list[int]:
 
 def _room(job: Job, uses: Sequence[GpuUse], folder: Path, handed_over: Collection[int]) -> list[Finding]:
     """``handed_over``: whose memory goes to the folder straight from its GPUs."""
-    held = preflight.device_bytes_in_use(job, uses)
+    held = device_bytes_in_use(job, uses)
     device_bytes = sum(sum(by_gpu.values()) for by_gpu in held.values())
     is_privileged = processes.can_checkpoint_processes()
     if is_privileged:
@@ -183,10 +184,12 @@ def _way_back(away: Sequence[GangMember]) -> list[Finding]:
 
 def _surroundings(folder: Path, *, was_named: bool) -> list[Finding]:
     """What the folder, the caller and its CRIU lack for a dump."""
+    criu = engine.look()
     looked = [
         *storage.check(storage.look(folder, (), was_named=was_named)),
         *privileges.check(privileges.look()),
-        *engine.check(engine.look()),
+        *engine.check(criu),
+        *network.check(network.look(), criu.install),
     ]
     return [each for each in looked if each.severity != "ok"]
 

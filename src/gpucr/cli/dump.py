@@ -26,6 +26,7 @@ from gpucr.cli.output import print_json, say
 from gpucr.cli.progress import progress_printer
 from gpucr.cli.reports import lock_fields, print_phases, report_fields, say_warnings, snapshot_text
 from gpucr.containers.record import Runtime
+from gpucr.diagnosis.preflight import TcpMode
 from gpucr.errors import InvalidRequest, Unsupported
 from gpucr.gpu_state.ways import GpuState
 from gpucr.jobs.selector import JobSelector
@@ -39,6 +40,7 @@ from gpucr.snapshot.location import Compress, is_store
 class _Options(TypedDict):
     leave_running: bool
     persist: Persist
+    tcp: TcpMode
     only: bool
     gpu_state: GpuState
     compress: Compress
@@ -67,6 +69,13 @@ class _Options(TypedDict):
     default="background",
     show_default=True,
     help="With --leave-running: write device memory while the job runs again, or before.",
+)
+@click.option(
+    "--tcp",
+    type=click.Choice(get_args(TcpMode)),
+    default="close",
+    show_default=True,
+    help="Connections to programs outside the job: end with it, or are kept for a restore on this machine.",
 )
 @click.option(
     "--compress",
@@ -99,6 +108,7 @@ def command(
     runtime_root: Path | None,
     leave_running: bool,
     persist: Persist,
+    tcp: TcpMode,
     compress: Compress,
     encrypt: bool,
     trust_store: bool,
@@ -145,8 +155,8 @@ def command(
     if job is None or runtime is not None or runtime_root is not None:
         raise click.UsageError("name what to dump: PID, NAME, or --container ID with --runtime and --runtime-root")
     options: _Options = {
-        "leave_running": leave_running, "persist": persist, "only": only, "gpu_state": gpu_state, "compress": compress,
-        "encrypt": encrypt, "trust_store": trust_store,
+        "leave_running": leave_running, "persist": persist, "tcp": tcp, "only": only, "gpu_state": gpu_state,
+        "compress": compress, "encrypt": encrypt, "trust_store": trust_store,
     }  # fmt: skip
     if dry_run:
         plan = with_key(key_file, lambda key: plan_dump(job, to, **options, key=key, force=force), place=to)

@@ -19,6 +19,7 @@ from gpucr.cli import failures
 from gpucr.cli.output import JsonWanted, lost_stdout, prepare_streams
 from gpucr.cli.suggesting import SuggestingGroup
 from gpucr.errors import GpucrError, Interrupted, InvalidRequest, OutputLost
+from gpucr.linux.private_folders import runtime_folder
 from gpucr.undo.interrupts import Interrupts
 from gpucr.undo.left_behind import remove_left_behind
 from gpucr.version import __version__
@@ -30,6 +31,7 @@ _COMMANDS = {
     "batch": "run a job under a batch system, and continue it at the next start",
     "borrow": "run a command on GPUs that lower-priority jobs give up for it",
     "completion": "print a shell completion script",
+    "connections": "list connections that are kept for a restore, or give them up",
     "copy": "copy snapshots from one store to another",
     "criu": "show the CRIU that gpucr uses; fetch or grant one",
     "demo": "dump and restore a small CUDA program, and check it",
@@ -146,6 +148,7 @@ def main() -> NoReturn:
 
 def _run(wanted: JsonWanted, interrupts: Interrupts) -> int:
     try:
+        _bring_back_left_behind()
         interrupts.raise_at_once()
         remove_left_behind()
         command.main(prog_name="gpucr", standalone_mode=False, obj=wanted)
@@ -170,6 +173,20 @@ def _run(wanted: JsonWanted, interrupts: Interrupts) -> int:
         code = OutputLost.exit_code if is_done else GpucrError.exit_code
         return _failed(lambda: failures.unexpected(cause, has_succeeded=is_done), wanted, code)
     return 0
+
+
+def _bring_back_left_behind() -> None:
+    """End what a gpucr that was killed together with its guard has left of its work on connections."""
+    if "_GPUCR_COMPLETE" in os.environ:
+        return
+    try:
+        is_any = any(next(os.scandir(each), None) for each in os.scandir(runtime_folder() / "network"))
+    except OSError:
+        return
+    if is_any:
+        from gpucr.network import left_behind  # hardly ever needed
+
+        left_behind.end_all()
 
 
 def _say_too_late(reason: str) -> None:

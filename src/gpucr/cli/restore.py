@@ -43,9 +43,7 @@ from gpucr.quantities import counted
 @click.option(
     "--tcp",
     type=click.Choice(get_args(TcpMode)),
-    default="close",
-    show_default=True,
-    help="Connections to programs outside the job: closed in the job, or taken up again.",
+    help="Connections to programs outside the job: closed, or taken up again. Default: as prepared by the dump.",
 )
 @click.option("--clone", is_flag=True, help="Make a copy with its own name and log; the original may still run.")
 @click.option("--isolate", is_flag=True, help="Put the job into a sandbox, where its pids and ports are free.")
@@ -62,7 +60,7 @@ def command(
     gpu_map: str | None,
     gpu: str | None,
     files: FilesMode,
-    tcp: TcpMode,
+    tcp: TcpMode | None,
     clone: bool,
     isolate: bool,
     name: str | None,

@@ -13,6 +13,9 @@ from __future__ import annotations
 import os
 import sys
 
+_AGENT = "gpucr-agent"
+"""The thread of an interposer (`interposer.presence`)."""
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -228,7 +231,7 @@ def _act(cuda: Libcuda, action: str, pid: int, request: _Request) -> int:
     if action == "lock":
         return cuda.lock(pid, request.timeout_ms or 0)
     if action == "checkpoint":
-        return cuda.checkpoint(pid)
+        return _checkpoint(cuda, pid)
     if action == "restore":
         return cuda.restore(pid, request.uuid_pairs)
     return cuda.unlock(pid)
@@ -253,7 +256,7 @@ def _suspend(cuda: Libcuda, pid: int, request: _Request) -> int:
         result = cuda.lock(pid, request.timeout_ms or 0)
         if result:
             return result
-        result = cuda.checkpoint(pid)
+        result = _checkpoint(cuda, pid)
         if result:
             cuda.unlock(pid)
     except KeyboardInterrupt:
@@ -261,6 +264,32 @@ def _suspend(cuda: Libcuda, pid: int, request: _Request) -> int:
         _back_to_running(cuda, pid)
         raise
     return result
+
+
+def _checkpoint(cuda: Libcuda, pid: int) -> int:
+    from gpucr.driver.libcuda import NOT_SUPPORTED
+
+    return NOT_SUPPORTED if _has_imported_memory(pid) else cuda.checkpoint(pid)
+
+
+def _has_imported_memory(pid: int) -> bool:
+    """Whether a job of `gpucr run` has memory that the driver would checkpoint and never restore. Asked elsewhere."""
+    tasks = f"/proc/{pid}/task"
+    try:
+        names = [_read(f"{tasks}/{tid}/comm") for tid in os.listdir(tasks)]
+    except OSError:
+        return False  # the driver says what is wrong with it
+    if _AGENT not in names:
+        return False
+    import subprocess
+
+    question = [sys.executable, "-m", "gpucr.interposer.foreign", str(pid)]
+    return subprocess.run(question, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False).returncode != 0
+
+
+def _read(path: str) -> str:
+    with open(path, encoding="utf-8", errors="replace") as file:
+        return file.read().rstrip("\n")
 
 
 def _back_to_running(cuda: Libcuda, pid: int) -> None:

@@ -13,15 +13,18 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from gpucr.containers import oci, podman
+from gpucr.containers import oci, podman, runtime_call
 from gpucr.containers.container import FoundContainer
 from gpucr.containers.record import RUNTIMES, ContainerRecord, Runtime, read_record, write_record
 from gpucr.criu.options import choose_dump_options
-from gpucr.errors import GpucrError, InvalidRequest, JobDamaged, SnapshotError, Unsupported
+from gpucr.errors import CriuError, GpucrError, InvalidRequest, JobDamaged, SnapshotError, Unsupported
 from gpucr.jobs import selection
 from gpucr.jobs.selector import JobSelector
 from gpucr.linux import processes, trusted_paths
 from gpucr.model import CudaState, Job, ProcessId
+from gpucr.network.lock import IN_FLIGHT
+from gpucr.network.of_criu import AfterCriu
+from gpucr.network.steps import IN_FLIGHT_LIMIT_S
 from gpucr.snapshot import files
 from gpucr.snapshot.folder import GPU_PART_NAME, check_target, completed
 from gpucr.undo.cancellation import Cancellation
@@ -67,6 +70,24 @@ def dump_container(
     ``cancel``); SnapshotError (``to`` cannot be made or written); JobDamaged (its GPU state is not back, or it has
     ended and ``to`` is not complete).
     """
+    end = time.monotonic() + IN_FLIGHT_LIMIT_S
+    while True:
+        try:
+            return _dump(container, to, runtime, runtime_root, cancel, leave_running=leave_running)
+        except CriuError as error:  # a connection was just being made: the container runs between two attempts
+            if error.code != IN_FLIGHT or time.monotonic() > end:
+                raise
+
+
+def _dump(
+    container: str,
+    to: Path,
+    runtime: Runtime | None,
+    runtime_root: Path | None,
+    cancel: Cancellation | None,
+    *,
+    leave_running: bool,
+) -> ContainerReport:
     begin = time.monotonic()
     check_target(to)
     _require_ours(to)
@@ -74,13 +95,15 @@ def dump_container(
     pid = found.running_pid()
     job = selection.find_job(pid).job
     options = choose_dump_options(job.pids, leave_running=leave_running)
+    network_lock = runtime_call.choose_network_lock(job.pids)
     root = None if runtime_root is None else str(runtime_root.absolute())
-    record = ContainerRecord(found.runtime, root, found.container, found.bundle, options)
+    record = ContainerRecord(found.runtime, root, found.container, found.bundle, options, network_lock)
     existed = to.exists()
     checkpoint = podman.checkpoint if found.runtime == "podman" else oci.checkpoint
     with (
         all_or_nothing("dump", container, cancel, state="the container is as it was", at_once=False) as interrupts,
         Roll(job) as roll,
+        AfterCriu(job, str(to.absolute())) as network,
     ):
         images = _make_folder(to)
         try:
@@ -95,6 +118,7 @@ def dump_container(
         except JobDamaged:
             raise  # the folder is complete, and perhaps all that is left
         except BaseException as error:
+            network.release()
             _check_not_ended(job.root.id, container, to, error)
             _wait_until_back(job)
             _check_not_ended(job.root.id, container, to, error)

@@ -24,11 +24,13 @@ from gpucr.driver.gpus import gpu_processes
 from gpucr.errors import CriuError, CudaStarted, GpucrError, JobChanged, SnapshotExists
 from gpucr.gang import uses_libcuda
 from gpucr.gpu_state.cuda_work import CudaWork, cuda_work
+from gpucr.gpu_state.held import device_bytes_in_use
 from gpucr.jobs import selection
 from gpucr.jobs.taken import taken_job
 from gpucr.linux import cgroups, processes
 from gpucr.linux.terminal import makes_terminals
 from gpucr.model import ProcessId
+from gpucr.network.of_criu import AfterCriu
 from gpucr.operations.dump_steps import (
     JobDump,
     PrepareTarget,
@@ -140,7 +142,8 @@ def dump_for_runtime(root_pid: int, images: Path, hooks: RuntimeHooks, *, claim:
         preflight.require_no_blocking(findings, force=False)
         for finding in findings:
             hooks.say(f"warning: {finding.warning()}")
-        run = RuntimeDump(context, hooks, part)
+        network = opened.enter_context(AfterCriu(taken.found.job, str(images.absolute())))
+        run = RuntimeDump(context, hooks, part, network)
         try:
             running.run(_steps(context, cuda, run), roll=taken.roll, protection=taken.protection)
         finally:
@@ -158,7 +161,7 @@ def _prepare(
     job = found.job
     preflight.require_privileges(job.root.pid)
     uses = gpu_processes()
-    held = preflight.device_bytes_in_use(job, uses)
+    held = device_bytes_in_use(job, uses)
     expected_bytes = sum(sum(by_gpu.values()) for by_gpu in held.values())
     target = FolderTarget(images / GPU_PART_NAME, with_images=False)
     writer = DeviceWriter(target.sink)
@@ -211,8 +214,9 @@ class RuntimeDump:
 
     name = "dump"
 
-    def __init__(self, context: JobDump, hooks: RuntimeHooks, part: GpuPart) -> None:
+    def __init__(self, context: JobDump, hooks: RuntimeHooks, part: GpuPart, network: AfterCriu) -> None:
         self._context = context
+        self._network = network
         self._hooks = hooks
         self._part = part
         self.left_running = False
@@ -234,6 +238,7 @@ class RuntimeDump:
             # A failing hook makes CRIU undo and end. If none waits, tell it by other means.
             if not (self._hooks.answer(error) and abandoned.wait(self._hooks.criu)):
                 abandoned.end_dump(self._hooks.criu)
+            self._network.release()
             self._wait_until_thawed()
             raise
         self._hooks.answer(None)
@@ -241,6 +246,7 @@ class RuntimeDump:
             if self._hooks.wait_for_call(0):
                 self._hooks.answer(None)  # the script is configured twice
         self.left_running = self._is_left()
+        self._network.release()
         self._context.protection.withdraw(EndDump)
         self._wait_until_thawed()
         return size_bytes

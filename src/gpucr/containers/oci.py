@@ -67,7 +67,7 @@ def restore(record: ContainerRecord, images: Path, interrupts: Interrupts) -> No
 
 
 def _run(record: ContainerRecord, action: str, options: Sequence[str], phase: str, interrupts: Interrupts) -> None:
-    with programs(record.criu_options) as found, log_kept_on_failure(phase) as log_path:
+    with programs(record) as found, log_kept_on_failure(phase) as log_path:
         said = log_path.with_name("runtime.log")
         command = [record.runtime, *_root(record.runtime_root), "--log", str(said), action, *options]
         command += ["--work-path", str(log_path.parent), record.container]

@@ -149,7 +149,7 @@ def _run(
     folder: Path,
     interrupts: Interrupts,
 ) -> None:
-    with programs(record.criu_options) as found, log_kept_on_failure(phase) as log_path:
+    with programs(record) as found, log_kept_on_failure(phase) as log_path:
         conmon = found.add_wrapper("conmon", _conmon(found.environment))
         command = ["podman", "--conmon", str(conmon), "container", action, "--keep", *_flags(record.criu_options)]
         said = log_path.with_name("podman.log")

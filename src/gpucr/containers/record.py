@@ -23,6 +23,8 @@ from gpucr.records import Record
 from gpucr.snapshot.folder import CONTAINER_RECORD_NAME
 
 Runtime = Literal["runc", "crun", "podman"]
+NetworkLock = Literal["nftables", "iptables", "skip"]
+"""How the runtime's CRIU blocks the container's network."""
 RUNTIMES: tuple[Runtime, ...] = get_args(Runtime)
 
 _FORMAT = "gpucr-container"
@@ -41,6 +43,7 @@ class ContainerRecord(Record, frozen=True):
     container: str
     bundle: str
     criu_options: DumpOptions
+    network_lock: NetworkLock
     format: str = _FORMAT
     format_version: int = _FORMAT_VERSION
 

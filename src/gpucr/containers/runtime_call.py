@@ -22,13 +22,13 @@ from pathlib import Path
 from msgspec import Struct
 
 from gpucr.containers.criu_config import SCRIPT_NAME, script_text
-from gpucr.containers.record import ContainerRecord
+from gpucr.containers.record import ContainerRecord, NetworkLock
 from gpucr.criu import abandoned
 from gpucr.criu.diagnosis import Diagnosis, diagnose
-from gpucr.criu.install import find_criu, provided_folder
-from gpucr.criu.options import DumpOptions
+from gpucr.criu.install import find_criu, has_feature, provided_folder
 from gpucr.errors import BrokenInstall, CriuError, InvalidRequest, ProcessNotFound
-from gpucr.linux import own_python, processes, trusted_paths
+from gpucr.linux import iptables, own_python, processes, trusted_paths
+from gpucr.linux.tcp_tables import has_connections
 from gpucr.model import ProcessId
 from gpucr.undo.interrupts import Interrupts
 
@@ -74,9 +74,18 @@ class Programs(Struct, frozen=True):
         return [criu for criu in found if processes.is_alive(criu)]
 
 
+def choose_network_lock(pids: Sequence[int]) -> NetworkLock:
+    """How the runtime's CRIU is to block the network of a container with these processes."""
+    if not has_connections(pids):
+        return "skip"
+    if has_feature(find_criu(), "network_lock_nftables"):
+        return "nftables"
+    return "iptables" if iptables.is_here() else "skip"
+
+
 @contextlib.contextmanager
-def programs(options: DumpOptions) -> Iterator[Programs]:
-    """Programs that exist during the block. Raises CriuUnavailable, BrokenInstall."""
+def programs(record: ContainerRecord) -> Iterator[Programs]:
+    """Programs that exist during the block, for this container. Raises CriuUnavailable, BrokenInstall."""
     criu = find_criu()
     # podman's monitor keeps the PATH for the container's lifetime: nobody else may ever write into this folder.
     parent = provided_folder().parent
@@ -104,9 +113,9 @@ def programs(options: DumpOptions) -> Iterator[Programs]:
         made = Programs(folder, environment)
         made.config.write_text(
             f"action-script {folder / SCRIPT_NAME}\n"
-            f"network-lock {options.network_lock}\n"
-            f"ghost-limit {options.ghost_limit_bytes}\n"
-            + ("link-remap\n" if options.link_remap else "")
+            f"network-lock {record.network_lock}\n"
+            f"ghost-limit {record.criu_options.ghost_limit_bytes}\n"
+            + ("link-remap\n" if record.criu_options.link_remap else "")
         )  # fmt: skip
         script = folder / SCRIPT_NAME
         script.write_text(script_text())

@@ -18,7 +18,7 @@ from pathlib import Path
 from gpucr.criu import rpc_pb2
 from gpucr.criu.diagnosis import Diagnosis, diagnose
 from gpucr.criu.install import CriuInstall, run_check
-from gpucr.criu.options import DumpOptions, NetworkLock, RestoreOptions
+from gpucr.criu.options import DumpOptions, RestoreOptions
 from gpucr.criu.remains import kill_orphans, task_pids
 from gpucr.criu.service import CriuService, Entered, Parent
 from gpucr.errors import CriuError, DeadlineExceeded, ProcessNotFound, SnapshotError, reason_of
@@ -33,12 +33,6 @@ Check = Callable[[], None]
 
 # CRIU's "debug": its developers ask for it, and the diagnosis finds there the file or pid that an error is about.
 _LOG_LEVEL = 4
-
-_NETWORK_LOCKS: dict[NetworkLock, rpc_pb2.NetworkLock] = {
-    "iptables": rpc_pb2.IPTABLES,
-    "nftables": rpc_pb2.NFTABLES,
-    "skip": rpc_pb2.SKIP,
-}
 
 # How long CRIU may take to undo after it was told to end, before it is killed (then ptrace and the parasite's own exit
 # free the tasks, see docs/adr/0002-criu-by-rpc.md), and how often a restore is told again.
@@ -229,7 +223,7 @@ class Criu:
             "file_locks": options.file_locks,
             "link_remap": options.link_remap,
             "ext_unix_sk": options.ext_unix_sk,
-            "network_lock": _NETWORK_LOCKS[options.network_lock],
+            "network_lock": rpc_pb2.SKIP,  # gpucr blocks packets itself (docs/adr/0070)
             "unprivileged": is_limited,
         }
 

@@ -2,17 +2,16 @@
 
 Options that cost nothing when unneeded are always on: a file lock or a connection that appears between inspection and
 freeze must not fail the dump. Only what changes the outcome is decided: whether the job depends on a terminal session
-outside it, how large its deleted files are, and how its network is locked.
+outside it, and how large its deleted files are.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
 import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated
 
 from msgspec import Meta, Struct
 
@@ -21,19 +20,8 @@ from gpucr.linux import proc_text
 from gpucr.quantities import format_bytes
 from gpucr.records import Record
 
-if TYPE_CHECKING:
-    from gpucr.criu.install import CriuInstall
-
-NetworkLock = Literal["nftables", "iptables", "skip"]
-
 GHOST_LIMIT_DEFAULT_BYTES = 1 << 20  # CRIU's default
 GHOST_LIMIT_MAX_BYTES = (1 << 32) - 1  # the request's field has 32 bits
-
-# Field `st` of /proc/net/tcp: states without a connection for CRIU to keep.
-_TCP_WITHOUT_CONNECTION = {"06", "07", "0A"}  # TIME_WAIT, CLOSE, LISTEN
-
-# Where a process has only these, the tables are not read: the kernel goes through the whole machine's, for 4 ms each.
-_PROTOCOLS_WITHOUT_CONNECTION = (b"UNIX", b"UDP", b"NETLINK", b"PACKET")
 
 # Mapped files without a name that CRIU keeps by other means than as ghost files.
 _UNNAMED_MEMORY = ("/memfd:", "/dev/zero", "/SYSV", "anon_inode:", "/[aio]")
@@ -48,7 +36,6 @@ class DumpOptions(Record, frozen=True):
     leave_running: bool
     shell_job: bool
     ghost_limit_bytes: Annotated[int, Meta(ge=0, le=GHOST_LIMIT_MAX_BYTES)]
-    network_lock: NetworkLock
     tcp_established: bool = True
     file_locks: bool = True
     link_remap: bool = True
@@ -59,7 +46,6 @@ class RestoreOptions(Struct, frozen=True):
     """CRIU's settings for one restore."""
 
     shell_job: bool
-    network_lock: NetworkLock
     tcp_established: bool = True
     file_locks: bool = True
     link_remap: bool = True
@@ -70,7 +56,6 @@ class RestoreOptions(Struct, frozen=True):
         """The settings that fit images which were dumped with ``dumped``."""
         return cls(
             shell_job=dumped.shell_job,
-            network_lock=dumped.network_lock,
             tcp_established=dumped.tcp_established,
             file_locks=dumped.file_locks,
             link_remap=dumped.link_remap,
@@ -82,19 +67,16 @@ def choose_dump_options(
     pids: Sequence[int],
     *,
     leave_running: bool,
-    install: CriuInstall | None = None,
     other_root_pids: Sequence[int] = (),
 ) -> DumpOptions:
     """The settings for a tree whose root is ``pids[0]``, or for all trees of a job. Only reads /proc.
 
-    ``install`` (default: the one that `find_criu` finds) decides how to lock the network, if there are connections.
     Raises Unsupported if a deleted file is larger than CRIU's limit can say. A process that ends meanwhile is skipped.
     """
     return DumpOptions(
         leave_running=leave_running,
         shell_job=is_shell_job(pids[0], pids) or any(is_shell_job(each, [each]) for each in other_root_pids),
         ghost_limit_bytes=_ghost_limit(pids),
-        network_lock=_choose_network_lock(install) if has_connections(pids) else "skip",
     )
 
 
@@ -147,59 +129,6 @@ def _size_if_nameless(path: Path) -> Iterator[int]:
         return
     if stat.S_ISREG(status.st_mode) and status.st_nlink == 0:
         yield status.st_size
-
-
-def has_connections(pids: Sequence[int]) -> bool:
-    """Whether a process of ``pids`` holds a TCP socket with a connection (established, half-closed, half-open)."""
-    sockets: set[str] = set()
-    namespaces: dict[str, int] = {}
-    for pid in pids:
-        sockets.update(
-            target[8:-1]
-            for path, target in _links(Path(f"/proc/{pid}/fd"))
-            if target.startswith("socket:[") and not _protocol(path).startswith(_PROTOCOLS_WITHOUT_CONNECTION)
-        )
-        try:
-            namespaces[Path(f"/proc/{pid}/ns/net").readlink().name] = pid
-        except OSError:
-            continue
-    if not sockets:
-        return False
-    return any(not sockets.isdisjoint(_connected_inodes(pid)) for pid in namespaces.values())
-
-
-def _protocol(socket_link: Path) -> bytes:
-    """The kernel's name for it, as lsof asks for; none where it does not tell."""
-    try:
-        return os.getxattr(socket_link, "system.sockprotoname")
-    except OSError:
-        return b""
-
-
-def _connected_inodes(pid: int) -> Iterator[str]:
-    """Inodes of connected TCP sockets in the network namespace of ``pid`` (/proc/net/tcp: state in 4, inode in 10)."""
-    for table in ("tcp", "tcp6"):
-        for line in _lines(Path(f"/proc/{pid}/net/{table}"))[1:]:
-            columns = line.split()
-            if len(columns) > 9 and columns[3] not in _TCP_WITHOUT_CONNECTION:
-                yield columns[9]
-
-
-def _choose_network_lock(install: CriuInstall | None) -> NetworkLock:
-    """nftables if CRIU and the kernel have it (no tool needed), else iptables if the tool is there.
-
-    None for an ordinary user's CRIU: connections inside the job are idle anyway when all of it is stopped.
-    """
-    from gpucr.criu.install import find_criu, has_feature  # not needed for reading a snapshot
-
-    criu = install or find_criu()
-    if criu.is_unprivileged:
-        # It tries nftables in a new network namespace, which needs CAP_SYS_ADMIN (seen with 4.2.1), and programs that
-        # it starts, such as iptables-restore, do not inherit its file capabilities.
-        return "skip"
-    if has_feature(criu, "network_lock_nftables"):
-        return "nftables"
-    return "iptables" if shutil.which("iptables-restore") else "skip"
 
 
 def _links(folder: Path) -> Iterator[tuple[Path, str]]:

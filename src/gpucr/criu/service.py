@@ -345,7 +345,7 @@ def _spawn_inside(
         pids: list[int] = []
         try:
             try:
-                namespaces.in_pid_namespace(fds["pid"], lambda: pids.append(spawn()))
+                namespaces.in_namespace(fds["pid"], "pid", lambda: pids.append(spawn()))
             finally:
                 for fd in high:
                     os.close(fd)

@@ -26,6 +26,7 @@ from gpucr.errors import DeadlineExceeded, GpucrError, IllegalState, JobChanged,
 from gpucr.gang.discovery import uses_libcuda
 from gpucr.gang.hold_leader import LeaderHold, LocksFailed
 from gpucr.gang.holdable import MAX_LOCK_TIMEOUT_MS, DriverLock, Holdable
+from gpucr.interposer.foreign import require_own
 from gpucr.linux import processes
 from gpucr.model import CudaState, GangLock, GangMember, GpuMap
 
@@ -57,6 +58,8 @@ class Gang:
         """What else keeps this process from submitting work and can release it; None: only the driver's lock."""
         self.bring_back: Callable[[Mapping[int, GpuMap | None]], Mapping[int, Exception | None]] = lambda maps: {}
         """Restores the members, with these maps, whose memory is not in the driver; the result for each."""
+        self.before_restore: Callable[[Sequence[int]], None] = lambda pids: None
+        """Called with the CHECKPOINTED members that the driver is about to restore; raises GpucrError or OSError."""
         self.before_climb: Callable[[int], None] = lambda pid: None
         """Called for a LOCKED member that was found CHECKPOINTED, before it is checkpointed again."""
         self.before_unlock: Callable[[], None] = lambda: None
@@ -178,8 +181,12 @@ class Gang:
 
     def checkpoint(self) -> None:
         """LOCKED → CHECKPOINTED for every member that is locked."""
-        self._everywhere("checkpoint", CudaState.LOCKED, self.driver.checkpoint)
+        self._everywhere("checkpoint", CudaState.LOCKED, self._checkpoint)
         self._require_all_alive("checkpoint")
+
+    def _checkpoint(self, pid: int) -> None:
+        require_own(pid, may_be_silent=True)  # preflight has refused a silent one, unless it was overruled
+        self.driver.checkpoint(pid)
 
     def restore(
         self, gpu_maps: Mapping[int, GpuMap] | None = None, *, down_to: Callable[[GangMember], CudaState]
@@ -193,6 +200,9 @@ class Gang:
         others = self.bring_back({pid: maps.get(pid) for pid in wanted if pid not in self._stuck})
         errors = {pid: error for pid, error in others.items() if error is not None}
         wanted = [pid for pid in wanted if pid not in others]
+        away = [pid for pid, state in self._states(wanted)[0].items() if state is CudaState.CHECKPOINTED]
+        if away:
+            self.before_restore(away)
         self._everywhere("restore", CudaState.CHECKPOINTED, lambda pid: self.driver.restore(pid, maps.get(pid)), wanted)
         if errors:
             raise self._explain("restore", CudaState.CHECKPOINTED, errors)
@@ -276,6 +286,7 @@ class Gang:
 
     def _checkpoint_again(self, pid: int) -> None:
         self.before_climb(pid)
+        require_own(pid, may_be_silent=False)
         self.driver.checkpoint(pid)
 
     def _require_all_alive(self, action: str) -> None:

@@ -6,7 +6,7 @@ driver what only the driver can move. The processes of a gang may have different
 together, so a process never runs while another's memory is away:
 
     prepare (all run) -> all locked -> begin, from the highest level down -> the driver's checkpoint -> complete | abort
-    the driver's restore -> give_back, from the lowest level up -> all unlocked
+    make_way -> the driver's restore -> give_back, from the lowest level up -> all unlocked
 
 A restored process is a new one: there a `Return` per level brings back the snapshot's content.
 """
@@ -88,6 +88,9 @@ class Backend(Stored, Protocol):
 
         After `give_back` the process is as `begin` found it.
         """
+
+    def make_way(self) -> None:
+        """The driver is about to restore the process: free what gpucr itself uses on its GPUs."""
 
     def give_back(self) -> None:
         """The process is LOCKED, the driver has restored it: put back what is away. Idempotent.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 
 from gpucr.driver.api import Driver
-from gpucr.driver.gpus import list_gpus
+from gpucr.driver.gpus import list_gpus, nvml_kept_open
 from gpucr.gang import Gang
 from gpucr.gang.threads import GangThreads
 from gpucr.gpu_state import kinds
@@ -19,6 +20,7 @@ from gpucr.gpu_state.interposed.hooks import ProgramHooks, has_hooks
 from gpucr.gpu_state.interposed.interposers import Interposers
 from gpucr.gpu_state.placement import ProcessGpus, all_gpus, gpus_of
 from gpucr.gpu_state.recovery import GangProtection
+from gpucr.gpu_state.room import ROOM_LIMIT_S, total_of, wait_for_room
 from gpucr.gpu_state.source import Saver
 from gpucr.gpu_state.steps import (
     AttachStaging,
@@ -56,6 +58,7 @@ class CudaWork(Struct, frozen=True, kw_only=True):
     at_work: AtWork
     checkpoint: CheckpointGang
     hooks: ProgramHooks
+    nvml: contextlib.ExitStack
 
     @property
     def protection(self) -> Protection:
@@ -80,6 +83,7 @@ class CudaWork(Struct, frozen=True, kw_only=True):
         self.staging.close()
         self.interposers.close()
         self.custom.close()
+        self.nvml.close()
 
     def gpus_of(self, member: GangMember) -> ProcessGpus:
         """The GPUs of one process."""
@@ -150,6 +154,8 @@ def cuda_work(
     gang = Gang(driver, job.gang, deadline=deadline)
     threads, guarded = GangThreads(agent_threads), GangProtection(protection)
     at_work = AtWork(job, held, moves=moves)
+    nvml = contextlib.ExitStack()
+    nvml.enter_context(nvml_kept_open())  # it is asked for free memory while the job stands still
     gpus = list_gpus()
 
     def uuids_of(process: ProcessId) -> list[str]:
@@ -157,9 +163,8 @@ def cuda_work(
 
     wait_saved = saver.wait if saver is not None and save_gently else None
     interposers = Interposers(
-        driver, uuids_of, guarded, gpus,
-        to_host=to_host, gpu_state=gpu_state, wait_saved=wait_saved,
-    )  # fmt: skip
+        driver, uuids_of, guarded, to_host=to_host, moves=moves, gpu_state=gpu_state, wait_saved=wait_saved
+    )
     interposers.require(job.gang)
     custom = CustomStorages(
         driver, "driver" if moves else gpu_state, gpus, held,
@@ -186,6 +191,14 @@ def cuda_work(
     )
     gang.rank, gang.bring_back = interposers.rank, custom.bring_back
     gang.before_unlock = lambda: staging.give_back(gang.state)
+    needs = {} if moves else interposers.left_to_driver(held)
+    guarded.needs(needs)
+
+    def before_restore(pids: Sequence[int]) -> None:
+        staging.make_way()
+        wait_for_room(total_of(needs, pids), ROOM_LIMIT_S)
+
+    gang.before_restore = before_restore
     expected_bytes = sum(sum(by_gpu.values()) for by_gpu in held.values())
     return CudaWork(
         gang=gang,
@@ -207,6 +220,7 @@ def cuda_work(
             whole_tree=whole_tree,
             threads=threads if saver is not None else None,
         ),
+        nvml=nvml,
         hooks=ProgramHooks(
             [each.id for each in job.gang if each.found is CudaState.RUNNING and has_hooks(each.pid)],
             protection,

@@ -216,6 +216,11 @@ class GangStaging:
                 each.abort()
             raise
 
+    def make_way(self) -> None:
+        """The driver is about to restore processes of the gang."""
+        for each in self._backends():
+            each.make_way()
+
     def give_back(self, state: StateOf) -> None:
         """The backends above the driver's put their memory back into the processes that the driver has restored.
 

@@ -85,6 +85,9 @@ class PlainStaging:
         if self._capture is not None:
             self._capture.finish()
 
+    def make_way(self) -> None:
+        """It uses nothing there."""
+
     def give_back(self) -> None:
         """The driver has done it."""
 

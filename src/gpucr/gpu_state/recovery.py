@@ -97,6 +97,7 @@ class BringBack(Action):
     - ``stopped``: processes that SIGSTOP may have stopped, to be continued.
     - ``moving``: the GPUs to which members may be moving, by pid. If one has arrived, the others follow: it may occupy
       their old place.
+    - ``needs``: what the driver itself brings back, in bytes by pid and GPU UUID. Without room it is not restored.
     """
 
     members: tuple[GangMember, ...] = ()
@@ -109,6 +110,7 @@ class BringBack(Action):
     carried: tuple[int, ...] = ()
     stopped: tuple[ProcessId, ...] = ()
     moving: dict[int, GpuMap] = msgspec.field(default_factory=dict)
+    needs: dict[int, dict[str, int]] = msgspec.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Raise ValueError if staging could not be mapped back."""
@@ -131,13 +133,23 @@ class BringBack(Action):
                 self._put_back(members, copies)
                 self._wait_for_carrier(members)
                 _return_to_found(
-                    members, self.moving, lambda driver, moved: self._give_back(driver, moved, members, blocks)
+                    members,
+                    self.moving,
+                    self._wait_for_room,
+                    lambda driver, moved: self._give_back(driver, moved, members, blocks),
                 )
                 self._close_left_behind(members)
         finally:
             threads.release()
             processes.continue_stopped(self.stopped)
         return False
+
+    def _wait_for_room(self, pids: Sequence[int]) -> None:
+        """Without any limit: the driver would lose them, and nobody but this guard has their memory."""
+        from gpucr.gpu_state.room import total_of, wait_for_room  # late: NVML
+
+        staying = [pid for pid in pids if pid not in self.moving]
+        wait_for_room(total_of(self.needs, staying), None, lambda text: append_to_log("guard", text))
 
     def _hold(self, threads: GangThreads, members: Sequence[GangMember]) -> None:
         """Hold what must not run before device memory is back (gang/threads.py)."""
@@ -261,6 +273,7 @@ def _is_reservation(pid: int, extent: StagedExtent) -> bool:
 def _return_to_found(
     members: Sequence[GangMember],
     moving: Mapping[int, GpuMap],
+    wait_for_room: Callable[[Sequence[int]], None],
     give_back: Callable[[Driver, Mapping[int, GpuMap]], None],
 ) -> None:
     """Bring every member back to its found state, even if the driver still works on the dead gpucr's call."""
@@ -270,6 +283,7 @@ def _return_to_found(
     moved: dict[int, GpuMap] | None = None
     gang.before_unlock = lambda: give_back(driver, moved or {})
     gang.before_climb = lambda pid: _take_out_again(driver, pid)
+    gang.before_restore = wait_for_room
     while True:
         try:
             if moved is None:  # only once: later a process may be back because of this recovery
@@ -384,6 +398,13 @@ class GangProtection:
         """These members, by pid, are moving to other GPUs."""
         self._action.moving = dict(maps)
         self._tell()
+
+    def needs(self, needs: Mapping[int, Mapping[str, int]]) -> None:
+        """The driver will need so much room to bring them back, in bytes by pid and GPU UUID.
+
+        Told with the next state.
+        """
+        self._action.needs = {pid: dict(by_gpu) for pid, by_gpu in needs.items()}
 
     def stopped(self, stopped: Sequence[ProcessId]) -> None:
         """These may be stopped by SIGSTOP."""

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from gpucr.gang import Gang
 from gpucr.gpu_state import kinds
-from gpucr.gpu_state.backend import CUSTOM_STORAGE, INTERPOSED, Return
+from gpucr.gpu_state.backend import CUSTOM_STORAGE, INTERPOSED, Return, WaitForBytes
 from gpucr.gpu_state.captured import CapturedReturn
 from gpucr.gpu_state.custom_storage.returns import StorageReturns
 from gpucr.gpu_state.interposed.host_copy import HostCopyReturn
 from gpucr.gpu_state.interposed.restored import RestoredBlocks
 from gpucr.gpu_state.placement import Placement
+from gpucr.gpu_state.room import ROOM_LIMIT_S, lacking, wait_for_room
 from gpucr.interposer.sharing import Share
 from gpucr.linux.tmpfs import KEPT_NAME
 from gpucr.model import DevicePart, StagedExtent
@@ -55,6 +56,17 @@ class Returns:
         if data.kind == CUSTOM_STORAGE:
             return self._custom.return_for(part, data.extents, data.size_bytes)
         return kinds.return_for(part, data.kind, data.extents, data.size_bytes)
+
+    def make_way(self, needed_bytes: Mapping[str, int], wait_for: Callable[[DevicePart], WaitForBytes]) -> None:
+        """The driver is about to restore what needs this much room, in bytes by GPU UUID:
+
+        make it, if there is too little.
+
+        ``wait_for``: see `Return.begin`. Raises GpuFull if others have taken it.
+        """
+        if lacking(needed_bytes):
+            self._interposed.make_way(wait_for)
+            wait_for_room(needed_bytes, ROOM_LIMIT_S)
 
     def go_on(self, pids: Mapping[int, int], shares: Sequence[Share]) -> None:
         """All have their own memory: let the interposers do their part. See `RestoredBlocks.go_on`."""

@@ -57,6 +57,7 @@ from gpucr.helper.rights import Refused
 from gpucr.helper.sandboxes import Sandbox
 from gpucr.linux import capabilities, descriptor_limit, processes
 from gpucr.linux.held_folder import HeldFolder
+from gpucr.linux.tcp_repair import sockets_released
 
 REQUEST_LIMIT_S = 60.0
 """How long a client may take for its request."""
@@ -183,10 +184,10 @@ class _Request:
             leave_running=request.leave_running,
             shell_job=False,
             ghost_limit_bytes=request.ghost_limit_bytes,
-            network_lock="skip",  # it would change the machine's packet filter
             link_remap=False,  # it would create names, as root, in the job's folders
         )
         with (
+            sockets_released([process.id for process in processes.tree(request.pid)]),
             folders.private_folder(self._settings.work) as private,
             _log_given(private, self._peer, fds[_LOG_AT]) as log_path,
             folders.folder_within(fds[0], self._peer, self._announce) as (own, remove),
@@ -258,7 +259,7 @@ class _Request:
                 with as_peer_with(self._peer, wanted | _to_enter(sandbox)):
                     root_pid = self._criu_in(sandbox, wanted).restore(
                         held.path,
-                        RestoreOptions(shell_job=False, network_lock="skip", link_remap=False),
+                        RestoreOptions(shell_job=False, link_remap=False),
                         log_path=log_path,
                         leave_stopped=request.leave_stopped,
                         inherited=inherited,

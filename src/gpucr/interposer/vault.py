@@ -14,12 +14,13 @@ import os
 import queue
 import threading
 import uuid as uuids
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 from msgspec import Struct
 
 from gpucr.driver import own_use
+from gpucr.driver.gpus import list_gpus
 from gpucr.errors import InterposerError
 from gpucr.interposer.protocol import ON_DEVICE, ON_HOST_NODE
 from gpucr.linux.buffers import address_of, at_address, copy
@@ -29,15 +30,29 @@ WORKERS = 12
 """Measured (H200 machine, 16 processors, 25 GiB): 37 GiB/s down and 43 up."""
 
 VAULT_BYTES = 640 << 20
-"""Device memory used by a vault. Measured (H200, driver 580): 530 MiB."""
+"""Device memory used by a vault. Measured (driver 580): 530 MiB on an H200; on an H100 523, and 540 free are enough."""
+
+ROOMY_BYTES = 2 * VAULT_BYTES
+"""With so much free a vault may start beside a running job, which may be about to allocate."""
+
+OUT_OF_MEMORY = 2
 
 _READ_WRITE, _PINNED, _POSIX_DESCRIPTOR, _NON_BLOCKING, _PORTABLE = 3, 1, 1, 1, 1
+_DIRECT_RDMA_OF_VMM = 110
+"""CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED"""
 
 _POINTER, _SIZE, _LONG = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint64
 
 
 class VaultFailed(InterposerError):
-    """A driver call failed in gpucr's own process; others' memory that it holds is unchanged."""
+    """A driver call failed in gpucr's own process; others' memory that it holds is unchanged.
+
+    ``result``: the driver's result; None: there was no call.
+    """
+
+    def __init__(self, message: str, *, hint: str | None = None, result: int | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.result = result
 
 
 class _Access(ctypes.Structure):
@@ -48,8 +63,9 @@ class _Properties(ctypes.Structure):
     """CUmemAllocationProp."""
 
     _fields_ = (
-        ("type", ctypes.c_int), ("handle_types", ctypes.c_int), ("location_type", ctypes.c_int),
-        ("location", ctypes.c_int), ("win32", _POINTER), ("flags", ctypes.c_ubyte * 8),
+        ("type", ctypes.c_int), ("handle_types", ctypes.c_int), ("location_type", ctypes.c_int), ("location",
+        ctypes.c_int), ("win32", _POINTER), ("compression", ctypes.c_ubyte), ("direct_rdma", ctypes.c_ubyte), ("flags",
+        ctypes.c_ubyte * 6),
     )  # fmt: skip
 
 
@@ -60,6 +76,7 @@ class _Library:
         "cuInit": (ctypes.c_uint,),
         "cuDeviceGetCount": (_POINTER,),
         "cuDeviceGetUuid": (_POINTER, ctypes.c_int),
+        "cuDeviceGetAttribute": (_POINTER, ctypes.c_int, ctypes.c_int),
         "cuDevicePrimaryCtxRetain": (_POINTER, ctypes.c_int),
         "cuDevicePrimaryCtxRelease_v2": (ctypes.c_int,),
         "cuCtxSetCurrent": (_POINTER,),
@@ -80,8 +97,10 @@ class _Library:
         "cuMemUnmap": (_LONG, _SIZE),
         "cuMemSetAccess": (_LONG, _SIZE, _POINTER, _SIZE),
         "cuMemRelease": (_LONG,),
-        "cuMemGetInfo_v2": (_POINTER, _POINTER),
         "cuMemsetD8_v2": (_LONG, ctypes.c_ubyte, _SIZE),
+        "cuModuleLoadData": (_POINTER, ctypes.c_char_p),
+        "cuModuleGetFunction": (_POINTER, _POINTER, ctypes.c_char_p),
+        "cuLaunchKernel": (_POINTER, *[ctypes.c_uint] * 7, _POINTER, _POINTER, _POINTER),
     }
 
     def __init__(self) -> None:
@@ -104,8 +123,10 @@ class _Library:
         if result != 0:
             raise VaultFailed(
                 f"{name} gave {result} in gpucr's own process",
-                hint="check that the GPU has about 1 GiB of free memory for gpucr, or go the driver's way with "
-                "--gpu-state driver",
+                hint="free some memory on the GPU: gpucr needs 540 MiB there for a moment"
+                if result == OUT_OF_MEMORY
+                else "see whether other CUDA programs work (`gpucr doctor`)",
+                result=result,
             )
 
 
@@ -115,6 +136,32 @@ class Shown(Struct, frozen=True):
     address: int
     size_bytes: int
     handle: int
+
+
+class _Busy:
+    """Counts calls that use a vault, so that `close` waits for them and refuses later ones."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._count = 0
+        self._is_over = False
+
+    def __enter__(self) -> None:
+        with self._changed:
+            if self._is_over:
+                raise VaultFailed("gpucr's context on the GPU is closed", hint="try again")
+            self._count += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._changed:
+            self._count -= 1
+            self._changed.notify_all()
+
+    def end(self) -> None:
+        with self._changed:
+            self._is_over = True
+            while self._count:
+                self._changed.wait()
 
 
 class Vault:
@@ -131,6 +178,8 @@ class Vault:
         self._pinned: list[int] = []
         self._lock, self._local = threading.Lock(), threading.local()
         self._buffers: dict[int, tuple[mmap.mmap, int]] = {}
+        self._modules: dict[bytes, ctypes.c_void_p] = {}
+        self._busy = _Busy()
         if not self._cuda.is_initialized():
             own_use.note_initialized()
         self._cuda("cuInit", 0)
@@ -139,6 +188,7 @@ class Vault:
         try:
             self._cuda("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), self.ordinal)
             self._cuda("cuCtxSetCurrent", self._context)
+            self._reaches_network = self._has_direct_rdma()
             if pins_ring:
                 self._pin_ring()
         except BaseException:
@@ -156,6 +206,11 @@ class Vault:
                 return ordinal
         raise VaultFailed(f"gpucr itself cannot use the GPU {uuid}", hint="run it where it may open its device file")
 
+    def _has_direct_rdma(self) -> bool:
+        can = ctypes.c_int()
+        self._cuda("cuDeviceGetAttribute", ctypes.byref(can), _DIRECT_RDMA_OF_VMM, self.ordinal)
+        return can.value == 1
+
     def _pin_ring(self) -> None:
         with self._lock:
             while len(self._pinned) < WORKERS:
@@ -169,30 +224,29 @@ class Vault:
         self._cuda("cuStreamCreate", ctypes.byref(stream), _NON_BLOCKING)
         return stream
 
-    def free_bytes(self) -> int:
-        """Free memory on the GPU. Raises VaultFailed."""
-        free, total = _SIZE(), _SIZE()
-        self._cuda("cuCtxSetCurrent", self._context)
-        self._cuda("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
-        return free.value
-
     def see(self, descriptor: int, size_bytes: int) -> Shown:
         """Map another process's memory from its descriptor. Raises VaultFailed."""
-        self._cuda("cuCtxSetCurrent", self._context)
-        handle = _LONG()
-        self._cuda("cuMemImportFromShareableHandle", ctypes.byref(handle), descriptor, _POSIX_DESCRIPTOR)
-        return self._show(handle.value, size_bytes)
+        with self._busy:
+            self._cuda("cuCtxSetCurrent", self._context)
+            handle = _LONG()
+            self._cuda("cuMemImportFromShareableHandle", ctypes.byref(handle), descriptor, _POSIX_DESCRIPTOR)
+            return self._show(handle.value, size_bytes)
 
     def make(self, size_bytes: int, *, on_host: bool = False) -> Shown:
-        """New, zeroed memory that can be given to another process. Raises VaultFailed."""
-        self._cuda("cuCtxSetCurrent", self._context)
-        handle = _LONG()
+        """New, zeroed memory that can be given to another process. Raises VaultFailed.
+
+        A network card can be given it too if the device can: the process may ask for that at any time.
+        """
         kind, place = (ON_HOST_NODE, 0) if on_host else (ON_DEVICE, self.ordinal)
         wanted = _Properties(_PINNED, _POSIX_DESCRIPTOR, kind, place)
-        self._cuda("cuMemCreate", ctypes.byref(handle), size_bytes, ctypes.byref(wanted), 0)
-        made = self._show(handle.value, size_bytes)
-        self._cuda("cuMemsetD8_v2", made.address, 0, size_bytes)
-        return made
+        wanted.direct_rdma = int(self._reaches_network and not on_host)
+        with self._busy:
+            self._cuda("cuCtxSetCurrent", self._context)
+            handle = _LONG()
+            self._cuda("cuMemCreate", ctypes.byref(handle), size_bytes, ctypes.byref(wanted), 0)
+            made = self._show(handle.value, size_bytes)
+            self._cuda("cuMemsetD8_v2", made.address, 0, size_bytes)
+            return made
 
     def _show(self, handle: int, size_bytes: int) -> Shown:
         address = _LONG()
@@ -210,17 +264,38 @@ class Vault:
     def export(self, shown: Shown) -> int:
         """A descriptor of memory from `make`. Raises VaultFailed."""
         descriptor = ctypes.c_int()
-        self._cuda("cuCtxSetCurrent", self._context)
-        self._cuda("cuMemExportToShareableHandle", ctypes.byref(descriptor), shown.handle, _POSIX_DESCRIPTOR, 0)
-        return descriptor.value
+        with self._busy:
+            self._cuda("cuCtxSetCurrent", self._context)
+            self._cuda("cuMemExportToShareableHandle", ctypes.byref(descriptor), shown.handle, _POSIX_DESCRIPTOR, 0)
+            return descriptor.value
 
     def forget(self, shown: Shown) -> None:
         """Unmap it; the memory is freed unless somebody else holds it. Idempotent."""
-        if self._shown.pop(shown.address, None) is not None:
+        if self._shown.pop(shown.address, None) is not None:  # `close` has forgotten all of it
             self._cuda("cuCtxSetCurrent", self._context)
             self._cuda("cuMemUnmap", shown.address, shown.size_bytes)
             self._cuda("cuMemRelease", shown.handle)
             self._cuda("cuMemAddressFree", shown.address, shown.size_bytes)
+
+    def kernel(self, image: bytes, name: str) -> ctypes.c_void_p:
+        """A function of this PTX. Raises VaultFailed if the driver does not take it."""
+        with self._busy, self._lock:
+            self._cuda("cuCtxSetCurrent", self._context)
+            if image not in self._modules:
+                module = _POINTER()
+                self._cuda("cuModuleLoadData", ctypes.byref(module), image)
+                self._modules[image] = module
+            function = _POINTER()
+            self._cuda("cuModuleGetFunction", ctypes.byref(function), self._modules[image], name.encode())
+            return function
+
+    def launch(self, kernel: ctypes.c_void_p, blocks: int, threads: int, arguments: Sequence[Any]) -> None:
+        """Run it in the calling thread's stream, and wait. ``arguments``: ctypes values. Raises VaultFailed."""
+        pointers = (_POINTER * len(arguments))(*(ctypes.addressof(each) for each in arguments))
+        with self._busy:
+            stream = self._own_stream()
+            self._cuda("cuLaunchKernel", kernel, blocks, 1, 1, threads, 1, 1, 0, stream, pointers, None)
+            self._cuda("cuStreamSynchronize", stream)
 
     def read(self, address: int, size_bytes: int, take: Callable[[int, int, int], object]) -> None:
         """Read device memory in pieces: ``take(host address, offset, size)``. Raises VaultFailed."""
@@ -243,15 +318,16 @@ class Vault:
         self._by_slots(size_bytes, one)
 
     def _by_slots(self, size_bytes: int, one: Callable[[int, ctypes.c_void_p, int, int], None]) -> None:
-        self._cuda("cuCtxSetCurrent", self._context)
-        if len(self._pinned) < WORKERS:
-            self._pin_ring()
         for offset in range(0, size_bytes, SLOT_BYTES):
-            slot, stream = self._slots.get()
-            try:
-                one(slot, stream, offset, min(SLOT_BYTES, size_bytes - offset))
-            finally:
-                self._slots.put((slot, stream))
+            with self._busy:
+                self._cuda("cuCtxSetCurrent", self._context)
+                if len(self._pinned) < WORKERS:
+                    self._pin_ring()
+                slot, stream = self._slots.get()
+                try:
+                    one(slot, stream, offset, min(SLOT_BYTES, size_bytes - offset))
+                finally:
+                    self._slots.put((slot, stream))
 
     def read_into(self, address: int, data: memoryview) -> None:
         """Device memory into a buffer; straight into one that is a mapping of its own. Raises VaultFailed."""
@@ -270,20 +346,26 @@ class Vault:
             )
 
     def _copy_straight(self, call: str, to: int, start: int, size_bytes: int) -> None:
-        """On the thread's own stream."""
-        stream = getattr(self._local, "stream", None)
+        with self._busy:
+            stream = self._own_stream()
+            self._cuda(call, to, start, size_bytes, stream)
+            self._cuda("cuStreamSynchronize", stream)
+
+    def _own_stream(self) -> ctypes.c_void_p:
+        """The calling thread's, whose context this is from now on."""
+        self._cuda("cuCtxSetCurrent", self._context)
+        stream: ctypes.c_void_p | None = getattr(self._local, "stream", None)
         if stream is None:
             stream = self._local.stream = self._new_stream()
-        self._cuda(call, to, start, size_bytes, stream)
-        self._cuda("cuStreamSynchronize", stream)
+        return stream
 
     def _is_pinned(self, data: memoryview) -> bool:
         """Whether the buffer is pinned, from its first use until `close`. False if the driver refuses."""
         buffer = data.obj
         if not isinstance(buffer, mmap.mmap) or data.readonly:
             return False
-        self._cuda("cuCtxSetCurrent", self._context)
-        with self._lock:
+        with self._busy, self._lock:
+            self._cuda("cuCtxSetCurrent", self._context)
             if id(buffer) not in self._buffers:
                 address = address_of(memoryview(buffer))
                 try:
@@ -294,7 +376,8 @@ class Vault:
             return self._buffers[id(buffer)][1] != 0
 
     def close(self) -> None:
-        """Free everything."""
+        """Free everything, when nothing uses it any more; later calls raise VaultFailed. Takes 0.02 to 0.06 s."""
+        self._busy.end()
         for shown in list(self._shown.values()):
             with contextlib.suppress(VaultFailed):
                 self.forget(shown)
@@ -318,7 +401,7 @@ class Vault:
 
 
 class Vaults:
-    """One vault per GPU, started at first use."""
+    """One vault per GPU, started at first use; after `close` again at the next use."""
 
     def __init__(self, *, pin_rings: bool = True) -> None:
         """``pin_rings``: at their start (see `Vault`)."""
@@ -332,6 +415,41 @@ class Vaults:
             if uuid not in self._vaults:
                 self._vaults[uuid] = Vault(uuid, pins_ring=self._pin_rings)
             return self._vaults[uuid]
+
+    def prepare(self) -> None:
+        """Let this process use CUDA, which takes time but no device memory. Raises VaultFailed, OSError."""
+        cuda = _Library()
+        if not cuda.is_initialized():
+            own_use.note_initialized()
+        cuda("cuInit", 0)
+
+    def start_if_roomy(self, uuid: str) -> None:
+        """Start this GPU's vault if the jobs that run there keep enough room for what they may allocate meanwhile."""
+        free_bytes = next((gpu.memory_free_bytes for gpu in list_gpus() if gpu.uuid == uuid), 0)
+        if free_bytes >= ROOMY_BYTES:
+            self.try_all([uuid])
+
+    def try_all(self, uuids: Iterable[str]) -> bool:
+        """Start the vaults of these GPUs. False: one has no room, which `start_all` reports if it stays so.
+
+        On a GPU that is nearly full the driver gives 2, on one without any room also 999 (measured, driver 580).
+        """
+        try:
+            self.start_all(uuids)
+        except VaultFailed as error:
+            if error.result is not None:
+                return False
+            raise
+        return True
+
+    def start_all(self, uuids: Iterable[str]) -> None:
+        """Start the vaults of these GPUs. Raises as `Vault`."""
+        for uuid in uuids:
+            self.of(uuid)
+
+    def needed_bytes(self, uuid: str) -> int:
+        """How much device memory this GPU's vault would still take."""
+        return 0 if uuid in self._vaults else VAULT_BYTES
 
     def __len__(self) -> int:
         """How many there are."""

@@ -19,7 +19,7 @@ from gpucr.jobs import registered, sandbox
 from gpucr.jobs.one_job import require_one_job
 from gpucr.jobs.sandbox import Sandbox
 from gpucr.jobs.selector import JobSelector
-from gpucr.linux import cgroups, namespaces, processes
+from gpucr.linux import cgroups, namespaces, processes, tcp_tables
 from gpucr.linux.claims import claimed
 from gpucr.linux.descriptor_limit import Reserve
 from gpucr.linux.terminal import makes_terminals
@@ -48,11 +48,16 @@ class FoundJob(Struct, frozen=True):
     def is_frozen_for(self, leave_running: bool) -> bool:
         """Whether a dump stops all of it first, and kills it when the snapshot is complete, instead of CRIU.
 
-        So with several trees. And for a job that has made terminals (ptys): if CRIU is to end it and the dump fails at
-        the last hook, CRIU leaves them non-blocking and without what was in them (seen with 4.2.1), which it puts back
-        if it is to leave the job running.
+        So with several trees. With TCP sockets, too: a killed CRIU leaves them in a mode in which the job cannot use
+        them, and it must not run before they are out of it. And for a job that has made terminals (ptys): if CRIU is to
+        end it and the dump fails at the last hook, CRIU leaves them non-blocking and without what was in them (seen
+        with 4.2.1), which it puts back if it is to leave the job running.
         """
-        return bool(self.job.other_root_pids) or (not leave_running and any(map(makes_terminals, self.job.pids)))
+        return (
+            bool(self.job.other_root_pids)
+            or tcp_tables.has_sockets(self.job.pids)
+            or (not leave_running and any(map(makes_terminals, self.job.pids)))
+        )
 
     def require_without_us(self) -> None:
         """Raise InvalidRequest if the job cannot be stopped as a whole because this gpucr is in it."""

@@ -47,6 +47,14 @@ def raised() -> Iterator[None]:
                 _found = None
 
 
+def most() -> int:
+    """How many descriptors an operation may have open."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if resource.RLIM_INFINITY in (soft, hard):
+        return _WANTED
+    return max(soft, min(hard, _WANTED))
+
+
 def of_others() -> int:
     """The soft limit that this process was started with, which users' programs get."""
     with _turn:

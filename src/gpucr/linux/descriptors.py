@@ -12,19 +12,18 @@ they look like the job's own; then two empty ones stay open, which is harmless.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import os
 import socket
 import struct
 from collections.abc import Iterator
 
-from gpucr.linux import libc, proc_text
+from gpucr.linux import proc_text
 from gpucr.linux.injection import CLOSE, RECVMSG, SOCKETPAIR, run_syscall, scratch_address
+from gpucr.linux.pidfds import copied_descriptor
 from gpucr.linux.processes import open_files
 from gpucr.linux.ptrace import TracedThread
 
-_PIDFD_GETFD = 438
 _MSG_CMSG_CLOEXEC = 0x40000000  # include/linux/socket.h
 _MESSAGE = struct.Struct("<QI4xQQQQI4x")  # struct msghdr: name, its length, iov, count, control, its length, flags
 _VECTOR = struct.Struct("<QQ")
@@ -34,8 +33,6 @@ _PAIR = struct.Struct("<ii")
 _NAME = "gpucr-descriptor-"
 """Prefix of the sockets' names in the abstract namespace (unix(7))."""
 _SHOWN = f"@{_NAME}"  # in /proc
-
-_syscall = libc.function("syscall", ctypes.c_long, ctypes.c_int, ctypes.c_int, ctypes.c_uint, result=ctypes.c_long)
 
 
 def send_descriptor(thread: TracedThread, fd: int) -> int:
@@ -91,22 +88,13 @@ def _socket_into(thread: TracedThread) -> Iterator[tuple[socket.socket, int]]:
 
 def _named_copy(thread: TracedThread, number: int) -> socket.socket:
     """A named socket of the process, also opened here."""
-    copy = socket.socket(fileno=_copy_descriptor(thread, number))
+    copy = socket.socket(fileno=copied_descriptor(int(thread.status()["Tgid"]), number))
     try:
         copy.bind(f"\0{_NAME}{os.urandom(8).hex()}")
     except BaseException:
         copy.close()
         raise
     return copy
-
-
-def _copy_descriptor(thread: TracedThread, number: int) -> int:
-    """A copy of the process's descriptor here (pidfd_getfd(2))."""
-    process = os.pidfd_open(int(thread.status()["Tgid"]))
-    try:
-        return libc.check(_syscall(_PIDFD_GETFD, process, number, 0), f"descriptor {number} of thread {thread.tid}")
-    finally:
-        os.close(process)
 
 
 def _receive(thread: TracedThread, number: int) -> int:

@@ -2,7 +2,7 @@
 
 The calling thread enters or creates a namespace. Only a process with one thread can enter another mount namespace, and
 a new pid namespace applies to children only; so gpucr never changes its own. Work in another namespace is done by a
-process that `in_pid_namespace` starts there and that enters the others itself.
+process that `in_namespace` starts there and that enters the others itself.
 """
 
 from __future__ import annotations
@@ -172,23 +172,24 @@ def make_new(*kinds: Kind) -> None:
     libc.check(_unshare(flags), f"unshare({', '.join(kinds)})")
 
 
-def in_pid_namespace(fd: int, action: Callable[[], T]) -> T:
-    """Call ``action`` in a thread whose children start in the pid namespace ``fd``, and return its result.
+def in_namespace(fd: int, kind: Literal["pid", "net"], action: Callable[[], T]) -> T:
+    """Call ``action`` in a thread in the namespace ``fd``, and return its result.
 
-    Only that temporary thread changes. ``action`` must not start threads, which the kernel would refuse. Needs
-    CAP_SYS_ADMIN. Raises OSError, or what ``action`` raises.
+    Only that temporary thread changes, and what it starts; with a pid namespace, only what it starts, and ``action``
+    must not start threads, which the kernel would refuse. Needs CAP_SYS_ADMIN. Raises OSError, or what ``action``
+    raises.
     """
     done: list[T] = []
     failed: list[BaseException] = []
 
     def work() -> None:
         try:
-            enter(fd, "pid")
+            enter(fd, kind)
             done.append(action())
         except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
             failed.append(error)
 
-    thread = threading.Thread(target=work, name="gpucr spawn")
+    thread = threading.Thread(target=work, name="gpucr visit")
     thread.start()
     try:
         thread.join()

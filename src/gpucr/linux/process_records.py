@@ -93,7 +93,7 @@ class ProcessRecords:
 
     def path(self, process: ProcessId) -> Path:
         """Where the record of a process is, or would be written to."""
-        start = os.path.join(self.folder(), f"{_here()}-{process.pid}-")  # asked for every process of the machine
+        start = os.path.join(self.folder(), f"{scope()}-{process.pid}-")  # asked for every process of the machine
         paths = [f"{start}{process.start_time_ticks + ticks}{_SUFFIX}" for ticks in (0, -1, 1)]  # `ProcessId.is_same`
         return Path(next(filter(os.path.lexists, paths), paths[0]))
 
@@ -102,7 +102,7 @@ class ProcessRecords:
         return runtime_folder() / self._kind
 
     def _all(self) -> Iterator[tuple[Path, ProcessId]]:
-        here = _here()
+        here = scope()
         for path in self.folder().iterdir():
             if path.stem.startswith(f"{here}-"):
                 pid, start_time_ticks = map(whole_number, path.stem.removeprefix(f"{here}-").partition("-")[::2])
@@ -118,7 +118,7 @@ def remove_all_ended(*, apart_from: Collection[str]) -> None:
                 ProcessRecords(kind).remove_ended()
 
 
-def _here() -> str:
+def scope() -> str:
     """The scope of pids and start times: this boot (start times restart with each) and this pid namespace."""
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot_id}-{os.stat('/proc/self/ns/pid').st_ino}"

@@ -8,29 +8,22 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import errno
 import ipaddress
-import os
 import socket
 import struct
 from collections.abc import Collection, Iterable, Iterator
 
 from msgspec import Struct
 
+from gpucr.linux import netlink
 from gpucr.linux.processes import open_files
 from gpucr.model import Connection, Endpoint
 
 _NETLINK_SOCK_DIAG = 4
 _SOCK_DIAG_BY_FAMILY, _SOCK_DESTROY = 20, 21  # include/uapi/linux/sock_diag.h
-_NLMSG_ERROR, _NLMSG_DONE = 2, 3
-_NLM_F_REQUEST, _NLM_F_ACK, _NLM_F_DUMP = 0x1, 0x4, 0x300
-
-_HEADER = struct.Struct("=IHHII")  # struct nlmsghdr: length, type, flags, sequence, port
 _REQUEST = struct.Struct("=BBBxI48s")  # struct inet_diag_req_v2: family, protocol, extensions, states, id
 _MESSAGE = struct.Struct("=BBxx48sIIIII")  # struct inet_diag_msg: family, state, id, expires, queues, uid, inode
 _ID = struct.Struct(">HH16s16s12s")  # struct inet_diag_sockid: ports, addresses, interface and cookie
-_ERROR = struct.Struct("=i")
-_RECEIVE_BYTES = 1 << 16
 
 _ALL_STATES = (1 << 32) - 1
 
@@ -58,7 +51,10 @@ _PEER_HAS_CLOSED = (TcpState.CLOSE_WAIT, TcpState.LAST_ACK, TcpState.CLOSING)
 
 
 class TcpSocket(Struct, frozen=True):
-    """One TCP socket. ``inode`` is 0 if no process has it open; ``key`` is the kernel's identifier."""
+    """One TCP socket. ``inode`` is 0 if no process has it open; ``key`` is the kernel's identifier.
+
+    ``waiting``: bytes that were received and not read; of a listening socket, connections that were not accepted.
+    """
 
     family: int
     state: int
@@ -66,6 +62,7 @@ class TcpSocket(Struct, frozen=True):
     remote: Endpoint
     inode: int
     key: bytes = b""
+    waiting: int = 0
 
     @property
     def is_listening(self) -> bool:
@@ -103,9 +100,9 @@ def destroy(left_over: Iterable[TcpSocket]) -> None:
     with _open() as diag:
         for each in left_over:
             request = _REQUEST.pack(each.family, socket.IPPROTO_TCP, 0, _ALL_STATES, each.key)
-            _send(diag, _SOCK_DESTROY, _NLM_F_ACK, request)
+            diag.send(netlink.message(_SOCK_DESTROY, netlink.ACK, request))
             with contextlib.suppress(FileNotFoundError):
-                for _ in _answers(diag):
+                for _ in netlink.answers(diag):
                     pass
 
 
@@ -174,44 +171,26 @@ def endpoint(raw_address: bytes, port: int) -> Endpoint:
 
 
 def _open() -> socket.socket:
-    return socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, _NETLINK_SOCK_DIAG)
-
-
-def _send(diag: socket.socket, kind: int, flags: int, body: bytes) -> None:
-    diag.send(_HEADER.pack(_HEADER.size + len(body), kind, _NLM_F_REQUEST | flags, 1, 0) + body)
+    return netlink.opened(_NETLINK_SOCK_DIAG)
 
 
 def _dump(diag: socket.socket, family: int) -> Iterator[TcpSocket]:
     request = _REQUEST.pack(family, socket.IPPROTO_TCP, 0, _ALL_STATES, bytes(_ID.size))
-    _send(diag, _SOCK_DIAG_BY_FAMILY, _NLM_F_DUMP, request)
-    for body in _answers(diag):
+    diag.send(netlink.message(_SOCK_DIAG_BY_FAMILY, netlink.DUMP, request))
+    for body in netlink.answers(diag):
         yield _parse(body)
 
 
-def _answers(diag: socket.socket) -> Iterator[bytes]:
-    """The bodies of the messages that answer one request. Raises OSError for an error message."""
-    while True:
-        packet = diag.recv(_RECEIVE_BYTES)
-        while packet:
-            length, kind, _, _, _ = _HEADER.unpack_from(packet)
-            if not _HEADER.size <= length <= len(packet):
-                raise OSError(errno.EBADMSG, "a netlink message is cut off")
-            body = packet[_HEADER.size : length]
-            packet = packet[(length + 3) & ~3 :]
-            if kind == _NLMSG_DONE:
-                return
-            if kind == _NLMSG_ERROR:
-                (error,) = _ERROR.unpack_from(body)
-                if error:
-                    raise OSError(-error, f"sock_diag: {os.strerror(-error)}")
-                return
-            yield body
-
-
 def _parse(body: bytes) -> TcpSocket:
-    family, state, key, _expires, _receive_queue, _send_queue, _uid, inode = _MESSAGE.unpack_from(body)
+    family, state, key, _expires, waiting, _send_queue, _uid, inode = _MESSAGE.unpack_from(body)
     local_port, remote_port, local, remote, _rest = _ID.unpack(key)
     length = 4 if family == socket.AF_INET else 16
     return TcpSocket(
-        family, state, endpoint(local[:length], local_port), endpoint(remote[:length], remote_port), inode, key
+        family,
+        state,
+        endpoint(local[:length], local_port),
+        endpoint(remote[:length], remote_port),
+        inode,
+        key,
+        waiting,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, get_args
@@ -17,6 +18,8 @@ from gpucr.jobs import registered, selection
 from gpucr.jobs.selector import JobSelector
 from gpucr.jobs.taken import taken_job
 from gpucr.model import GangLock
+from gpucr.network.lock import IN_FLIGHT, JobNetwork
+from gpucr.network.steps import IN_FLIGHT_LIMIT_S, Block, CloseConnections, Quiet, Unblock
 from gpucr.operations.dump_steps import CommitSnapshot, CriuDump, OwnDump, PrepareTarget, SaveDevice, SaveFirst
 from gpucr.operations.engines import criu_for_dump
 from gpucr.operations.freeze_steps import findings_of_spool, steps_to_freeze
@@ -44,6 +47,27 @@ KEEPER_LIMIT_S = 10.0
 
 ATTEMPTS = 3
 """How often a dump starts over because a process began to use CUDA between the checkpoint and CRIU's freeze."""
+
+
+_LEAST_S = 2.0
+"""How much time must be left for another attempt: otherwise what kept this one from succeeding is the better error."""
+
+
+class _Attempts:
+    """Whether a failed dump is tried again. The job runs as it was found between two attempts."""
+
+    def __init__(self, deadline: float | None) -> None:
+        self._count = 0
+        self._end = deadline or time.monotonic() + IN_FLIGHT_LIMIT_S
+
+    def require_another(self, error: GpucrError) -> None:
+        """Raise the error if there is no use in another attempt, or no time for one."""
+        self._count += 1
+        if isinstance(error, CudaStarted):
+            if self._count >= ATTEMPTS:
+                raise error
+        elif error.code != IN_FLIGHT or time.monotonic() + _LEAST_S > self._end:
+            raise error
 
 
 @dataclass(frozen=True)
@@ -83,6 +107,7 @@ def dump(
     *,
     leave_running: bool = False,
     persist: Persist = "background",
+    tcp: preflight.TcpMode = "close",
     only: bool = False,
     gpu_state: GpuState = "auto",
     compress: Compress = "auto",
@@ -108,6 +133,10 @@ def dump(
     criu --grant`). ``force`` also accepts processes that are not one job, and overrules preflight. ``gpu_state``
     insists on a way for device memory.
 
+    ``tcp``: connections to programs outside the job are closed when it has ended, as if it had been killed; with
+    ``"keep"`` their packets are dropped instead until a restore on this machine takes them up, or until the snapshot is
+    removed. A connection that is just being made delays the dump: until ``timeout_s``, else up to 30 s.
+
     ``to`` is a folder that does not exist or is empty, or a store (``STORE#NAME``; the name is optional). Data that a
     store already has is not stored again: it is read and compared, and rewritten if damaged; with ``trust_store`` it is
     assumed intact, unread. The rest is compressed as ``compress`` says. ``key`` opens an encrypted store; with
@@ -122,7 +151,8 @@ def dump(
         require_possible(gpu_state)
         deadline = selection.deadline_after(timeout_s)
         place = find_target(to, compress=compress, encrypt=encrypt, trust_store=trust_store, key=key)
-        for attempt in range(1, ATTEMPTS + 1):
+        attempts = _Attempts(deadline)
+        while True:
             running.interrupts.raise_at_once()
             with taken_job(running, pid, TO_MOVE, force=force) as taken:
                 prepared = prepare(
@@ -131,6 +161,7 @@ def dump(
                     taken.protection,
                     leave_running=leave_running,
                     persist=persist,
+                    tcp=tcp,
                     only=only,
                     gpu_state=gpu_state,
                     deadline=deadline,
@@ -138,10 +169,8 @@ def dump(
                 preflight.require_no_blocking(prepared.findings, force=force)
                 try:
                     return run_prepared(prepared, running, taken.roll)
-                except CudaStarted:
-                    if attempt == ATTEMPTS:
-                        raise
-    raise AssertionError("the last attempt either returned or raised")
+                except GpucrError as error:
+                    attempts.require_another(error)
 
 
 def plan_dump(
@@ -150,6 +179,7 @@ def plan_dump(
     *,
     leave_running: bool = False,
     persist: Persist = "background",
+    tcp: preflight.TcpMode = "close",
     only: bool = False,
     gpu_state: GpuState = "auto",
     compress: Compress = "auto",
@@ -167,6 +197,7 @@ def plan_dump(
         Protection(),
         leave_running=leave_running,
         persist=persist,
+        tcp=tcp,
         only=only,
         gpu_state=gpu_state,
         deadline=None,
@@ -175,6 +206,14 @@ def plan_dump(
     if prepared.context.cuda is not None:
         prepared.context.cuda.close()
     return DumpPlan(prepared.context.job.root.pid, steps, prepared.findings)
+
+
+@dataclass(frozen=True)
+class FrozenParts:
+    """What `gpucr.freeze` holds of a job. ``cuda``: its device memory; None if it does not use CUDA."""
+
+    cuda: CudaWork | None
+    network: JobNetwork
 
 
 @dataclass(frozen=True)
@@ -194,16 +233,14 @@ def prepare(
     *,
     leave_running: bool,
     persist: Persist,
+    tcp: preflight.TcpMode = "close",
     only: bool = False,
     gpu_state: GpuState = "auto",
     deadline: float | None,
-    is_frozen: bool = False,
-    frozen: CudaWork | None = None,
+    frozen: FrozenParts | None = None,
 ) -> Prepared:
-    """Inspect the job, and prepare what a dump needs. Changes nothing. ``is_frozen``: the job is, and stays so.
-
-    ``frozen``: holds its device memory; None if it does not use CUDA.
-    """
+    """Inspect the job, and prepare what a dump needs. Changes nothing. ``frozen``: the job is, and stays so."""
+    is_frozen = frozen is not None
     job = found.job
     found.require_without_us()
     found.require_one_namespace()
@@ -214,19 +251,29 @@ def prepare(
         )
     if persist not in get_args(Persist):
         raise InvalidRequest(f"persist is {persist!r}", hint="give one of " + ", ".join(get_args(Persist)))
+    if tcp not in get_args(preflight.TcpMode):
+        raise InvalidRequest(f"tcp is {tcp!r}", hint="give one of " + ", ".join(get_args(preflight.TcpMode)))
+    if tcp == "keep" and leave_running:
+        raise InvalidRequest(
+            "a job that is left running keeps its connections, and no restore can take them up",
+            hint="omit --tcp keep, or --leave-running",
+        )
     preflight.require_privileges(job.root.pid)
     stands_still = is_frozen or found.is_frozen_for(leave_running)
     is_stopped = stands_still or bool(job.gang)
     uses = gpu_processes() if job.gang and not is_frozen else ()
-    held: Mapping[int, Mapping[str, int]] = frozen.device_bytes if frozen is not None else {}
+    frozen_cuda = frozen.cuda if frozen is not None else None
+    held: Mapping[int, Mapping[str, int]] = frozen_cuda.device_bytes if frozen_cuda is not None else {}
     kept_bytes = 0
-    if frozen is None and job.gang:  # what is frozen does not answer
-        held, kept_bytes = preflight.device_bytes_in_use(job, uses), preflight.kept_bytes(job)
+    if not is_frozen and job.gang:  # what is frozen does not answer
+        from gpucr.gpu_state.held import device_bytes_in_use  # jobs without CUDA start without it
+
+        held, kept_bytes = device_bytes_in_use(job, uses), preflight.kept_bytes(job)
     held_bytes = sum(sum(by_gpu.values()) for by_gpu in held.values()) + kept_bytes
     target = place.target(job, held_bytes)
     criu = criu_for_dump(found)
     writer = DeviceWriter(target.sink)
-    cuda = frozen
+    cuda = frozen_cuda
     if job.gang and not is_frozen:
         from gpucr.gpu_state.cuda_work import cuda_work  # jobs without CUDA start without it
 
@@ -260,7 +307,7 @@ def prepare(
         *(preflight.check_namespace_init(job) if found.sandbox is None else ()),
         *(preflight.check_between_trees(job, found.one_tree_instead()) if job.other_root_pids else ()),
         *preflight.check_open_files(job, is_sandboxed=found.sandbox is not None),
-        *preflight.check_outside_connections(job),
+        *preflight.check_outside_connections(job, tcp, left_running=leave_running),
         *(preflight.check_databases(job) if leave_running else ()),
         *(each for tree in job.trees for each in preflight.check_terminal(tree) if leave_running and is_stopped),
         *target.findings(job, held_bytes),
@@ -279,9 +326,9 @@ def prepare(
         options=choose_dump_options(
             job.pids,
             leave_running=leave_running or stands_still,
-            install=criu.install,
             other_root_pids=job.other_root_pids,
         ),
+        network=frozen.network if frozen is not None else JobNetwork(job, protection, keeps=tcp == "keep"),
         launch=registered.launch_record(note.of_root) if note.of_root is not None else None,
         sandbox=found.sandbox,
         note=note,
@@ -292,15 +339,15 @@ def prepare(
 
 
 def _steps(context: OwnDump, persist: Persist, *, is_frozen: bool) -> tuple[list[Step], CommitSnapshot | CriuDump]:
-    cuda, prepare, criu = context.cuda, PrepareTarget(context), CriuDump(context)
+    cuda, prepare, criu, network = context.cuda, PrepareTarget(context), CriuDump(context), context.network
     save = CommitSnapshot(context, criu)
     if is_frozen:
-        return [prepare, SaveDevice(context), criu, save], save
+        return [prepare, SaveDevice(context), Block(network), criu, Unblock(network, refuses_new=True), save], save
     begin: list[Step] = [prepare, *([cuda.allocate(leave_running=context.leave_running)] if cuda is not None else [])]
     thaw: list[Step] = []
     if context.is_frozen:
         freeze, thaw = steps_to_freeze(context.job, cuda, context.protection)
-        begin += freeze
+        begin += [Quiet(network, context.deadline), *freeze, Block(network)]
     elif cuda is not None:
         freeze, thaw = cuda.steps_to_freeze()
         begin += freeze
@@ -309,8 +356,11 @@ def _steps(context: OwnDump, persist: Persist, *, is_frozen: bool) -> tuple[list
         if context.is_frozen:
             from gpucr.jobs.end_frozen import EndFrozenJob
 
-            return [*begin, save, EndFrozenJob(context.job, context.protection)], save
+            close = CloseConnections(network, lambda: save.snapshot.where if save.snapshot is not None else "")
+            return [*begin, save, close, EndFrozenJob(context.job, context.protection)], save
         return begin, criu
+    if context.is_frozen:
+        begin.append(Unblock(network))
     if persist == "sync":
         return [*begin, save, *thaw], save
     return [*begin, *([SaveFirst(context)] if cuda is not None and cuda.may_wait else []), *thaw, save], save
@@ -352,6 +402,8 @@ def run_prepared(prepared: Prepared, running: Operation, roll: Roll | None) -> D
 def _close(context: OwnDump, *, has_staging: bool) -> None:
     """A failure here hides neither a success nor a job that could not be brought back."""
     context.writer.cancel()
+    if has_staging:
+        context.network.close()
     if context.cuda is not None and has_staging:
         context.cuda.close()
     with contextlib.suppress(GpucrError, OSError):

@@ -23,8 +23,9 @@ from gpucr.jobs import selection
 from gpucr.jobs.recorded import process_record, sandbox_record
 from gpucr.jobs.registered import DumpNote
 from gpucr.jobs.sandbox import Sandbox
-from gpucr.linux import oom, processes
+from gpucr.linux import oom, processes, tcp_tables
 from gpucr.model import GangMember, Job, ProcessId, ProcessInfo
+from gpucr.network.lock import IN_FLIGHT, JobNetwork
 from gpucr.quantities import counted, format_bytes
 from gpucr.snapshot import shared_files
 from gpucr.snapshot.destination import DumpTarget
@@ -81,6 +82,7 @@ class OwnDump(JobDump, frozen=True, kw_only=True):
 
     criu: Criu
     options: DumpOptions
+    network: JobNetwork
     launch: LaunchRecord | None = None
     sandbox: Sandbox | None = None
 
@@ -219,6 +221,7 @@ class CriuDump:
 
     def _on_start(self, criu: ProcessId) -> None:
         expect_criu(self._context, criu)
+        self._context.network.attend(criu)
         if not oom.spare(criu.pid) and self._meter is not None:
             self._meter.note(
                 "without CAP_SYS_RESOURCE the kernel cannot be asked to spare CRIU and the guard when memory runs out; "
@@ -238,6 +241,13 @@ class CriuDump:
         self._files.append(look_at_files(tree, images, context.target.folder, is_sandboxed=is_sandboxed))
         if len(self._files) < len(context.job.root_pids):
             return
+        if not context.is_frozen and tcp_tables.has_connections([process.pid for process in self._seen]):
+            raise JobChanged(
+                "a connection was made while the job was being dumped",
+                pids=[root_pid],
+                hint="dump again",
+                code=IN_FLIGHT,
+            )
         self._outside = look_outside(self._files, context.target.folder, is_sandboxed=is_sandboxed)
         self.draft = _draft(context, self._seen, self._outside)
         if (
@@ -422,6 +432,7 @@ def _draft(context: OwnDump, tree: Sequence[ProcessInfo], outside: Outside) -> M
         shared_files=outside.shared_files,
         endpoints=outside.endpoints,
         connections=outside.connections,
+        kept=context.network.kept_name if outside.connections else None,
     )
 
 

@@ -19,9 +19,10 @@ from gpucr.criu.recovery import EndDump
 from gpucr.diagnosis import preflight
 from gpucr.diagnosis.traps import findings_of_traps
 from gpucr.driver.gpus import gpu_processes
-from gpucr.errors import InvalidRequest, JobDamaged, ProcessNotFound
+from gpucr.errors import GpucrError, InvalidRequest, JobDamaged, ProcessNotFound
 from gpucr.gang.threads import STOP_TIMEOUT_S
 from gpucr.gpu_state.cuda_work import CudaWork, cuda_work
+from gpucr.gpu_state.held import device_bytes_in_use
 from gpucr.gpu_state.source import SavedLater
 from gpucr.gpu_state.ways import GpuState, may_be_interposed, require_possible
 from gpucr.jobs import registered, selection
@@ -30,7 +31,9 @@ from gpucr.jobs.selector import JobSelector
 from gpucr.jobs.taken import TakenJob, taken_job
 from gpucr.linux import processes
 from gpucr.model import GangLock
-from gpucr.operations.dump import KEEPER_LIMIT_S, DumpReport, prepare, run_prepared
+from gpucr.network.lock import JobNetwork
+from gpucr.network.steps import Quiet, Unblock
+from gpucr.operations.dump import KEEPER_LIMIT_S, DumpReport, FrozenParts, prepare, run_prepared
 from gpucr.operations.freeze_steps import findings_of_spool, steps_to_freeze
 from gpucr.snapshot.job_snapshot import JobSnapshot
 from gpucr.snapshot.location import Compress, Place, TargetPlace, find_target
@@ -78,7 +81,7 @@ def freeze(
         found, protection = taken.found, taken.protection
         found.require_without_us()
         uses = gpu_processes() if found.job.gang else ()
-        held = preflight.device_bytes_in_use(found.job, uses)
+        held = device_bytes_in_use(found.job, uses)
         cuda: CudaWork | None = None
         if found.job.gang:
             cuda = cuda_work(
@@ -99,7 +102,11 @@ def freeze(
         )
         preflight.require_no_blocking(findings, force=force)
         kept = preflight.check_suspended(found.job)  # now: a frozen job does not answer
+        network = JobNetwork(found.job, protection)
+        opened.callback(network.close)
         steps, thaw = steps_to_freeze(found.job, cuda, protection)
+        steps.insert(0, Quiet(network, deadline))
+        thaw.insert(0, Unblock(network))
         if cuda is not None:
             steps.insert(0, cuda.allocate(leave_running=True))
         phases = running.run(steps, roll=taken.roll, deadline=deadline, protection=protection)
@@ -107,18 +114,16 @@ def freeze(
         if cuda is not None:
             cuda.gang.deadline = None  # from here on a signal leads back to a running job
             warnings += tuple(cuda.hooks.warnings)
-        return FrozenJob(_Hold(taken, cuda, protection, steps, thaw, kept, opened.pop_all()), phases, warnings)
+        parts = FrozenParts(cuda, network)
+        return FrozenJob(_Hold(taken, parts, protection, steps, thaw, kept, opened.pop_all()), phases, warnings)
 
 
 @dataclass(frozen=True)
 class _Hold:
-    """What holds a frozen job. ``opened`` is closed at the end. ``cuda`` is None for a job without CUDA.
-
-    ``kept``: what CRIU cannot dump.
-    """
+    """What holds a frozen job. ``opened`` is closed at the end. ``kept``: what CRIU cannot dump."""
 
     taken: TakenJob
-    cuda: CudaWork | None
+    parts: FrozenParts
     protection: Protection
     frozen_by: list[Step]
     thaw: list[Step]
@@ -156,8 +161,8 @@ class FrozenJob:
         self.phases = phases
         self.warnings = warnings
         self.pid: int = hold.taken.found.job.root.pid
-        self.size_bytes: int = hold.cuda.staging.total_bytes if hold.cuda is not None else 0
-        self.lock: GangLock | None = hold.cuda.gang.first_lock if hold.cuda is not None else None
+        self.size_bytes: int = hold.parts.cuda.staging.total_bytes if hold.parts.cuda is not None else 0
+        self.lock: GangLock | None = hold.parts.cuda.gang.first_lock if hold.parts.cuda is not None else None
 
     @property
     def is_frozen(self) -> bool:
@@ -213,14 +218,13 @@ class FrozenJob:
                     leave_running=True,
                     persist="sync",
                     deadline=selection.deadline_after(timeout_s),
-                    is_frozen=True,
-                    frozen=hold.cuda,
+                    frozen=hold.parts,
                 )
                 preflight.require_no_blocking([*hold.kept, *prepared.findings], force=force)
                 report = run_prepared(prepared, running, None)
             except BaseException:
-                if hold.cuda is not None:
-                    hold.cuda.threads.put_back()
+                if hold.parts.cuda is not None:
+                    hold.parts.cuda.threads.put_back()
                 raise
             finally:
                 # A thread that CRIU released may still be returning to the stop.
@@ -266,6 +270,8 @@ class FrozenJob:
             self._lose()
             if self._saved is not None:
                 registered.DumpNote(found.job).write(self._saved, left_running=False)
+            with contextlib.suppress(GpucrError):  # then the other ends notice later
+                hold.parts.network.settle("")
             running.run([EndFrozenJob(found.job, hold.protection)], protection=hold.protection)
             self._state = "ended"
             if found.sandbox is not None and found.sandbox.root == found.job.root.id:

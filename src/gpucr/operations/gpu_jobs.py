@@ -13,6 +13,7 @@ from gpucr.diagnosis import preflight
 from gpucr.diagnosis.traps import findings_of_traps
 from gpucr.driver.gpus import gpu_processes
 from gpucr.errors import GpucrError, InvalidRequest, NotPermitted
+from gpucr.gpu_state.held import device_bytes_here, device_bytes_in_use
 from gpucr.jobs import registered, selection
 from gpucr.jobs.record import JobRecord
 from gpucr.linux import processes
@@ -21,13 +22,11 @@ from gpucr.operations.listing import ProcessState, list_cuda_processes
 
 
 def device_bytes_of_jobs(roots: Sequence[int]) -> dict[int, int]:
-    """The device memory of these pids' trees, according to NVML; no entry for trees that have none or are gone.
+    """The device memory of these pids' trees; no entry for trees that have none or are gone.
 
     Raises DriverUnavailable if NVML is there and broken.
     """
-    held: dict[int, int] = {}
-    for use in gpu_processes():
-        held[use.pid] = held.get(use.pid, 0) + (use.used_bytes or 0)
+    held = {pid: sum(by_gpu.values()) for pid, by_gpu in device_bytes_here(gpu_processes()).items()}
     found: dict[int, int] = {}
     for root in roots if held else ():
         with contextlib.suppress(GpucrError):
@@ -133,7 +132,7 @@ def findings_of(pid: int) -> tuple[preflight.Finding, ...]:
         found = selection.find_job(pid)
         uses = gpu_processes() if found.job.gang else ()
         needs = preflight.needs_of_suspend(
-            preflight.device_bytes_in_use(found.job, uses), in_files=processes.can_checkpoint_processes()
+            device_bytes_in_use(found.job, uses), in_files=processes.can_checkpoint_processes()
         )
         return (
             *selection.findings_before_freeze(found.job, needs),

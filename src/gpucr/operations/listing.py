@@ -14,6 +14,7 @@ from gpucr.driver.cuda import load_driver
 from gpucr.driver.gpus import gpu_processes
 from gpucr.errors import GpucrError, NotACudaProcess
 from gpucr.gang import Halt, state_of
+from gpucr.gpu_state.held import device_bytes_here
 from gpucr.gpu_state.ways import GpuState, first_choice
 from gpucr.jobs import selection
 from gpucr.jobs.selector import JobSelector
@@ -55,7 +56,7 @@ def list_cuda_processes() -> tuple[ProcessState, ...]:
     Raises DriverUnavailable if there is no driver with the checkpoint functions.
     """
     driver = load_driver()
-    held = _device_bytes()
+    held = device_bytes_here(gpu_processes())
     found: list[ProcessState] = []
     for pid in sorted(processes.all_pids()):
         if pid == os.getpid():  # NVML may have given it a CUDA state just now (driver 580)
@@ -99,7 +100,7 @@ def job_states(pid: int | str | JobSelector, *, only: bool = False) -> tuple[Pro
         )
     driver = load_driver()
     states = {member.pid: member.found for member in job.gang}
-    held = _device_bytes()
+    held = device_bytes_here(gpu_processes())
     return tuple(_describe(process, states.get(process.pid), held, driver) for process in job.processes)
 
 
@@ -121,12 +122,3 @@ def _describe(
         halt,
         first_choice(process.pid, driver) if state is CudaState.RUNNING else None,
     )
-
-
-def _device_bytes() -> dict[int, dict[str, int]]:
-    held: dict[int, dict[str, int]] = {}
-    for use in gpu_processes():
-        if use.used_bytes is not None:
-            by_gpu = held.setdefault(use.pid, {})
-            by_gpu[use.gpu_uuid] = by_gpu.get(use.gpu_uuid, 0) + use.used_bytes
-    return held

@@ -11,6 +11,7 @@ from gpucr.driver.gpus import gpu_processes
 from gpucr.errors import InvalidRequest
 from gpucr.gpu_state.cuda_work import cuda_work
 from gpucr.gpu_state.gpu_choice import GpuRequest
+from gpucr.gpu_state.held import device_bytes_in_use
 from gpucr.gpu_state.move import MoveGang, goes_from_gpu_to_gpu
 from gpucr.gpu_state.placement import place_moved
 from gpucr.gpu_state.steps import UnlockGang
@@ -62,7 +63,7 @@ def move(
                 f"process {', '.join(away)} is suspended", hint=f"`gpucr resume {pid} --gpu` brings it back elsewhere"
             )
         uses = gpu_processes()
-        held = preflight.device_bytes_in_use(found.job, uses)
+        held = device_bytes_in_use(found.job, uses)
         placement = place_moved(found.job.gang, held, request)
         choice = placement.choice
         use_files = processes.can_checkpoint_processes()

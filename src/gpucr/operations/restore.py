@@ -29,6 +29,8 @@ from gpucr.jobs import registered, selection
 from gpucr.jobs.sandbox_steps import KeepJob, SandboxPlan, StartKeeper, StartSandbox, check_clone, plan_sandbox
 from gpucr.linux.claims import claimed_pids
 from gpucr.model import GpuMap
+from gpucr.network import kept, left_behind
+from gpucr.network.steps import LetKeptGo
 from gpucr.operations.engines import install_for_restore
 from gpucr.operations.restore_steps import CriuRestore, WaitForOthers
 from gpucr.snapshot.folder import Snapshot
@@ -81,7 +83,7 @@ def restore(
     gpu_map: GpuMap | str | None = None,
     gpu: str | None = None,
     files: preflight.FilesMode = "keep",
-    tcp: preflight.TcpMode = "close",
+    tcp: preflight.TcpMode | None = None,
     isolate: bool = False,
     clone: bool = False,
     name: str | None = None,
@@ -105,8 +107,8 @@ def restore(
 
     ``files``: what to do with files that the job was writing and whose size has changed. ``"keep"`` leaves them, and
     the job continues writing at their end; ``"rewind"`` cuts grown files back to their size at the dump, and keeps what
-    is cut off beside them. ``tcp``: connections to programs outside the job are closed, or with ``"keep"`` restored.
-    Those inside the job are always kept.
+    is cut off beside them. ``tcp``: connections to programs outside the job are closed (the other ends get a reset), or
+    with ``"keep"`` taken up again; by default whichever the dump has prepared. Those inside the job are always kept.
 
     A sandboxed job gets a new sandbox, where its pids, its ports and its names in /dev/shm are free; ``isolate`` puts
     any other job into one. ``clone`` allows a copy while the job or another copy runs: with its own name and log, but
@@ -127,6 +129,7 @@ def restore(
         operation("restore", subject, on_progress=on_progress, cancel=cancel) as running,
         contextlib.ExitStack() as on_failure,
     ):
+        left_behind.end_all()
         deadline = selection.deadline_after(timeout_s)
         if isinstance(snapshot, str | os.PathLike):
             snapshot = open_snapshot(snapshot, key)
@@ -149,7 +152,7 @@ def restore(
 
             kinds.require_kinds(snapshot.manifest.kinds, snapshot.where)
         preflight.require_privileges(snapshot.manifest.root_pid)
-        _require_modes(files, tcp)
+        _require_modes(files, tcp or "close")
         options = _options(snapshot)
         here = list_gpus() if snapshot.manifest.has_gpu_state else ()
         uses = gpu_processes() if request.auto and here else ()
@@ -162,6 +165,9 @@ def restore(
                 opened.enter_context(claimed_pids(process.pid for process in snapshot.manifest.processes))
             install = install_for_restore(source)
             findings = findings_of_machine(source, placement.choice, here, install, in_sandbox=plan is not None)
+            in_our_network = plan is None or plan.network == "host"
+            record = kept.find(snapshot.manifest.kept) if in_our_network and not clone else None
+            tcp = tcp or ("keep" if record is not None else "close")
             findings += _findings_outside(snapshot, files, tcp, plan)
             findings += check_clone(snapshot.manifest) if clone else []
             preflight.require_no_blocking(findings, force=force)
@@ -191,9 +197,12 @@ def restore(
                 files,
                 tcp,
                 protection,
-                in_our_network=plan is None or plan.network == "host",
+                in_our_network=in_our_network,
                 deadline=deadline,
             )
+            ready: list[Step] = [WaitForOthers(before_it_runs)] if before_it_runs is not None else []
+            if record is not None:
+                ready.append(LetKeptGo(record, is_taken_up=tcp == "keep"))
             gang = _gang(driver, deadline) if driver is not None else None
             criu = CriuRestore(
                 snapshot.manifest,
@@ -218,7 +227,7 @@ def restore(
                     running,
                     protection,
                     deadline,
-                    before_it_runs,
+                    ready,
                 )
             except (DriverError, CriuError, JobChanged, JobDamaged) as error:
                 _recall_overruled(error, snapshot.manifest, findings)
@@ -240,7 +249,7 @@ def _run(
     running: Operation,
     protection: Protection,
     deadline: float | None,
-    before_it_runs: Callable[[], None] | None,
+    ready: Sequence[Step],
 ) -> RestoreReport:
     snapshot = source.snapshot
     gpu: GpuRestore | None = None
@@ -255,7 +264,7 @@ def _run(
         steps.append(MakeFolders(snapshot.manifest.folders, protection))
     steps += [start, *around, criu]
     if gpu is not None:
-        steps += gpu.steps_after_criu([WaitForOthers(before_it_runs)] if before_it_runs is not None else [])
+        steps += gpu.steps_after_criu(ready)
     steps.append(keep)
     try:
         phases = running.run(steps, deadline=deadline, protection=protection)
@@ -310,7 +319,7 @@ def _findings_outside(
         *preflight.check_changed_databases(opened, manifest.created, rewind=files == "rewind"),
         *(preflight.check_shared_files(names_in_use(ROOT, manifest.shared_files)) if plan is None else ()),
         *(preflight.check_ports(endpoints_to_bind(manifest, tcp)) if in_our_network else ()),
-        *preflight.check_kept_connections(manifest.connections, tcp, left_running=manifest.left_running),
+        *preflight.check_kept_connections(manifest.connections, tcp, manifest.kept, in_our_network=in_our_network),
     ]
 
 

@@ -107,6 +107,11 @@ class RestoreDevice:
         meter.expect(total_bytes)
         returns = self._loading.value.returns if self._loading is not None else {}
         lowest = {part: each for part, each in returns.items() if not part.level}
+        if self._loading is not None:
+            reader = self._loading.value.reader
+            self._loading.value.all.make_way(
+                self._driver_needs(), lambda part: self._wait_for(part, reader, interrupts, meter)
+            )
         try:
             self._begin(lowest, interrupts, meter)
             self._restore.run(interrupts, meter)
@@ -125,6 +130,20 @@ class RestoreDevice:
 
     def undo(self) -> None:
         """Nothing: CriuRestore ends the processes."""
+
+    def _driver_needs(self) -> dict[str, int]:
+        """What the driver restores itself, in bytes by the UUID of the GPU that it goes to."""
+        manifest, total = self._snapshot.manifest, dict[str, int]()
+        by_us: dict[tuple[int, str], int] = {}
+        for part, data in manifest.device_parts.items():
+            for extent in data.extents if part.level else ():
+                if extent.gpu is not None:
+                    by_us[part.pid, extent.gpu] = by_us.get((part.pid, extent.gpu), 0) + extent.size_bytes
+        for process in manifest.processes:
+            for uuid, held in process.device_bytes.items() if process.pid not in manifest.suspended_pids else ():
+                new = self._placement.new_uuid(uuid)
+                total[new] = total.get(new, 0) + max(0, held - by_us.get((process.pid, uuid), 0))
+        return total
 
     def _begin(self, returns: Mapping[DevicePart, Return], interrupts: Interrupts, meter: Meter) -> None:
         tree, loading = self._tree.value, self._loading

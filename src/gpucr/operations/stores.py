@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Generic, TypeVar
 
 from msgspec import Struct, structs
 
 from gpucr.errors import InvalidRequest, StoreError
+from gpucr.network import kept
+from gpucr.records import RecordError
 from gpucr.snapshot.location import Place, open_store, place_of_store, place_of_whole_store
+from gpucr.snapshot.manifest import decode
 from gpucr.store import copy, prune, sets, sharing, snapshots, verify
 from gpucr.store.checks import Checks
 from gpucr.store.keys import Secret
@@ -144,7 +147,15 @@ def remove_parts(
             sets.remove(opened, found[0].part.set_id)  # first, since half of a set must not be restored
         for each in found:
             snapshots.remove(opened, each.id)
+        _give_up_connections(found)
         return found
+
+
+def _give_up_connections(removed: Iterable[StoredSnapshot]) -> None:
+    """Nothing can take up connections that were kept for these snapshots on this machine."""
+    for each in removed:
+        with contextlib.suppress(RecordError, OSError):  # damaged; or the doctor lists what is still kept
+            kept.give_up_those_of([decode(each.manifest).kept])
 
 
 def prune_store(
@@ -162,7 +173,10 @@ def prune_store(
     place_of_whole_store(store)
 
     def work(interrupts: Interrupts, _: Meter) -> PruneReport:
-        return prune.prune(open_store(store, key), rules or PruneRules(), dry_run=dry_run, check=interrupts.check)
+        report = prune.prune(open_store(store, key), rules or PruneRules(), dry_run=dry_run, check=interrupts.check)
+        if not dry_run:
+            _give_up_connections(report.removed)
+        return report
 
     return _run("prune", store, f"prune {store}", work, None, cancel)
 

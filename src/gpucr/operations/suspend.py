@@ -18,6 +18,7 @@ from gpucr.gpu_state import staging, suspended
 from gpucr.gpu_state.cuda_work import cuda_work
 from gpucr.gpu_state.custom_storage.suspended import SuspendedStorage, needed_with_carrier, require_way_back
 from gpucr.gpu_state.gpu_choice import GpuRequest
+from gpucr.gpu_state.held import device_bytes_in_use
 from gpucr.gpu_state.interposed.hooks import call
 from gpucr.gpu_state.interposed.suspended import SuspendedBlocks
 from gpucr.gpu_state.placement import gpus_of, place_suspended
@@ -93,7 +94,7 @@ def suspend(
         taken = opened.enter_context(taken_job(running, pid, TO_CHANGE, only=only, force=force))
         found, protection = taken.cuda()
         uses = gpu_processes()
-        held = preflight.device_bytes_in_use(found.job, uses)
+        held = device_bytes_in_use(found.job, uses)
         use_files = uses_files(gpu_state)
         findings = selection.findings_before_freeze(found.job, preflight.needs_of_suspend(held, in_files=use_files))
         findings += findings_of_traps(found.job, found.driver, uses, may_share=may_be_interposed(gpu_state))
@@ -206,7 +207,8 @@ def _resume(
         return [gpu.uuid for gpu in placement.visible(pid) or gpus_of(ids[pid], here, used={}).visible]
 
     guarded = GangProtection(protection)
-    suspended_blocks = SuspendedBlocks(gang, uuids_of, maps, guarded, before_suspend)
+    before = {pid: record.device_bytes for pid, record in records.items() if record is not None}
+    suspended_blocks = SuspendedBlocks(gang, uuids_of, maps, before, guarded, before_suspend)
     suspended_storage = SuspendedStorage(gang, uuids_of, guarded)
     if away:
         steps.append(RestoreGang(gang, placement if choice.gpu_map is not None else None, down_to=before_suspend))

@@ -22,10 +22,10 @@ FLAGS = ("-std=c11", "-D_GNU_SOURCE", "-O2", "-Wall", "-Wextra")
 _LIBRARY_FLAGS = ("-fPIC", "-shared", "-fvisibility=hidden", "-pthread", "-Wl,-z,defs", "-Wl,-Bsymbolic")
 _BUILD_TIMEOUT_S = 120
 
-_MACHINE = ("machine.c", "abilities.c", "procfs.c", "ledger.c")
+_MACHINE = ("machine.c", "abilities.c", "procfs.c", "ledger.c", "exported.c")
 _CUDA = (
     "results.c", "thread.c", "gate.c", "memory.c", "staging.c", "context.c", "execution.c", "collective.c", "device.c",
-    "api.c", "proc_address.c",
+    "api.c", "proc_address.c", "blake3.c",
 )  # fmt: skip
 _SHARING = ("view.c", "host_memory.c", "peer.c", "ipc.c", "vmm.c", "multicast.c", "pointer.c", "event.c", "graph.c")
 _CHECKPOINT = ("faults.c", "watcher.c", "restore_thread.c", "control.c", "checkpoint_api.c", "custom.c", "custom_api.c")

@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 from collections.abc import Collection, Mapping, Sequence
-from ipaddress import ip_address
 from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal
 
@@ -24,7 +23,7 @@ from gpucr.criu.options import DumpOptions
 from gpucr.interposer.sharing import Share
 from gpucr.linux.scheduling import IO_PRIORITY_LIMIT, cpus_in
 from gpucr.model import KIND_NAME, Connection, CudaState, DevicePart, Endpoint, Extent, Gpu, JobFile, StagedExtent
-from gpucr.records import Count, Pid, Priority, Record, RecordError
+from gpucr.records import Count, Pid, Priority, Record, RecordError, Text
 
 FORMAT = "gpucr-snapshot"
 FORMAT_VERSION = 1
@@ -265,6 +264,7 @@ class Manifest(Record, frozen=True):
     are those of its local sockets: programs remove them at exit, and CRIU does not recreate them. ``launch`` is None if
     the job was not started by `gpucr run`, ``sandbox`` if it was not in one. ``open_folders`` has working folders too.
     ``endpoints``: addresses of its TCP sockets, except those of ``connections``, whose peer is outside the job.
+    ``kept`` names the record of these connections, if the machine of the dump keeps them for a restore.
     ``shares``: the blocks of device memory that its processes share, by pid and their interposers' numbers.
     """
 
@@ -288,6 +288,7 @@ class Manifest(Record, frozen=True):
     shared_files: tuple[SharedFileRecord, ...] = ()
     endpoints: tuple[Endpoint, ...] = ()
     connections: tuple[Connection, ...] = ()
+    kept: Text | None = None
     overruled: tuple[OverruledFinding, ...] = ()
     files: tuple[FileRecord, ...] = ()
     other_root_pids: tuple[Pid, ...] = ()
@@ -451,7 +452,10 @@ def _check_consistency(manifest: Manifest) -> None:
     for part, data in manifest.device_parts.items():
         _check_extents(data, f"device_data of process {part.pid}")
     for endpoint in (*manifest.endpoints, *(end for each in manifest.connections for end in (each.local, each.remote))):
-        _check_endpoint(endpoint)
+        try:
+            endpoint.require_valid()
+        except ValueError as e:
+            raise RecordError(str(e)) from e
 
 
 def _check_shares(shares: Sequence[Share], pids: Collection[int]) -> None:
@@ -474,12 +478,3 @@ def _check_extents(data: DeviceData, where: str) -> None:
             position = end
     if not stored or stored != sorted(stored):
         raise RecordError(f"{where}: there are no extents, or their offsets do not ascend")
-
-
-def _check_endpoint(endpoint: Endpoint) -> None:
-    try:
-        is_shortest = str(ip_address(endpoint.address)) == endpoint.address
-    except ValueError:
-        is_shortest = False
-    if not is_shortest or not 1 <= endpoint.port < 1 << 16:
-        raise RecordError(f"{endpoint.address!r} and {endpoint.port} are no address and port")

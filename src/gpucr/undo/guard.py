@@ -17,11 +17,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
 
 from gpucr.errors import BrokenInstall
 from gpucr.linux import own_python
+from gpucr.model import ProcessId
 from gpucr.undo import guard_process
 from gpucr.undo.guard_process import DESCRIPTORS_A_MESSAGE, MESSAGE_LIMIT_BYTES, RECORD_LIMIT_BYTES
 from gpucr.undo.recovery import Record, encode
@@ -89,6 +90,15 @@ class Guard:
                 self._held += len(part)
             return tuple(range(first, self._held))
 
+    def drop(self, numbers: Iterable[int]) -> None:
+        """Close its copies of these descriptors, which no action needs any more.
+
+        Raises BrokenInstall if it has ended.
+        """
+        with self._turn:
+            for first, count in _runs(sorted(numbers)):
+                self._ask("drop", (), str(first), str(count))
+
     def update(self, record: Record) -> None:
         """Replace the guard's record of what to do. Returns when the guard has it. Raises BrokenInstall if it ended.
 
@@ -107,6 +117,14 @@ class Guard:
                 self._send("record", [fd])
         finally:
             os.close(fd)
+
+    def attend(self, process: ProcessId) -> bool:
+        """Have the guard act before a killed process releases what it holds (`recovery.before_release`).
+
+        Returns whether it can. Raises BrokenInstall if the guard has ended.
+        """
+        with self._turn:
+            return self._ask("attend", (), str(process.pid)) == "1"
 
     def recover(self, limit_s: float = RECOVERY_LIMIT_S) -> bool:
         """Make the guard do now what the record says. Returns whether it fully succeeded.
@@ -211,6 +229,20 @@ class Guard:
             "ran out (dmesg)",
             code="GPUCR-GUARD",
         )
+
+
+def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Consecutive ones together: the first of each run, and how many."""
+    first = count = 0
+    for number in numbers:
+        if count and number == first + count:
+            count += 1
+            continue
+        if count:
+            yield first, count
+        first, count = number, 1
+    if count:
+        yield first, count
 
 
 def _start(socket_fd: int, output_fd: int) -> subprocess.Popen[bytes]:

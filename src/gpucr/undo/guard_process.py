@@ -21,8 +21,8 @@ DESCRIPTORS_A_MESSAGE = 250
 RECOVERED, NOT_RECOVERED = "recovered", "not-recovered"
 """Answers to ``recover``."""
 
-RESERVE_A_DESCRIPTOR = 4
-"""Spare descriptors reserved for the recovery per held descriptor."""
+RESERVE_A_DESCRIPTOR, RESERVE_AT_MOST = 4, 1024
+"""Spare descriptors reserved for the recovery per held descriptor. One that only passes them on needs no more."""
 
 _EXIT_LIMIT_S = 60.0
 """How long to wait for the end of the operation's process after its socket closed."""
@@ -32,8 +32,10 @@ class Post:
     """What the operation has sent so far: the record, and numbered descriptors.
 
     Messages: ``hold SEQUENCE FIRST`` with descriptors, numbered from FIRST; ``record SEQUENCE`` with the descriptor of
-    a file that holds it. Each is answered with ``SEQUENCE COUNT``, COUNT descriptors having arrived. ``recover
-    SEQUENCE``: do now what the record says, and answer ``SEQUENCE recovered`` if that fully succeeded.
+    a file that holds it. Each is answered with ``SEQUENCE COUNT``, COUNT descriptors having arrived. ``drop SEQUENCE
+    FIRST COUNT``: close these. ``recover SEQUENCE``: do now what the record says, and answer ``SEQUENCE recovered`` if
+    that fully succeeded. ``attend SEQUENCE PID``: see that this process is killed before it releases anything; answered
+    with ``SEQUENCE 1``, or 0 if it cannot be traced.
     """
 
     def __init__(self, operation_pid: int, *, loads_at_once: bool = False) -> None:
@@ -46,10 +48,14 @@ class Post:
     def take(self, message: str, fds: list[int]) -> str:
         """Handle one message. Returns the answer."""
         kind, sequence, *rest = message.split()
+        if kind == "attend":
+            return f"{sequence} {self._attend(int(rest[0]))}"
         if kind == "recover":
             return f"{sequence} {RECOVERED if self.recover(is_dead=False) else NOT_RECOVERED}"
         if kind == "hold":
             return f"{sequence} {self._hold(fds, int(rest[0]))}"
+        if kind == "drop":
+            return f"{sequence} {self._drop(int(rest[0]), int(rest[1]))}"
         for fd in fds:
             record = os.pread(fd, RECORD_LIMIT_BYTES, 0)
             os.close(fd)
@@ -64,11 +70,40 @@ class Post:
         """How many are held: fewer than were sent if the recovery would be short of descriptors."""
         self.descriptors.update(enumerate(fds, first))
         try:
-            for _ in range(RESERVE_A_DESCRIPTOR * len(fds)):
+            for _ in range(min(RESERVE_A_DESCRIPTOR * len(fds), RESERVE_AT_MOST - len(self._reserve))):
                 self._reserve.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
         except OSError:
             return 0
         return len(fds)
+
+    def _attend(self, pid: int) -> int:
+        """1 if the process is traced now."""
+        import queue  # hardly any operation needs this
+        import threading
+
+        from gpucr.linux.attended import attend
+
+        answers: queue.Queue[bool] = queue.Queue()
+        try:
+            threading.Thread(target=attend, args=(pid, answers.put, self._before_release), daemon=True).start()
+        except RuntimeError:  # no memory for one
+            return 0
+        return int(answers.get())
+
+    def _before_release(self) -> None:
+        if self.record:
+            from gpucr.undo.recovery import before_release
+
+            before_release(self.record, self.descriptors)
+
+    def _drop(self, first: int, count: int) -> int:
+        """How many were closed, with what was reserved for them."""
+        dropped = [self.descriptors.pop(number) for number in range(first, first + count) if number in self.descriptors]
+        for fd in dropped:
+            os.close(fd)
+        for _ in range(min(len(self._reserve), RESERVE_A_DESCRIPTOR * len(dropped))):
+            os.close(self._reserve.pop())
+        return len(dropped)
 
     def recover(self, *, is_dead: bool) -> bool:
         """Do what the record says: the operation is dead, or its undo failed. True: nothing is left to do."""

@@ -83,6 +83,14 @@ class Protection:
             if not self._may_be_gone:
                 raise
 
+    def attend(self, process: ProcessId) -> bool:
+        """Have named actions be told if this process, of the operation's own, is killed (`Action.before_release`).
+
+        Returns whether they will be. Raises BrokenInstall if the guard is gone.
+        """
+        self._wait_ready()
+        return self._guard.attend(process)
+
     def amend(self, action: Action, descriptors: Sequence[int] = ()) -> None:
         """Reduce a named action; does nothing if it was withdrawn. A guard that has ended does not matter."""
         if kind_of(action) in self._entries:
@@ -91,16 +99,12 @@ class Protection:
 
     def withdraw(self, *actions: type[Action]) -> None:
         """Withdraw an action that was undone or is no longer needed. A guard that has ended does not matter."""
-        self._forget_all(map(kind_of, actions))
-        with contextlib.suppress(*_NOT_TOLD):
-            self._tell()
+        self._forget(kind_of(each) for each in actions)
 
     def job_runs(self) -> None:
         """Withdraw all actions for the job; an unfinished snapshot is still removed."""
         self._tree = ()
-        self._forget_all(self._entries.keys() - self._outliving)
-        with contextlib.suppress(*_NOT_TOLD):
-            self._tell()
+        self._forget(self._entries.keys() - self._outliving)
 
     def undo_by_guard(self) -> bool:
         """Let the guard do what the operation could not. True: everything is as it was found."""
@@ -116,20 +120,30 @@ class Protection:
             self._on_record.add(kind)
             self._note()
         self._tell()
+        self._guard.drop(self._without(kind, descriptors))
 
     def _note(self) -> None:
         entries = [each for kind, each in self._entries.items() if kind in self._on_record]
         left_behind.note(*self._ids, entries)
 
-    def _forget_all(self, kinds: Iterable[str]) -> None:
-        forgotten = set(kinds)
+    def _forget(self, kinds: Iterable[str]) -> None:
+        forgotten, dropped = set(kinds), list[int]()
         for kind in forgotten:
             self._entries.pop(kind, None)
-        for held in [held for held in self._held if held[0] in forgotten]:
-            del self._held[held]  # its number may belong to another file by the next call
+            dropped += self._without(kind)
         if self._on_record & forgotten:
             self._on_record -= forgotten
             self._note()
+        with contextlib.suppress(*_NOT_TOLD):
+            self._tell()
+            if dropped:
+                self._guard.drop(dropped)
+
+    def _without(self, kind: str, descriptors: Sequence[int] = ()) -> list[int]:
+        """The guard's numbers of what this kind no longer has; forgets them: theirs may soon be other files' here."""
+        kept = set(descriptors)
+        gone = [held for held in self._held if held[0] == kind and held[1] not in kept]
+        return [self._held.pop(held) for held in gone]
 
     def _numbers(self, kind: str, descriptors: Sequence[int]) -> list[int]:
         new = [fd for fd in descriptors if (kind, fd) not in self._held]

@@ -23,6 +23,7 @@ from gpucr.model import ProcessId
 from gpucr.records import UNREADABLE, decoder
 from gpucr.undo.logs import append_to_log, remove_logs_of
 
+_AS_FOUND = "its job is as it was found"
 _KIND = re.compile(r"(gpucr(?:\.[a-z_]+)*\.recovery):([A-Za-z]+)")
 
 
@@ -46,6 +47,9 @@ class Action(msgspec.Struct):
         still done. One that is on record raises NotYet if it, and those named before it, have to wait.
         """
         raise TypeError(f"{kind_of(self)} does not say how it recovers")
+
+    def before_release(self, descriptors: Sequence[int]) -> None:
+        """CRIU was killed: what to do before the kernel releases the job's processes, which it holds. May raise."""
 
 
 class Entry(msgspec.Struct, frozen=True):
@@ -137,8 +141,11 @@ def recover(data: bytes, descriptors: Mapping[int, int], operation_pid: int, *, 
     for each in reversed(record.entries):
         _try(lambda each=each: ended.append(_recover(each, descriptors)), failures)  # type: ignore[misc]
     _try(lambda: remove_logs_of(operation_pid), failures)
-    outcome = "its job is as it was found" if not failures else "bringing its job back failed: " + "; ".join(failures)
-    append_to_log("guard", f"{title}; {(not any(ended) and _lost(record.tree)) or outcome}")
+    lost = "" if any(ended) else _lost(record.tree)
+    failed = "bringing its job back failed: " + "; ".join(failures) if failures else ""
+    append_to_log(
+        "guard", "; ".join(filter(None, [title, lost, failed])) if lost or failed else f"{title}; {_AS_FOUND}"
+    )
     return not failures
 
 
@@ -162,6 +169,21 @@ def recover_left(data: bytes, operation_pid: int) -> bool:
     outcome = "removing that failed: " + "; ".join(failures) if failures else "it is removed"
     append_to_log("guard", f"{title}, and what it had begun stayed; {outcome}")
     return True
+
+
+def before_release(data: bytes, descriptors: Mapping[int, int]) -> None:
+    """Tell all actions of the encoded record, the last one first. Raises nothing."""
+    failures: list[str] = []
+    try:
+        entries = decode(data).entries
+    except ValueError as e:
+        append_to_log("guard", f"CRIU was killed; {e}")
+        return
+    for each in reversed(entries):
+        held = [descriptors[number] for number in each.descriptors]
+        _try(lambda each=each, held=held: _action(each).before_release(held), failures)  # type: ignore[misc]
+    if failures:
+        append_to_log("guard", "CRIU was killed; " + "; ".join(failures))
 
 
 def _recover(each: Entry, descriptors: Mapping[int, int]) -> bool:

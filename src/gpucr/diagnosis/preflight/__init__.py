@@ -45,7 +45,7 @@ from gpucr.diagnosis.preflight.unprivileged import check_dump_by_user, check_ptr
 
 if TYPE_CHECKING:
     from gpucr.diagnosis.preflight.between_nodes import check_between_nodes
-    from gpucr.diagnosis.preflight.gpus import check_gpus, check_room, device_bytes_in_use
+    from gpucr.diagnosis.preflight.gpus import check_gpus, check_room
     from gpucr.diagnosis.preflight.handed_over import check_handed_over, check_spool
     from gpucr.diagnosis.preflight.interposed import check_suspended, kept_bytes
     from gpucr.diagnosis.preflight.measured import BASICS, Measurement, Measurements, check_basics
@@ -97,7 +97,6 @@ __all__ = [
     "check_terminal",
     "check_tracers",
     "check_traps",
-    "device_bytes_in_use",
     "kept_bytes",
     "look",
     "mps_programs",
@@ -111,7 +110,7 @@ __all__ = [
 
 _LATE = {
     "between_nodes": ("check_between_nodes",),
-    "gpus": ("check_gpus", "check_room", "device_bytes_in_use"),
+    "gpus": ("check_gpus", "check_room"),
     "handed_over": ("check_handed_over", "check_spool"),
     "interposed": ("check_suspended", "kept_bytes"),
     "measured": ("BASICS", "Measurement", "Measurements", "check_basics"),

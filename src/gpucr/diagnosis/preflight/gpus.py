@@ -6,19 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from gpucr.diagnosis.preflight.findings import Finding
 from gpucr.diagnosis.preflight.support import gpu_use as facts
-from gpucr.model import Gpu, GpuMap, GpuUse, Job
+from gpucr.model import Gpu, GpuMap
 from gpucr.quantities import format_bytes
-
-
-def device_bytes_in_use(job: Job, uses: Sequence[GpuUse]) -> dict[int, dict[str, int]]:
-    """Device memory of the job's processes, by process and GPU UUID (NVML's figures, if available)."""
-    pids = {member.pid for member in job.gang}
-    found: dict[int, dict[str, int]] = {}
-    for use in uses:
-        if use.pid in pids and use.used_bytes is not None:
-            by_gpu = found.setdefault(use.pid, {})
-            by_gpu[use.gpu_uuid] = by_gpu.get(use.gpu_uuid, 0) + use.used_bytes
-    return found
 
 
 def check_gpus(

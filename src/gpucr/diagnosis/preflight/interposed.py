@@ -13,19 +13,23 @@ from gpucr.diagnosis.preflight.support import interposed as facts
 from gpucr.diagnosis.preflight.support.fact import Fact
 from gpucr.diagnosis.preflight.traits import CudaTraits, JobTraits
 from gpucr.interposer.client import ask_status
+from gpucr.interposer.foreign import is_lost_by_driver, why_by_driver
 from gpucr.interposer.protocol import Status
-from gpucr.linux import memory
+from gpucr.linux import descriptor_limit, memory
 from gpucr.linux.tmpfs import KEPT_NAME
 from gpucr.model import CudaState, GangMember, Job
 from gpucr.quantities import counted
 
 _TOLD_BY = "counted by its interposer"
 
+_OTHER_DESCRIPTORS = 256
+"""What gpucr has open besides those of device memory, with room for an undo."""
+
 
 def knows_all(job: JobTraits) -> bool:
     """Whether every process's counters are known. Nothing is known about torchrun's ranks outside the job."""
     ranks = max(map(local_world_size, job.processes), default=0)
-    return all(each.counted is not None for each in job.processes) and ranks <= len(job.processes)
+    return all(each.knows_all for each in job.processes) and ranks <= len(job.processes)
 
 
 def check_interposed(job: JobTraits, measured: Measurements, *, may_share: bool = False) -> list[Finding]:
@@ -33,7 +37,7 @@ def check_interposed(job: JobTraits, measured: Measurements, *, may_share: bool 
 
     ``may_share``: they restore memory that the processes share.
     """
-    found = _torn(job) if may_share else _imported(job, measured)
+    found = _torn(job) if may_share else []
     for each in job.processes:
         if each.counted is not None:
             found += _shared(each, each.counted, measured)
@@ -97,21 +101,39 @@ def _shared(process: CudaTraits, counts: Status, measured: Measurements) -> list
     ]
 
 
-def _imported(job: JobTraits, measured: Measurements) -> list[Finding]:
-    """Memory that processes share, if the driver would have to restore it."""
-    fact = facts.IMPORTED
-    if all_come_back(measured, fact.unless):
-        return []
-    return [
-        fact.seen(
-            f"{_TOLD_BY}; {say(measured, fact.unless)}",
-            each.pid,
-            process=_name(each),
-            count=counted(each.counted.imported, "block"),
+def check_imported(job: JobTraits, measured: Measurements, *, may_share: bool) -> list[Finding]:
+    """Processes that the driver would checkpoint and never restore: it takes some of their memory for another one's.
+
+    And jobs with more blocks than this user may open files: each leaves by a descriptor.
+    """
+    found = [facts.SILENT.seen("its agent did not answer", each.pid, process=_name(each))
+             for each in job.processes if each.has_agent and each.counted is None]  # fmt: skip
+    blocks = sum(each.counted.blocks for each in job.processes if each.counted is not None) if may_share else 0
+    if blocks + _OTHER_DESCRIPTORS > descriptor_limit.most():
+        found.append(
+            facts.TOO_MANY_BLOCKS.seen(
+                f"the limit is {descriptor_limit.most()}",
+                count=counted(blocks, "block"),
+                needed=blocks + _OTHER_DESCRIPTORS,
+            )
         )
-        for each in job.processes
-        if each.counted is not None and each.counted.imported
-    ]
+    if all_come_back(measured, facts.IMPORTED.unless):
+        return found
+    for each in job.processes:
+        counts = each.counted
+        if counts is None or not is_lost_by_driver(counts, by_interposer=may_share):
+            continue
+        fact = facts.CAPTIVE if may_share else facts.IMPORTED
+        found.append(
+            fact.seen(
+                f"{_TOLD_BY}; {say(measured, fact.unless)}",
+                each.pid,
+                process=_name(each),
+                count=counted(counts.foreign, "block"),
+                why=why_by_driver(counts) or f"{counts.captive} of them are bound to other objects",
+            )
+        )
+    return found
 
 
 def _torn(job: JobTraits) -> list[Finding]:

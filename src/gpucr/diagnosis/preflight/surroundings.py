@@ -13,7 +13,10 @@ from gpucr.diagnosis.preflight.findings import Finding
 from gpucr.diagnosis.preflight.support import outside as facts
 from gpucr.diagnosis.preflight.support.fact import Fact
 from gpucr.linux import files_in_use, processes, sock_diag
+from gpucr.linux.namespaces import namespace_id
 from gpucr.model import Connection, Endpoint, Job, JobFile
+from gpucr.network.filters import find_method
+from gpucr.network.kept import find
 
 FilesMode = Literal["keep", "rewind"]
 """Files that the job was writing and whose size has changed: left alone, or cut back to the old size."""
@@ -24,31 +27,41 @@ TcpMode = Literal["close", "keep"]
 _SHOWN = 3
 
 
-def check_outside_connections(job: Job) -> list[Finding]:
+def check_outside_connections(job: Job, tcp: TcpMode = "close", *, left_running: bool = False) -> list[Finding]:
     """Connections of a job that is to be dumped to programs outside it."""
     found = sock_diag.outside_connections(sock_diag.sockets_of(job.pids))
+    if tcp == "keep":
+        elsewhere = [pid for pid in job.pids if _is_in_another_network(pid)]
+        if elsewhere:
+            return [facts.KEPT_ELSEWHERE.seen(f"/proc/{elsewhere[0]}/ns/net", elsewhere[0], pid=elsewhere[0])]
+        method, why = find_method()
+        if method is None:
+            return [facts.NO_FILTER.seen(why)]
     if not found:
         return []
-    return [
-        facts.CONNECTIONS.seen(
-            _some([str(each.connection) for each in found]), connections=_count(len(found), "connection")
-        )
-    ]
+    fact = facts.CONNECTIONS if left_running else facts.CONNECTIONS_WAIT if tcp == "keep" else facts.CONNECTIONS_END
+    return [fact.seen(_some([str(each.connection) for each in found]), connections=_count(len(found), "connection"))]
 
 
-def check_kept_connections(connections: Sequence[Connection], tcp: TcpMode, *, left_running: bool) -> list[Finding]:
-    """What happens to a snapshot's outside connections. ``left_running``: the job kept running after the dump."""
+def check_kept_connections(
+    connections: Sequence[Connection], tcp: TcpMode, kept: str | None, *, in_our_network: bool = True
+) -> list[Finding]:
+    """What happens to a snapshot's outside connections. ``kept``: the record that the dump made, if it kept them.
+
+    ``in_our_network``: the job will be in the machine's network, as it was.
+    """
     if not connections:
         return []
     some = _some([str(each) for each in connections])
     count = _count(len(connections), "connection")
     if tcp == "close":
         return [facts.CONNECTIONS_CLOSED.seen(some, connections=count)]
-    if left_running:
-        return [facts.CONNECTIONS_STALE.seen(some, connections=count)]
-    absent = [str(each) for each in connections if not _is_address_here(each.local)]
-    if absent:
-        return [facts.ADDRESSES_ABSENT.seen(_some(absent))]
+    if not in_our_network:
+        return [facts.CONNECTIONS_APART.seen("--isolate, or the job had one", connections=count)]
+    if kept is None:
+        return [facts.CONNECTIONS_ENDED.seen(some, connections=count)]
+    if find(kept) is None:
+        return [facts.CONNECTIONS_ABSENT.seen(f"no record {kept} on this machine", connections=count)]
     return [facts.CONNECTIONS_KEPT.seen(some, connections=count)]
 
 
@@ -148,8 +161,11 @@ def _size(path: str) -> int | None:
     return status.st_size if stat.S_ISREG(status.st_mode) else None
 
 
-def _is_address_here(end: Endpoint) -> bool:
-    return sock_diag.is_local_address(end.address)
+def _is_in_another_network(pid: int) -> bool:
+    try:
+        return namespace_id(pid, "net") != namespace_id("self", "net")
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return False
 
 
 def _owners(inodes: Collection[int]) -> dict[int, int]:

@@ -11,6 +11,7 @@ from gpucr.driver import gpus
 from gpucr.errors import ProcessNotFound
 from gpucr.interposer import sharing
 from gpucr.interposer.client import ask_status
+from gpucr.interposer.presence import is_interposed
 from gpucr.interposer.protocol import Status
 from gpucr.interposer.sharing import Sharing
 from gpucr.linux import memory, processes
@@ -25,7 +26,7 @@ class CudaTraits(Struct, frozen=True):
     ``environment`` is that of its start (None: not readable), ``mapped`` the paths of the files that it has mapped,
     ``gpus`` the UUIDs of those on which it holds memory (None: NVML does not know the process, as in most containers),
     ``uvm_mappings`` number of mappings of ``/dev/nvidia-uvm``; ``counted``: its interposer's counters (None: none, or
-    no answer). ``found``: its CUDA state, if it is of the job.
+    no answer); ``has_agent``: it has an interposer that should answer. ``found``: its CUDA state, if it is of the job.
     """
 
     process: ProcessInfo
@@ -36,6 +37,7 @@ class CudaTraits(Struct, frozen=True):
     uvm_mappings: int = 0
     counted: Status | None = None
     found: CudaState | None = None
+    has_agent: bool = False
 
     @property
     def pid(self) -> int:
@@ -46,6 +48,11 @@ class CudaTraits(Struct, frozen=True):
     def own_pid(self) -> int:
         """The pid as the process itself sees it."""
         return self.process.ns_pids[-1]
+
+    @property
+    def knows_all(self) -> bool:
+        """Whether its interposer has seen every call."""
+        return self.counted is not None and not self.counted.around
 
     def setting(self, variable: str) -> str | None:
         """A variable of its environment; None if it is not set or the environment cannot be read."""
@@ -101,7 +108,7 @@ def look(job: Job, uses: Sequence[GpuUse]) -> JobTraits:
 
 
 def _sharing(seen: Sequence[CudaTraits], relatives: Sequence[CudaTraits]) -> Sharing | None:
-    told = [each.pid for each in (*seen, *relatives) if each.counted is not None]
+    told = [each.pid for each in (*seen, *relatives) if each.knows_all]
     imports = any(each.counted.imported for each in (*seen, *relatives) if each.counted is not None)
     return sharing.ask(told) if imports else Sharing({}, ())
 
@@ -132,6 +139,7 @@ def _look_at(process: ProcessInfo, uses: Sequence[GpuUse], found: CudaState | No
         open_paths=frozenset(file.target for file in processes.open_files(process.pid)),
         gpus=frozenset(use.gpu_uuid for use in uses if use.pid == process.pid) or None,
         uvm_mappings=paths.count(_UVM_DEVICE),
-        counted=ask_status(process.pid),
+        counted=ask_status(process.pid) if (has_agent := is_interposed(process.pid)) else None,
+        has_agent=has_agent,
         found=found,
     )

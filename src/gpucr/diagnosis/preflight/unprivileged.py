@@ -58,7 +58,7 @@ def _for_the_helper(job: Job) -> Iterator[Finding]:
 
 
 def _connections(job: Job, install: CriuInstall) -> Iterator[Finding]:
-    from gpucr.criu.options import has_connections  # a suspend does without CRIU
+    from gpucr.linux.tcp_tables import has_connections
 
     if not install.has_network and has_connections(job.pids):
         yield facts.CONNECTION.seen("/proc/PID/net/tcp")

@@ -174,6 +174,9 @@ class CustomStorage:
             with contextlib.suppress(CustomStorageError, DriverError):
                 self._carrier.of("finish", self.process)
 
+    def make_way(self) -> None:
+        """It uses nothing there."""
+
     def give_back(self) -> None:
         """`CustomStorages.bring_back` has done it."""
 

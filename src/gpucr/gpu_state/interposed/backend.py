@@ -22,6 +22,7 @@ from gpucr.gpu_state.interposed.shared import (
 from gpucr.gpu_state.interposed.work import Work
 from gpucr.gpu_state.source import FileSource, Source
 from gpucr.interposer.client import Held
+from gpucr.interposer.protocol import Flag, Status
 from gpucr.interposer.sharing import Part
 from gpucr.interposer.vault import Vaults
 from gpucr.linux.tmpfs import StagingFile
@@ -29,15 +30,16 @@ from gpucr.model import DevicePart, GpuMap, StagedExtent
 from gpucr.quantities import format_bytes
 from gpucr.undo.steps import Meter
 
-NOTHING_TO_LEAVE = "it has no memory that could leave"
-
 
 class Interposed:
     """See `Backend`. ``uuids``: the GPUs that the process sees, in its order.
 
     ``to_host``: at `complete` the bytes are in host memory, which the process itself holds for a later resume.
-    ``keeping``: the process runs again before its memory is saved. ``before_first``: called before any memory leaves;
-    from then on `Interposers.share_again` follows `give_back`.
+    ``keeping``: the process runs again before its memory is saved. ``moves``: it comes back on other GPUs.
+    ``before_first``: called before any memory leaves; from then on `Interposers.share_again` follows `give_back`.
+
+    gpucr's own contexts need 523 MiB on each GPU. They start while the process runs if that leaves it enough, otherwise
+    when its memory is out, or when the driver has freed its context; and they end before the driver restores that.
     """
 
     kind = INTERPOSED
@@ -52,6 +54,7 @@ class Interposed:
         *,
         to_host: bool,
         keeping: Keeping | None = None,
+        moves: bool = False,
         before_first: Callable[[], None] = lambda: None,
     ) -> None:
         self.part = part
@@ -65,7 +68,10 @@ class Interposed:
         self._to_host = to_host
         self.carries: dict[str, int] = {}
         self._keeping = keeping
+        self._moves = moves
         self._before_first = before_first
+        self._may_start = threading.Event()
+        self._is_readable = False
         self._way: Way | None = None
         self._copy: FileSource | None = None
         self._needed: dict[str, int] = {}
@@ -78,17 +84,9 @@ class Interposed:
         self._is_out = False
         self._is_back = False
 
-    def why_not(self) -> str | None:
-        """Why its memory cannot leave this way, or not as a whole; None: it can. Raises as `Agent`."""
-        status = self.line.agent.status()
-        if not status.blocks and not status.imported:
-            return NOTHING_TO_LEAVE
-        reasons = (
-            (status.stuck, "{} of its blocks cannot leave a second time"),
-            (status.away, "{} of its blocks are away already"),
-            (status.around, "{} of its libraries may come to the driver around the gate"),
-        )
-        return next((text.format(count) for count, text in reasons if count), None)
+    def status(self) -> Status:
+        """Its counters. Raises as `Agent`."""
+        return self.line.agent.status()
 
     @property
     def source(self) -> Source | None:
@@ -105,8 +103,8 @@ class Interposed:
             return found
 
     def available_bytes(self) -> int:
-        """Everything, once it is out of the process; nothing while a copy is being made."""
-        return self._source.size_bytes if self._source is not None and self._copying is None else 0
+        """Everything, once it is out of the process and can be read; nothing while a copy is being made."""
+        return self._source.size_bytes if self._source is not None and self._is_readable else 0
 
     def prepare(self, size_bytes: int) -> int:
         """Begin to start the vaults and to make room."""
@@ -120,8 +118,9 @@ class Interposed:
 
     def _prepare(self, own_bytes: int) -> None:
         try:
+            self._vaults.prepare()
             for uuid in self._needed:
-                self._vaults.of(uuid)
+                self._vaults.start_if_roomy(uuid)
         except (GpucrError, OSError) as error:
             self._failure = error
         if self._to_host and self._failure is None:
@@ -145,7 +144,7 @@ class Interposed:
                 self._make_room(sum(self._needed.values()))
 
     def failure(self) -> GpucrError | OSError | None:
-        """Why a vault is missing, once known; None: all exist."""
+        """Why gpucr cannot use CUDA itself, once known; None: it can."""
         if self._preparing is not None:
             self._preparing.join()
         return self._failure
@@ -169,12 +168,21 @@ class Interposed:
             meter.note(self._keeping.choice().reason)
         if self._to_host or self._way is Way.IN_HOST_MEMORY:
             self._copying = Work(self._copy_to_host)
+        else:
+            self._is_readable = self._vaults.try_all(self._needed)
 
     def wait_started(self) -> None:
         """Done by `begin`."""
 
+    def _start_vaults(self) -> None:
+        """Now, or when the driver has freed the process's context."""
+        if not self._vaults.try_all(self._needed):
+            self._may_start.wait()
+            self._vaults.start_all(self._needed)
+
     def _copy_to_host(self) -> None:
         assert self._source is not None  # noqa: S101 - begin has made it
+        self._start_vaults()
         size_bytes = self._source.size_bytes
         if self._room is None:
             self._room = StagingFile.create(size_bytes, FILE_NAME)
@@ -190,6 +198,10 @@ class Interposed:
     def complete(self, meter: Meter) -> None:
         """The driver has the rest. With ``to_host`` the process keeps the bytes, and its GPU memory is freed."""
         pid = self.part.pid
+        self._may_start.set()
+        if self._copying is None and not self._is_readable:
+            self._vaults.start_all(self._needed)
+            self._is_readable = True
         if self._copying is not None:
             self._copying.wait()
             assert self._room is not None  # noqa: S101 - the copy's file
@@ -205,31 +217,44 @@ class Interposed:
 
     def abort(self) -> None:
         """The bytes are not needed; they stay where they are until `give_back`."""
+        self._may_start.set()
         if self._copying is not None:
             with contextlib.suppress(GpucrError, OSError):
                 self._copying.wait()
 
+    def make_way(self) -> None:
+        """The driver is about to restore the process:
+
+        nothing of ours stays on its GPUs, but what is still to be read.
+        """
+        if self._is_out and not self._is_back and self._way is not Way.ON_GPU:
+            self._is_readable = False
+            if self._source is not None:
+                self._source.close()
+            self._vaults.close()
+
     def give_back(self) -> None:
         """Its own memory returns to its addresses, from the descriptors or from host memory. The gate stays closed.
 
-        Memory that stays on the GPU to be saved is mapped here by then: the descriptors keep it, and the process has
-        other memory with the same bytes.
+        The process continues in the very memory that was taken from it. If that has to stay on the GPU to be saved, we
+        keep it, and the process gets other memory with the same bytes.
         """
         if not self._is_out or self._is_back:
             return
         if self._source is not None and self._way is Way.ON_GPU:
             self._source.see_all()
-        elif self._source is not None:
-            self._source.close()
-        bring_back(self._driver, self.line, self._uuids, self._vaults, self._held)
-        if self._way is Way.ON_GPU and self._keeping is not None:
-            with spoken(self.part.pid, "tell what it has"):
-                shares = self.line.agent.status().stuck > 0
-            if shares:  # the GPU is full: the process continues in the memory that is being saved
-                with contextlib.suppress(GpucrError, OSError):  # the commit reports a failed save
-                    self._keeping.wait_saved()
+        renew = self._way is Way.ON_GPU or self._moves
+        bring_back(self._driver, self.line, self._uuids, self._vaults, self._held, renew=renew)
+        if self._way is Way.ON_GPU and self._keeping is not None and self._shares_with_us():
+            with contextlib.suppress(GpucrError, OSError):  # the commit reports a failed save
+                self._keeping.wait_saved()
         self._is_back = True
         self._guarded.blocks(self.part.pid, self._uuids, ())
+
+    def _shares_with_us(self) -> bool:
+        """Whether others have filled the GPU: then the process must not change what it has before it is saved."""
+        with spoken(self.part.pid, "tell what it has"):
+            return any(each.flags & Flag.RETURNED for each in self.line.agent.blocks())
 
     @property
     def held(self) -> dict[Part, Held]:

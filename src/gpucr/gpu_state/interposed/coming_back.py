@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 
 from gpucr.driver.api import Driver
 from gpucr.errors import InterposerError
-from gpucr.gpu_state.interposed.blocks import HostRoom, can_leave, extents_of, vault_of, writes
+from gpucr.gpu_state.interposed.blocks import HostRoom, can_leave, extents_of, gpu_of, vault_of, writes
 from gpucr.gpu_state.interposed.line import Line, spoken, unlocked
 from gpucr.gpu_state.interposed.shared import by_part, share_again
 from gpucr.interposer.client import Agent, Held
@@ -19,12 +19,12 @@ from gpucr.linux.tmpfs import StagingFile
 from gpucr.model import StagedExtent
 
 
-def give_back(agent: Agent, held: Sequence[Held]) -> None:
-    """Map memory again, renewed, so that it can leave again later; what is back already is skipped."""
+def give_back(agent: Agent, held: Sequence[Held], *, renew: bool = False) -> None:
+    """Map memory again (see `Agent.give_back`); what is back already is skipped."""
     left = [each for each in held if each.descriptor >= 0]
     while left:
         try:
-            agent.give_back(left, renew=True)
+            agent.give_back(left, renew=renew)
         except Refused as e:
             left = [each for each in left if each.descriptor >= 0]
             if e.code != Code.NOT_AWAY or not left:
@@ -49,10 +49,11 @@ def bring_back(
     held: Sequence[Held] = (),
     *,
     filled: Filled | None = None,
+    renew: bool = False,
 ) -> None:
     """Bring back a process's memory from these descriptors, or from what the process keeps. LOCKED → LOCKED.
 
-    ``filled``: memory filled with what it keeps.
+    ``filled``: memory filled with what it keeps. ``renew``: see `Agent.give_back`.
 
     The gate stays closed, and the process keeps its copy, until `let_continue`. Does nothing if nothing is away. Raises
     InterposerError, VaultFailed, JobChanged, DriverError; memory that is not back yet is where it was.
@@ -66,7 +67,7 @@ def bring_back(
         elif not agent.status().away:  # the gpucr that was about to take it was killed: the gate may be open already
             return
         opened.enter_context(unlocked(driver, line.pid))
-        give_back(agent, held)
+        give_back(agent, held, renew=renew)
         blocks = [each for each in agent.blocks() if can_leave(each)]
         if filled is not None and all(each.flags & Flag.AWAY for each in blocks):
             filled.hand_over(agent, blocks)
@@ -141,7 +142,10 @@ def take_out_again(driver: Driver, pid: int) -> None:
 
 
 def _fill(agent: Agent, blocks: Sequence[Block], file: StagingFile, uuids: Sequence[str], vaults: Vaults) -> None:
-    """New memory for what is away, and all bytes from the file: existing memory may be filled only partly."""
+    """New memory for what is away, and all bytes from the file: existing memory may be filled only partly.
+
+    If the GPU has no room for a vault beside the process, it copies the bytes itself.
+    """
     places = {
         (block.index, block.generation): extent for block, extent in zip(blocks, extents_of(blocks, uuids), strict=True)
     }
@@ -150,11 +154,14 @@ def _fill(agent: Agent, blocks: Sequence[Block], file: StagingFile, uuids: Seque
         raise BadAnswer(f"it keeps {file.size_bytes} bytes of {size_bytes}")
     if not blocks:
         return
+    for made in agent.create([block for block in blocks if block.flags & Flag.AWAY]):
+        for each in made:
+            each.close()
+    if not vaults.try_all({gpu_of(block, uuids) or uuids[0] for block in blocks}):
+        agent.fill(blocks, 0)
+        return
     room = HostRoom(file, size_bytes)
     try:
-        for made in agent.create([block for block in blocks if block.flags & Flag.AWAY]):
-            for each in made:
-                each.close()
         for there in agent.export():
             _fill_these(there, places, room.address, uuids, vaults)
     finally:

@@ -6,9 +6,9 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from gpucr.driver.api import Driver
-from gpucr.errors import InterposerError
+from gpucr.errors import InterposerError, Unsupported
 from gpucr.gpu_state.backend import INTERPOSED
-from gpucr.gpu_state.interposed.backend import NOTHING_TO_LEAVE, Interposed
+from gpucr.gpu_state.interposed.backend import Interposed
 from gpucr.gpu_state.interposed.guarded import Guarded
 from gpucr.gpu_state.interposed.host_copy import HostCopy
 from gpucr.gpu_state.interposed.keeping import Keeping
@@ -19,14 +19,15 @@ from gpucr.gpu_state.interposed.shared import (
     share_again,
 )
 from gpucr.gpu_state.ways import GpuState, refused
-from gpucr.interposer.client import Agent, Held
+from gpucr.interposer import foreign
+from gpucr.interposer.client import Agent, Held, ask_status
 from gpucr.interposer.presence import has_library, is_interposed
 from gpucr.interposer.protocol import BadAnswer, Refused
 from gpucr.interposer.sharing import Part, Share
-from gpucr.interposer.vault import VAULT_BYTES, Vaults
+from gpucr.interposer.vault import Vaults
 from gpucr.linux import processes
-from gpucr.model import CudaState, DevicePart, GangMember, Gpu, GpuMap, ProcessId
-from gpucr.quantities import format_bytes
+from gpucr.model import CudaState, DevicePart, GangMember, GpuMap, ProcessId
+from gpucr.quantities import counted
 
 WITHOUT = "it was started without one"
 NO_AGENT = "no call of CUDA has come to it, or it could make no socket for gpucr"
@@ -35,9 +36,9 @@ NO_AGENT = "no call of CUDA has come to it, or it could make no socket for gpucr
 class Interposers:
     """The interposed processes of an operation. ``uuids_of``: the GPUs that a process sees, in its order.
 
-    ``gpus`` are this machine's: one without room for a vault is left to the driver. ``gpu_state``: the way that a user
-    insists on. ``why_not``: by pid, why a process goes another way. ``wait_saved``: set if they run again before their
-    memory is saved; waits for that. ``shares``: the memory that they share, found when they were stopped.
+    ``gpu_state``: the way that a user insists on. ``moves``: the processes come back on other GPUs. ``why_not``: by
+    pid, why a process goes another way. ``wait_saved``: set if they run again before their memory is saved; waits for
+    that. ``shares``: the memory that they share, found when they were stopped.
     """
 
     def __init__(
@@ -45,17 +46,17 @@ class Interposers:
         driver: Driver,
         uuids_of: Callable[[ProcessId], Sequence[str]],
         guarded: Guarded,
-        gpus: Sequence[Gpu],
         *,
         to_host: bool,
+        moves: bool = False,
         gpu_state: GpuState = "auto",
         wait_saved: Callable[[], object] | None = None,
     ) -> None:
         self._driver = driver
         self._uuids_of = uuids_of
         self._guarded = guarded
-        self._free_bytes = {gpu.uuid: gpu.memory_free_bytes for gpu in gpus}
         self._to_host = to_host
+        self._moves = moves
         self._vaults = Vaults()
         self.keeping = Keeping(self._vaults, wait_saved) if wait_saved is not None else None
         self._backends: dict[int, Interposed | None] = {}
@@ -65,22 +66,36 @@ class Interposers:
         self._looked_at: set[int] = set()
 
     def require(self, members: Iterable[GangMember]) -> None:
-        """Raise Unsupported if one of these running processes would go another way, and the user insists on this one.
+        """Raise Unsupported if one of these running processes would go another way, and that loses it.
 
-        A process without memory to take (torch.compile's workers have a context) is left to the driver if another one
-        goes this way.
+        Or if the user insists on this one. A process without memory to take (torch.compile's workers have a context) is
+        left to the driver if another one goes this way.
         """
-        if self._gpu_state != INTERPOSED:
-            return
         running = [member.pid for member in members if member.found is CudaState.RUNNING]
         go = [pid for pid in running if self.over(pid)]
         for pid in running:
+            if pid not in go:
+                self._require_own(pid)
+        if self._gpu_state != INTERPOSED:
+            return
+        for pid in running:
             why = self.why_not.get(pid, WITHOUT)
-            if pid not in go and not (go and why == NOTHING_TO_LEAVE):
+            if pid not in go and not (go and why == foreign.NOTHING_TO_LEAVE):
                 raise refused(
                     f"device memory of process {pid} cannot leave by an interposer: {why}",
                     "start the job with `gpucr run`",
                 )
+
+    def _require_own(self, pid: int) -> None:
+        status = ask_status(pid) if is_interposed(pid) else None
+        if status is not None and status.foreign:
+            blocks = counted(status.foreign, "block")
+            raise Unsupported(
+                f"process {pid} has {blocks} of imported device memory, and only its interposer can take that: "
+                + self.why_not.get(pid, "another way was asked for"),
+                hint=f"leave the way to gpucr (`--gpu-state auto`); `gpucr doctor {pid}` says what keeps memory there",
+                code=foreign.CODE,
+            )
 
     def over(self, pid: int) -> tuple[Interposed, ...]:
         """Backends for this running process; none if it has no usable interposer."""
@@ -96,6 +111,17 @@ class Interposers:
             for uuid, size_bytes in backend.carries.items():
                 total[uuid] = total.get(uuid, 0) + size_bytes
         return total
+
+    def left_to_driver(self, held: Mapping[int, Mapping[str, int]]) -> dict[int, dict[str, int]]:
+        """What they would not take of this device memory, by pid and GPU UUID: the driver brings it back."""
+        left: dict[int, dict[str, int]] = {}
+        for pid, by_gpu in held.items():
+            taken = [each.carries for each in self.over(pid)]
+            left[pid] = {
+                uuid: max(0, size_bytes - sum(each.get(uuid, 0) for each in taken))
+                for uuid, size_bytes in by_gpu.items()
+            }
+        return left
 
     def copy_of(self, pid: int) -> HostCopy | None:
         """What this process keeps since it was suspended. Raises InterposerError, JobChanged."""
@@ -136,12 +162,12 @@ class Interposers:
             self._guarded,
             to_host=self._to_host,
             keeping=self.keeping,
+            moves=self._moves,
             before_first=self._before_first,
         )
         try:
-            why_not = made.why_not()
+            why_not = foreign.why_by_driver(made.status())
             made.carries = made.carried()
-            why_not = why_not or self._too_full(made.carries)
             made.line.hang_up()  # until it is needed: preflight calls the agent too
         except (Refused, BadAnswer, OSError, InterposerError) as e:  # another version, or busy: treat as not interposed
             why_not = str(e)
@@ -149,13 +175,6 @@ class Interposers:
             return made
         made.close()
         self.why_not[pid] = why_not
-        return None
-
-    def _too_full(self, uuids: Iterable[str]) -> str | None:
-        for uuid in uuids:
-            if self._free_bytes.get(uuid, VAULT_BYTES) < VAULT_BYTES:
-                free = format_bytes(self._free_bytes[uuid])
-                return f"GPU {uuid} has {free} free, and gpucr needs {format_bytes(VAULT_BYTES)} there itself"
         return None
 
     def _before_first(self) -> None:
@@ -212,10 +231,11 @@ class Interposers:
         self._vaults.close()
 
     def give_up_failed(self) -> set[int]:
-        """Wait for the vaults.
+        """Wait until gpucr itself can use CUDA.
 
-        Returns, by pid, the running processes that they cannot take and that are left to the driver. None if the user
-        insists on this way: then the error comes when the vault is needed.
+        Returns, by pid, the running processes that cannot be taken without that and are left to the driver. None if the
+        user insists on this way: then the error comes when it is needed. Raises Unsupported if the driver would lose
+        one.
         """
         found = {pid: each.failure() for pid, each in self._backends.items() if each is not None}
         failed = {pid: error for pid, error in found.items() if error is not None and self._gpu_state == "auto"}
@@ -225,4 +245,5 @@ class Interposers:
             if backend is not None:
                 backend.close()
                 backend.needs_nothing()
+            self._require_own(pid)
         return set(failed)

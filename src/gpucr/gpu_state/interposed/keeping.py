@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 
 from msgspec import Struct
 
+from gpucr.driver.gpus import list_gpus
 from gpucr.interposer.vault import Vaults
 from gpucr.linux import memory
 from gpucr.quantities import format_bytes
@@ -42,13 +43,13 @@ def choose(needed_bytes: Mapping[str, int], free_bytes: Mapping[str, int], host_
     """The best way for which there is room.
 
     ``needed_bytes``: what the job holds and its interposers can take, per GPU UUID; ``free_bytes``: free there while it
-    runs, with gpucr's vaults started. ``host_free_bytes``: of host memory, within cgroup limits.
+    runs, beside gpucr's vaults. ``host_free_bytes``: of host memory, within cgroup limits.
     """
     total = sum(needed_bytes.values())
     tight = [uuid for uuid, needed in needed_bytes.items() if _with_reserve(needed) > free_bytes.get(uuid, 0)]
     if not tight:
         return Choice(Way.ON_GPU, f"a copy of {format_bytes(total)} stays on the GPU while it is written out")
-    full = f"GPU {tight[0]} has {format_bytes(free_bytes.get(tight[0], 0))} free"
+    full = f"GPU {tight[0]} has {format_bytes(max(0, free_bytes.get(tight[0], 0)))} free beside gpucr's own context"
     if _with_reserve(total) <= host_free_bytes:
         return Choice(
             Way.IN_HOST_MEMORY, f"a copy of {format_bytes(total)} goes to host memory and is written out there: {full}"
@@ -84,10 +85,10 @@ class Keeping:
                 self._needed[uuid] = self._needed.get(uuid, 0) + size_bytes
 
     def choice(self) -> Choice:
-        """Made once, while the job runs. Raises VaultFailed if a GPU has no room for gpucr's vault."""
+        """Made once, while the job runs."""
         with self._lock:
             if self._choice is None:
-                free = {uuid: self._vaults.of(uuid).free_bytes() for uuid, needed in self._needed.items() if needed}
+                free = {gpu.uuid: gpu.memory_free_bytes - self._vaults.needed_bytes(gpu.uuid) for gpu in list_gpus()}
                 self._choice = choose(self._needed, free, memory.available_bytes())
             return self._choice
 

@@ -7,7 +7,8 @@ processes are given what is there when the driver has brought back the rest.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 
 from gpucr.driver.api import Driver
 from gpucr.errors import InterposerError
@@ -18,14 +19,11 @@ from gpucr.gpu_state.interposed.host_copy import require_sizes
 from gpucr.gpu_state.interposed.line import Line, spoken, unlocked
 from gpucr.gpu_state.interposed.shared import share_again
 from gpucr.gpu_state.interposed.work import Work
-from gpucr.interposer.client import GIVEN_AT_ONCE, Agent, Held
+from gpucr.interposer.client import Agent, Held
 from gpucr.interposer.protocol import Block, Flag
 from gpucr.interposer.sharing import Part, Share
 from gpucr.interposer.vault import Shown, Vault, Vaults
 from gpucr.model import DevicePart, StagedExtent
-
-TWICE_BYTES = 1 << 30
-"""This much of a job is on its GPU twice during a restore; more if one block is larger."""
 
 
 class BlocksDestination:
@@ -39,6 +37,7 @@ class BlocksDestination:
         self.size_bytes = extents[-1].offset + extents[-1].size_bytes
         self._offsets = [extent.offset for extent in extents]
         self._made: list[tuple[Vault, Shown]] = []
+        self._sealed: list[int] = []
         try:
             for extent, (vault, on_host) in zip(extents, places, strict=True):
                 self._made.append((vault, vault.make(extent.size_bytes, on_host=on_host)))
@@ -64,43 +63,38 @@ class BlocksDestination:
             for work in writes(vault, shown, address + offset)
         ]
 
+    def seal(self) -> None:
+        """All is written: from here on descriptors hold the memory, and the vaults are not needed. Idempotent.
+
+        Raises VaultFailed.
+        """
+        while self._made:
+            vault, shown = self._made[0]
+            self._sealed.append(vault.export(shown))
+            del self._made[0]
+            vault.forget(shown)
+
     def hand_over(self, agent: Agent, blocks: Sequence[Block]) -> None:
         """Give the memory to the process for these blocks, which are away. LOCKED, except for the agent.
 
-        A little at a time: the process copies it into its own memory, and then ours is freed. Raises Refused,
-        BadAnswer, VaultFailed, OSError.
+        Raises Refused, BadAnswer, VaultFailed, OSError.
         """
-        for numbers in _batches([block.size_bytes for block in blocks]):
-            held: list[Held] = []
-            try:
-                for number in numbers:
-                    vault, shown = self._made[number]
-                    held.append(Held(blocks[number], vault.export(shown)))
-                agent.give_back(held, renew=True)
-            finally:
-                for each in held:
-                    each.close()
-            for number in numbers:
-                vault, shown = self._made[number]
-                vault.forget(shown)
+        self.seal()
+        held = [Held(block, descriptor) for block, descriptor in zip(blocks, self._sealed, strict=True)]
+        self._sealed = []
+        try:
+            agent.give_back(held, renew=False)
+        finally:
+            for each in held:
+                each.close()
 
     def close(self) -> None:
         """Free what was not given away. Idempotent."""
+        while self._sealed:
+            os.close(self._sealed.pop())
         while self._made:
             vault, shown = self._made.pop()
             vault.forget(shown)
-
-
-def _batches(sizes: Sequence[int]) -> Iterator[list[int]]:
-    """The numbers of these blocks, in small batches."""
-    batch: list[int] = []
-    for number, size_bytes in enumerate(sizes):
-        if batch and (len(batch) == GIVEN_AT_ONCE or sum(sizes[n] for n in batch) + size_bytes > TWICE_BYTES):
-            yield batch
-            batch = []
-        batch.append(number)
-    if batch:
-        yield batch
 
 
 class MadeMeanwhile:
@@ -181,6 +175,16 @@ class RestoredBlocks:
         made = BlocksReturn(self._driver, MadeMeanwhile(part, extents, make), extents)
         self._returns.append(made)
         return made
+
+    def make_way(self, wait_for: Callable[[DevicePart], WaitForBytes]) -> None:
+        """Wait until all is filled, and free what our contexts take on the GPUs.
+
+        Raises what waiting raises, VaultFailed.
+        """
+        for each in self._returns:
+            wait_for(each.destination.part)(each.destination.size_bytes)
+            each.destination.get().seal()
+        self._vaults.close()
 
     def go_on(self, pids: Mapping[int, int], shares: Sequence[Share]) -> None:
         """All have their own memory: each gets what it shared, and the gates open. LOCKED → LOCKED.

@@ -6,6 +6,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from gpucr.errors import GpucrError
@@ -13,29 +14,51 @@ from gpucr.gang import Gang
 from gpucr.gpu_state.interposed.blocks import HostRoom, can_leave, extents_of, gpu_of, vault_of
 from gpucr.gpu_state.interposed.coming_back import bring_back, let_continue, take_out_again
 from gpucr.gpu_state.interposed.line import Line
-from gpucr.gpu_state.interposed.restored import TWICE_BYTES, BlocksDestination
+from gpucr.gpu_state.interposed.restored import BlocksDestination
 from gpucr.gpu_state.interposed.shared import has_continued, share_again
 from gpucr.gpu_state.recovery import GangProtection
+from gpucr.gpu_state.room import ROOM_LIMIT_S, lacking, wait_for_room
 from gpucr.interposer.client import ask_status
 from gpucr.interposer.presence import is_interposed
-from gpucr.interposer.protocol import BadAnswer, Flag, Refused
-from gpucr.interposer.vault import WORKERS, Vaults, in_parallel
+from gpucr.interposer.protocol import BadAnswer, Block, Flag, Refused
+from gpucr.interposer.vault import VAULT_BYTES, WORKERS, Vaults, in_parallel
 from gpucr.linux.tmpfs import StagingFile
 from gpucr.model import CudaState, DevicePart, GangMember, GpuMap
 
-_CONTEXT_BYTES = 1 << 30
-"""What else the driver may allocate on the GPU for a returning process."""
 
+class _Kept(Struct, frozen=True):
+    """The memory that a process keeps at this address here: its blocks, and the GPUs that it will see."""
 
-def _needed(size_bytes: int) -> int:
-    return size_bytes + TWICE_BYTES + _CONTEXT_BYTES
+    pid: int
+    blocks: tuple[Block, ...]
+    places: tuple[str, ...]
+    address: int
+
+    @property
+    def by_gpu(self) -> dict[str, int]:
+        """Bytes by GPU UUID."""
+        found: dict[str, int] = {}
+        for each in self.blocks:
+            uuid = gpu_of(each, self.places)
+            if uuid is not None:
+                found[uuid] = found.get(uuid, 0) + each.size_bytes
+        return found
+
+    def make(self, vaults: Vaults) -> BlocksDestination:
+        """New memory for all of it. Raises VaultFailed."""
+        on_host = [gpu_of(each, self.places) is None for each in self.blocks]
+        found = [vault_of(vaults, each, self.places) for each in self.blocks]
+        extents = extents_of(self.blocks, self.places)
+        return BlocksDestination(DevicePart(self.pid, 1), extents, list(zip(found, on_host, strict=True)))
 
 
 class SuspendedBlocks:
     """Memory kept by suspended interposed processes. ``maps``: for those that go to other GPUs, by pid.
 
-    The gang gives it back before it unlocks. Once each process has everything, and before any frees what it keeps,
-    there is no way back: then ``down_to`` is their target state.
+    ``held``: what they held before, in bytes by pid and GPU UUID. On a full GPU, all that they keep is copied there
+    before the driver restores them, since our context and theirs do not fit beside it. Otherwise meanwhile. The gang
+    gives it back before it unlocks. Once each process has everything, and before any frees what it keeps, there is no
+    way back: then ``down_to`` is their target state.
     """
 
     def __init__(
@@ -43,6 +66,7 @@ class SuspendedBlocks:
         gang: Gang,
         uuids_of: Callable[[int], Sequence[str]],
         maps: Mapping[int, GpuMap],
+        held: Mapping[int, Mapping[str, int]],
         guarded: GangProtection,
         down_to: Callable[[GangMember], CudaState],
     ) -> None:
@@ -52,12 +76,16 @@ class SuspendedBlocks:
         self._down_to = down_to
         self._uuids_of = uuids_of
         self._maps = maps
+        self._held = held
+        self._kept_bytes: dict[tuple[int, str], int] = {}
+        self._is_made = threading.Event()
         self._vaults = Vaults()
         self._filled: dict[int, BlocksDestination] = {}
         self._starting: threading.Thread | None = None
         self._was_tried = False
         gang.before_unlock = self.give_back
         gang.before_climb = self.take_out_again
+        gang.before_restore = self.make_way
 
     def is_away(self, pid: int) -> bool:
         """Whether it waits for memory, or at its gate, in any driver state: its restoring gpucr was killed."""
@@ -70,53 +98,73 @@ class SuspendedBlocks:
         self._starting.start()
 
     def _start(self, pids: Sequence[int]) -> None:
-        # What fails is retried, and reported, when it is needed.
-        with contextlib.suppress(GpucrError, OSError, IndexError, Refused, BadAnswer), contextlib.ExitStack() as opened:
-            work: list[Callable[[], None]] = []
+        try:
+            # What fails is retried, and reported, when it is needed.
+            with contextlib.suppress(GpucrError, OSError, IndexError, Refused, BadAnswer):
+                self._fill(pids)
+        finally:
+            self._is_made.set()
+
+    def _fill(self, pids: Sequence[int]) -> None:
+        with contextlib.ExitStack() as opened:
+            kept = [found for pid in filter(is_interposed, pids) if (found := self._kept(pid, opened)) is not None]
+            needed: dict[str, int] = {}
+            for each in kept:
+                for uuid, size_bytes in each.by_gpu.items():
+                    needed[uuid] = needed.get(uuid, 0) + size_bytes
+            if not kept or lacking({uuid: size_bytes + VAULT_BYTES for uuid, size_bytes in needed.items()}):
+                return
             filling: dict[int, BlocksDestination] = {}
-            for pid in filter(is_interposed, pids):
-                found = self._kept(pid, opened)
-                if found is not None:
-                    destination, address = found
-                    filling[pid] = destination
-                    work += destination.fills(address)
             try:
+                work: list[Callable[[], None]] = []
+                for each in kept:
+                    filling[each.pid] = each.make(self._vaults)
+                    work += filling[each.pid].fills(each.address)
+                self._is_made.set()
                 in_parallel(work, WORKERS * max(1, len(self._vaults)))
             except BaseException:
-                for each in filling.values():
-                    each.close()
+                for made in filling.values():
+                    made.close()
                 raise
             self._filled = filling
 
-    def _kept(self, pid: int, opened: contextlib.ExitStack) -> tuple[BlocksDestination, int] | None:
-        """New memory for what the process keeps, and the address of the copy in host memory.
-
-        None: not all of it is away.
-        """
+    def _kept(self, pid: int, opened: contextlib.ExitStack) -> _Kept | None:
+        """What the process keeps in host memory. None: not all of it is away, or nothing."""
         line, places = Line(pid), self._places(pid)
         try:
             blocks = [each for each in line.agent.blocks() if can_leave(each)]
-            vaults = [vault_of(self._vaults, each, places) for each in blocks]
-            kept = line.agent.fetch()
+            fd = line.agent.fetch()
         finally:
             line.hang_up()
-        if kept is None:
+        if fd is None:
             return None
-        file = StagingFile.adopt(kept)
+        file = StagingFile.adopt(fd)
         opened.callback(file.close)
-        if not blocks:
-            return None
         size_bytes = sum(each.size_bytes for each in blocks)
-        if file.size_bytes != size_bytes or not all(each.flags & Flag.AWAY for each in blocks):
-            return None
-        if any(vault.free_bytes() < _needed(size_bytes) for vault in vaults):
+        if not blocks or file.size_bytes != size_bytes or not all(each.flags & Flag.AWAY for each in blocks):
             return None
         room = HostRoom(file, size_bytes)
         opened.callback(room.close)
-        on_host = [gpu_of(each, places) is None for each in blocks]
-        extents = extents_of(blocks, places)
-        destination = BlocksDestination(DevicePart(pid, 1), extents, list(zip(vaults, on_host, strict=True)))
-        return destination, room.address
+        found = _Kept(pid, tuple(blocks), tuple(places), room.address)
+        self._kept_bytes |= {(pid, uuid): size_bytes for uuid, size_bytes in found.by_gpu.items()}
+        return found
+
+    def make_way(self, pids: Sequence[int]) -> None:
+        """See `Gang.before_restore`. Raises GpuFull."""
+        if self._starting is not None:
+            self._is_made.wait()
+        needed: dict[str, int] = {}
+        for pid in pids:
+            for uuid, held in self._held.get(pid, {}).items():
+                new = self._maps[pid].new_for(uuid) if pid in self._maps else uuid
+                needed[new] = needed.get(new, 0) + max(0, held - self._kept_bytes.get((pid, new), 0))
+        if not lacking(needed):
+            return
+        self._wait_started()
+        for each in self._filled.values():
+            each.seal()
+        self._vaults.close()
+        wait_for_room(needed, ROOM_LIMIT_S)
 
     def give_back(self) -> None:
         """Put it back into all of them; they are LOCKED. Tries all, then raises the first error.

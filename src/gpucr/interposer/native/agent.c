@@ -43,6 +43,9 @@ static void count_blocks(struct status *status) {
         status->away += block->dropped;
         status->multicast += block->multicast;
         status->dma_buf += block->registered;
+        bool foreign = !block->dropped && (block->imported || block->returned);
+        status->foreign += foreign;
+        status->captive += foreign && !carry_may_leave(block);
         if (block->multicast) {
             continue;
         } else if (block->imported) {
@@ -162,10 +165,23 @@ static uint32_t do_bring_back(void) {
     uint32_t code = DONE;
     if (asked.head.operation == IMPORT && asked.descriptor_count != asked.head.count)
         return NO_DESCRIPTORS;
+    shared_begin();
     for (unsigned i = 0; i < asked.head.count && code == DONE; i++)
         code = bring_back(&asked.records[i], i);
+    shared_end();
     if (asked.head.operation == CREATE && answer.head.count > 0)
         return DONE; /* the client repeats the rest: descriptors may have run out */
+    return code;
+}
+
+static uint32_t do_fill(void) {
+    uint64_t offset = asked.head.a;
+    uint32_t code = DONE;
+    for (unsigned i = 0; i < asked.head.count && code == DONE; i++) {
+        struct block *block = block_number(asked.records[i].block, (uint16_t)asked.records[i].generation);
+        code = block != NULL ? carry_fill(block, kept_number(KEPT_MEMORY), offset) : UNKNOWN_BLOCK;
+        offset += block != NULL ? block->bytes : 0;
+    }
     return code;
 }
 
@@ -176,6 +192,8 @@ static uint32_t on_memory(void) {
         return SOMEBODY_INSIDE;
     if (asked.head.operation == EXPORT)
         return do_export();
+    if (asked.head.operation == FILL)
+        return do_fill();
     if (asked.head.operation != DROP)
         return do_bring_back();
     return asked.head.a <= DROP_IMPORTED ? carry_drop((enum drops)asked.head.a) : MALFORMED;
@@ -206,6 +224,7 @@ static uint32_t perform(void) {
     case DROP:
     case IMPORT:
     case CREATE:
+    case FILL:
     case LIST:
         return on_memory_locked();
     case KEEP:
@@ -227,17 +246,19 @@ static struct inside who_is_inside(void) {
     return who;
 }
 
+static bool reply_status(int to) {
+    table_lock();
+    struct status status = status_now();
+    table_unlock();
+    return socket_send(to, &answer, &status, sizeof status);
+}
+
 static bool reply(void) {
-    struct status status;
     struct inside inside;
     const void *payload = answer.records;
     unsigned bytes = answer.head.count * (unsigned)sizeof(struct record);
     if (asked.head.operation == STATUS && answer.head.code == DONE) {
-        table_lock();
-        status = status_now();
-        table_unlock();
-        payload = &status;
-        bytes = sizeof status;
+        return reply_status(client);
     } else if (asked.head.operation == CLOSE && answer.head.code == DONE && answer.head.a != 0) {
         inside = who_is_inside();
         payload = &inside;
@@ -333,37 +354,41 @@ static uint32_t do_share(void) {
     return DONE;
 }
 
-/* A peer that opens this process's memory by legacy IPC. Answered at once, even while there is a client. */
-static bool is_a_peer(int connection) {
+/* A peer that opens this process's memory by legacy IPC, or somebody who only wants to know what there is. */
+static bool only_asks(int connection) {
     struct message head;
     struct pollfd asking = {connection, POLLIN, 0};
     return poll(&asking, 1, REFUSAL_MS) > 0 &&
            recv(connection, &head, sizeof head, MSG_PEEK | MSG_DONTWAIT) == sizeof head && head.magic == PROTOCOL_MAGIC &&
-           head.operation == SHARE;
+           (head.operation == SHARE || head.operation == STATUS || head.operation == LIST);
 }
 
-static void share_with(int peer) {
+/* At once, even while there is a client. */
+static void answer_only(int other) {
     pthread_mutex_lock(&descriptors_open);
-    enum received received = socket_receive(peer, &asked);
-    answer.head = (struct message){PROTOCOL_MAGIC, PROTOCOL_VERSION, SHARE, refusal(received), 0, 0, 0};
+    enum received received = socket_receive(other, &asked);
+    answer.head = (struct message){PROTOCOL_MAGIC, PROTOCOL_VERSION, asked.head.operation, refusal(received), 0, 0, 0};
     answer.descriptor_count = 0;
-    if (answer.head.code == DONE) {
+    if (answer.head.code == DONE && asked.head.operation != STATUS) {
         table_lock();
-        answer.head.code = do_share();
+        answer.head.code = asked.head.operation == SHARE ? do_share() : do_list();
         table_unlock();
     }
     close_asked();
-    socket_send(peer, &answer, answer.records, answer.head.count * (unsigned)sizeof(struct record));
+    if (answer.head.code == DONE && asked.head.operation == STATUS)
+        reply_status(other);
+    else
+        socket_send(other, &answer, answer.records, answer.head.count * (unsigned)sizeof(struct record));
     packet_close(&answer);
     pthread_mutex_unlock(&descriptors_open);
-    close(peer);
+    close(other);
 }
 
 static void welcome(void) {
     spares_give();
     int other = socket_accept(listening);
-    if (other >= 0 && is_a_peer(other)) {
-        share_with(other);
+    if (other >= 0 && only_asks(other)) {
+        answer_only(other);
     } else if (other >= 0 && client >= 0) {
         pthread_mutex_lock(&descriptors_open);
         refuse_second(other);

@@ -11,6 +11,7 @@ uint32_t carry_drop(enum drops what); /* what was exported to this client, what 
 bool carry_may_leave(const struct block *block);
 uint32_t carry_import(struct block *block, int descriptor, bool renew);
 uint32_t carry_create(struct block *block, int *descriptor);
+uint32_t carry_fill(struct block *block, int file, uint64_t offset); /* its bytes, from there */
 void carry_forget_exports(void);       /* the client is gone */
 bool carry_anything_away(void);
 struct record carry_record(const struct block *block);
@@ -18,6 +19,7 @@ struct record carry_record(const struct block *block);
 /* kept.c */
 struct packet;
 bool kept_anything(void);
+int kept_number(enum kept what); /* -1: nothing is */
 void kept_close(void);
 uint32_t kept_take(struct packet *asked);
 uint32_t kept_give(uint64_t what, struct packet *answer);

@@ -59,7 +59,8 @@ struct ipc_handle { /* CUipcMemHandle */
     X(cuCtxSetCurrent, (context))                                                           \
     X(cuCtxGetDevice, (int *))                                                              \
     X(cuCtxSynchronize, (void))                                                             \
-    X(cuMemcpyDtoD_v2, (address, address, size_t))
+    X(cuMemcpyDtoD_v2, (address, address, size_t))                                          \
+    X(cuMemcpyHtoD_v2, (address, const void *, size_t))
 
 #define OPTIONAL(X)                                                                         \
     X(cuMemAllocManaged, (address *, size_t, unsigned))                                     \

@@ -33,9 +33,11 @@ struct block {
     size_t bytes; /* 0: not known (imported) */
     struct properties asked;
     bool live, imported, exportable;
+    bool returned;   /* the process's own memory, which came back by a descriptor: the driver does not export it again */
     bool given_out;  /* by the program, to other processes */
     bool multicast;  /* not memory, but what several GPUs' memory is bound to: it stays with the driver */
     bool registered; /* a dma-buf was made of it */
+    bool stays;      /* what it was bound to or exported as cannot be made again */
     bool dropped;    /* away */
     int descriptor;  /* by which it went out or came in (shared.c); -1: none is kept */
     dev_t device;    /* of that descriptor */
@@ -44,6 +46,7 @@ struct block {
     uint16_t generation;
     uint32_t index;
     unsigned references, mappings; /* the program's handles, and addresses that show it */
+    address only;                  /* the one address that shows it; 0: there are more, or none */
 };
 struct mapping {
     address start;
@@ -93,6 +96,7 @@ struct block *block_at(uint32_t index); /* of a live block */
 handle block_handle(const struct block *block);
 void block_forget_unused(struct block *block); /* releases it when nothing refers to it any more */
 struct mapping *mapping_add(address start, size_t bytes, size_t offset, struct block *block);
+size_t mapping_next(const struct block *block, size_t place); /* of those that show it, at or behind a place; or the count */
 void mapping_remove(size_t place);
 bool mapping_set_access(struct mapping *mapping, const struct access *access, size_t count);
 void context_note(int device, context context);
@@ -100,6 +104,8 @@ context context_of(int device); /* any of the device's that is alive; NULL */
 void context_forget(context context);
 
 /* shared.c */
+void shared_begin(void); /* many will be kept: once for all of them */
+void shared_end(void);
 void shared_keep(struct block *block, int descriptor); /* a copy of it */
 void shared_forget(struct block *block);
 result shared_export(struct block *block, int *descriptor);

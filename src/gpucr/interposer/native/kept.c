@@ -14,6 +14,10 @@ bool kept_anything(void) {
     return false;
 }
 
+int kept_number(enum kept what) {
+    return kept[what];
+}
+
 void kept_close(void) {
     for (int i = 0; i < KEPT; i++) {
         if (kept[i] >= 0)

@@ -20,7 +20,8 @@ enum operation {
     EXPORT,     /* a = first block, b = 1: only what other processes have. Answer: records with a descriptor each; a = the next
                    block, b = 1: that was all */
     DROP,       /* all that was exported is unmapped and released; a: an enum drops. Addresses stay reserved */
-    IMPORT,     /* records with a descriptor each; a = 1: the blocks are renewed, so that they can be exported again */
+    IMPORT,     /* records with a descriptor each, which the blocks keep; a = 1: they get other memory with the same bytes where
+                   there is room, and keep nothing */
     CREATE,     /* records: made again, empty, at their addresses. Answer: a descriptor for each */
     LIST,       /* a = first block. Answer: records; a = the next block, b = 1: that was all */
     KEEP,       /* one descriptor, which is kept for whoever asks, with the gate closed; a: an enum kept. None: all that are kept
@@ -29,6 +30,8 @@ enum operation {
     SHARE,      /* on the peers' socket: a = address in a range, b = the exporter's token. Answer as for EXPORT, a = next address */
     HOOKS = 14, /* a: an enum hooks, b = milliseconds to wait. The program's own functions are called, with the gate open. Answer:
                    a = how many there are, b = how many have failed */
+    FILL = 15, /* records of blocks that are back; a = where the first one's bytes are in the kept memory, those of the others
+                  follow. Their bytes are copied from there */
     TRACE = 13, /* a = 1: processes of this user may trace this one despite Yama; 0: as the program has chosen */
 };
 
@@ -65,7 +68,14 @@ struct message {
 };
 _Static_assert(sizeof(struct message) == 32, "struct message");
 
-enum flag { IMPORTED = 1, CANNOT_LEAVE = 2, AWAY = 4, SHARED = 8 /* given to other processes */, IS_MULTICAST = 16 };
+enum flag {
+    IMPORTED = 1,
+    CANNOT_LEAVE = 2,
+    AWAY = 4,
+    SHARED = 8, /* given to other processes */
+    IS_MULTICAST = 16,
+    RETURNED = 32, /* its own memory, which the driver takes for imported since it came back by a descriptor */
+};
 
 struct record { /* one block */
     uint32_t block, generation;
@@ -88,6 +98,7 @@ struct status {
     uint64_t gate_closed, inside, captures;
     uint64_t blocks, block_bytes;       /* that can leave */
     uint64_t imported, stuck, stuck_bytes; /* of other processes; that cannot leave */
+    uint64_t foreign, captive; /* here, and imported as the driver sees it; of these, that cannot leave */
     uint64_t away;
     uint64_t small, small_bytes, managed, managed_bytes;
     uint64_t multicast, dma_buf; /* dma_buf: existing memory that was exported as one */
@@ -96,6 +107,6 @@ struct status {
     uint64_t traceable; /* processes of this user may trace this one (TRACE) */
     uint64_t hooks;     /* the program's own functions (HOOKS) */
 };
-_Static_assert(sizeof(struct status) == 25 * 8, "struct status");
+_Static_assert(sizeof(struct status) == 27 * 8, "struct status");
 
 #endif

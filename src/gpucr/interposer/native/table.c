@@ -183,8 +183,20 @@ struct mapping *mapping_add(address start, size_t bytes, size_t offset, struct b
     mapping->bytes = bytes;
     mapping->offset = offset;
     mapping->block = block_index(block);
+    block->only = block->mappings == 0 ? start : 0;
     block->mappings++;
     return mapping;
+}
+
+size_t mapping_next(const struct block *block, size_t place) {
+    if (block->only != 0) {
+        size_t found = sorted_place(&mappings, block->only);
+        return found >= place ? found : mappings.count;
+    }
+    while (block->mappings > 0 && place < mappings.count &&
+           ((const struct mapping *)sorted_at(&mappings, place))->block != block->index)
+        place++;
+    return block->mappings > 0 ? place : mappings.count;
 }
 
 void mapping_remove(size_t place) {
@@ -193,6 +205,7 @@ void mapping_remove(size_t place) {
     free(mapping->access);
     sorted_remove(&mappings, place);
     block->mappings--;
+    block->only = 0;
     block_forget_unused(block);
 }
 

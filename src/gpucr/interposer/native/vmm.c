@@ -110,7 +110,7 @@ static result export_block(void *shareable, struct block *block, int type, unsig
     if (block->imported || block->multicast || type != POSIX_DESCRIPTOR || flags != 0 || shareable == NULL) {
         result result = real.cuMemExportToShareableHandle(shareable, block->real, type, flags);
         if (result == SUCCESS)
-            block->exportable = false;
+            block->stays = true;
         return result;
     }
     block->given_out = true;
@@ -217,7 +217,7 @@ result replaced_cuMulticastBindMem(handle multicast, size_t multicast_offset, ha
     result result = real.cuMulticastBindMem(real_of(multicast_of(multicast), multicast), multicast_offset,
                                             real_of(block, virtual), offset, bytes, flags);
     if (result == SUCCESS && block != NULL)
-        block->exportable = false;
+        block->stays = true;
     table_unlock();
     return result;
 }
@@ -229,7 +229,7 @@ result replaced_cuMulticastBindAddr(handle multicast, size_t multicast_offset, a
     result result = real.cuMulticastBindAddr(real_of(multicast_of(multicast), multicast), multicast_offset, start, bytes,
                                              flags);
     if (result == SUCCESS && mapping != NULL)
-        block_at(mapping->block)->exportable = false;
+        block_at(mapping->block)->stays = true;
     table_unlock();
     return result;
 }
@@ -271,7 +271,7 @@ static result map_array_parts(map_arrays *function, void *list, unsigned count, 
             parts[i] = asked[done + i];
             parts[i].memory = real_of(block, parts[i].memory);
             if (block != NULL)
-                block->exportable = false;
+                block->stays = true;
         }
         result = function(parts, part_count, stream);
         done += part_count;

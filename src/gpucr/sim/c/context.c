@@ -3,7 +3,7 @@
 
 #include <stdlib.h>
 
-#define CONTEXT_BYTES ((8u << 20) + 512u)
+#define CONTEXT_MIB 8 /* GPUCR_SIM_CONTEXT_MIB */
 
 struct context {
     struct device *device;
@@ -15,10 +15,14 @@ _Thread_local struct context *current_context;
 static struct context *contexts;
 
 enum result context_create(struct device *device, struct context **context) {
+    enum result fault = fault_in_call(ACTION_CONTEXT);
+    if (fault != SUCCESS)
+        return fault;
     struct context *made = calloc(1, sizeof *made);
     if (made == NULL)
         return OUT_OF_MEMORY;
-    enum result result = memory_allocate(device, CONTEXT_BYTES, &made->cost);
+    uint64_t bytes = (environment_number("GPUCR_SIM_CONTEXT_MIB", CONTEXT_MIB) << 20) + 512;
+    enum result result = memory_allocate(device, bytes, &made->cost);
     if (result != SUCCESS) {
         free(made);
         return result;

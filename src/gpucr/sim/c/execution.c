@@ -2,6 +2,7 @@
  * Modules, kernels and streams. A kernel is identified by its entry name in the PTX; the simulator runs the built-in
  * with that name. Work takes effect at submission, but every call that could observe that waits until its time has passed.
  */
+#include "blake3.h"
 #include "sim.h"
 
 #include <ctype.h>
@@ -164,7 +165,44 @@ static enum result run_allreduce(uint64_t threads, struct stream *stream, void *
     return collective_submit(&arguments, stream);
 }
 
+/* The second kernel does all of it: nobody looks at what the first one leaves. */
+static enum result run_digest_groups(uint64_t threads, struct stream *stream, void **parameters) {
+    (void)threads, (void)stream, (void)parameters;
+    return SUCCESS;
+}
+
+static enum result digest_piece(uint64_t from, uint64_t size, const uint32_t key[8], uint32_t flags, uint64_t to) {
+    uint8_t digest[32], *data = malloc(size == 0 ? 1 : size);
+    bool is_done = data != NULL && memory_read(data, from, size) == SUCCESS;
+    if (is_done)
+        blake3(digest, key, flags, data, size);
+    free(data);
+    return is_done && memory_write(to, digest, sizeof digest) == SUCCESS ? SUCCESS : ILLEGAL_ADDRESS;
+}
+
+static enum result run_digest_pieces(uint64_t threads, struct stream *stream, void **parameters) {
+    uint64_t data, length, key_at, digests;
+    uint32_t piece_bytes, flags, key[8];
+    (void)stream;
+    memcpy(&data, parameters[0], sizeof data);
+    memcpy(&length, parameters[1], sizeof length);
+    memcpy(&piece_bytes, parameters[2], sizeof piece_bytes);
+    memcpy(&key_at, parameters[3], sizeof key_at);
+    memcpy(&flags, parameters[4], sizeof flags);
+    memcpy(&digests, parameters[6], sizeof digests);
+    if (piece_bytes == 0 || memory_read(key, key_at, sizeof key) != SUCCESS)
+        return ILLEGAL_ADDRESS;
+    enum result result = SUCCESS;
+    for (uint64_t piece = 0; piece < threads / 256 && result == SUCCESS; piece++) {
+        uint64_t start = piece * piece_bytes, left = length - start;
+        result = digest_piece(data + start, left < piece_bytes ? left : piece_bytes, key, flags, digests + 32 * piece);
+    }
+    return result;
+}
+
 static const struct kernel KERNELS[] = {
+    {"gpucr_digest_groups", run_digest_groups},
+    {"gpucr_digest_pieces", run_digest_pieces},
     {"gpucr_increment", run_increment},
     {"gpucr_spin", run_spin},
     {"gpucr_allreduce", run_allreduce},

@@ -7,7 +7,8 @@
 #include <time.h>
 #include <unistd.h>
 
-static const char *const ACTION_NAMES[ACTIONS] = {"state", "tid", "lock", "checkpoint", "restore", "unlock", "complete"};
+static const char *const ACTION_NAMES[ACTIONS] = {"state", "tid", "lock", "checkpoint", "restore", "unlock", "complete",
+                                                 "create", "export", "import", "map", "access", "context"};
 
 void sleep_ms(uint32_t duration_ms) {
     struct timespec left = {.tv_sec = duration_ms / 1000, .tv_nsec = (long)(duration_ms % 1000) * 1000000};

@@ -1,6 +1,6 @@
 /*
  * The ledger: how much memory each process holds on each GPU. A folder with one small text file per process, named
- * PIDNS-PID.use, changed under a lock on the folder. No descriptor into it stays open: CRIU would have to dump it.
+ * PIDNS-PID.use, changed under a lock on the folder. Exported memory is beside them (exported.c). No descriptor into it stays open: CRIU would have to dump it.
  *
  * Readers take no lock: a program that watches GPUs can be stopped, or dumped, at any instruction, and processes whose
  * device memory comes back meanwhile would wait forever. Entries are created atomically, by renaming.
@@ -42,6 +42,10 @@ static int open_locked(const struct machine *machine) {
             return -error;
         }
     return folder;
+}
+
+int ledger_open(const struct machine *machine, bool locked) {
+    return locked ? open_locked(machine) : open_folder(machine);
 }
 
 static void entry_name(char *name, size_t size, uint64_t pid_namespace, pid_t pid) {
@@ -132,8 +136,13 @@ static void add_up(const struct holding *holdings, size_t count, bool with_mine,
 int ledger_used(const struct machine *machine, uint64_t used_bytes[MAX_GPUS]) {
     struct holding holdings[MAX_PROCESSES];
     size_t count = 0;
-    int result = ledger_read(machine, holdings, MAX_PROCESSES, &count);
+    int folder = open_folder(machine);
+    if (folder < 0)
+        return folder;
+    int result = read_entries(machine, folder, false, holdings, MAX_PROCESSES, &count);
     add_up(holdings, count, true, used_bytes);
+    exported_count(machine, folder, false, used_bytes);
+    close(folder);
     return result;
 }
 
@@ -161,18 +170,35 @@ static int write_own(const struct machine *machine, int folder, const uint64_t b
     return 0;
 }
 
-int ledger_claim(const struct machine *machine, const uint64_t wanted_bytes[MAX_GPUS]) {
+static bool has_room(const struct machine *machine, int folder, const uint64_t wanted_bytes[MAX_GPUS],
+                     uint64_t others[MAX_GPUS]) {
+    uint64_t free_bytes[MAX_GPUS] = {0};
+    for (uint32_t gpu = 0; gpu < machine->gpu_count; gpu++) {
+        uint64_t taken = others[gpu] + wanted_bytes[gpu], capacity = machine->gpus[gpu].capacity_bytes;
+        if (wanted_bytes[gpu] > 0 && taken > capacity)
+            return false;
+        free_bytes[gpu] = wanted_bytes[gpu] > 0 ? capacity - taken : UINT64_MAX;
+    }
+    if (exported_fits(machine, folder, free_bytes))
+        return true;
+    exported_count(machine, folder, true, others);
+    for (uint32_t gpu = 0; gpu < machine->gpu_count; gpu++)
+        if (wanted_bytes[gpu] > 0 && others[gpu] + wanted_bytes[gpu] > machine->gpus[gpu].capacity_bytes)
+            return false;
+    return true;
+}
+
+int ledger_claim(const struct machine *machine, const uint64_t wanted_bytes[MAX_GPUS], bool is_less) {
     struct holding holdings[MAX_PROCESSES];
     uint64_t others[MAX_GPUS];
     size_t count = 0;
     int folder = open_locked(machine);
     if (folder < 0)
         return folder;
-    int result = read_entries(machine, folder, true, holdings, MAX_PROCESSES, &count);
+    int result = is_less ? 0 : read_entries(machine, folder, true, holdings, MAX_PROCESSES, &count);
     add_up(holdings, count, false, others);
-    for (uint32_t gpu = 0; result == 0 && gpu < machine->gpu_count; gpu++)
-        if (wanted_bytes[gpu] > 0 && others[gpu] + wanted_bytes[gpu] > machine->gpus[gpu].capacity_bytes)
-            result = -ENOMEM;
+    if (result == 0 && !is_less && !has_room(machine, folder, wanted_bytes, others))
+        result = -ENOMEM;
     if (result == 0)
         result = write_own(machine, folder, wanted_bytes);
     close(folder);

@@ -60,9 +60,28 @@ struct holding {
     bool mine; /* pids of several namespaces can be equal */
     uint64_t bytes[MAX_GPUS]; /* by index in the machine */
 };
-int ledger_claim(const struct machine *machine, const uint64_t wanted_bytes[MAX_GPUS]); /* -ENOMEM: no room */
+/* -ENOMEM: no room. `is_less`: than before, so that there is. */
+int ledger_claim(const struct machine *machine, const uint64_t wanted_bytes[MAX_GPUS], bool is_less);
 int ledger_release(const struct machine *machine);
 int ledger_read(const struct machine *machine, struct holding *holdings, size_t room, size_t *count);
 int ledger_used(const struct machine *machine, uint64_t used_bytes[MAX_GPUS]);
+int ledger_open(const struct machine *machine, bool locked); /* the state folder */
+
+/* exported.c */
+#define EXPORTED_MAGIC 0x6d6d762d6d697368u
+struct exported { /* behind the bytes in such a file */
+    uint64_t magic, size_bytes, owner_namespace, owner_start_ms;
+    int32_t owner; /* as it sees itself; 0: it has freed the memory */
+    uint8_t gpu[UUID_BYTES];
+    uint8_t properties[32]; /* CUmemAllocationProp */
+    uint32_t reserved;
+};
+int exported_create(const struct machine *machine, const struct exported *content); /* -1: failed */
+void exported_disown(int fd);                              /* its maker has freed the memory, others have it */
+bool exported_is(int fd, struct exported *content);        /* false: it is something else */
+/* Whether all of them together, which may count for processes too, are no more than this. False: look closely. */
+bool exported_fits(const struct machine *machine, int folder, const uint64_t free_bytes[MAX_GPUS]);
+/* Adds what counts for no process. `locked`: the folder is, and files that nobody has any more are removed. */
+void exported_count(const struct machine *machine, int folder, bool locked, uint64_t used_bytes[MAX_GPUS]);
 
 #endif

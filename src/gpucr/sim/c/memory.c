@@ -71,22 +71,29 @@ static struct memory *memory_of(struct device *device) {
     return memory;
 }
 
-enum result memory_claim(const struct machine *machine, const uint32_t *machine_index) {
+static enum result claim(const struct machine *machine, const uint32_t *machine_index, bool is_less) {
     uint64_t wanted[MAX_GPUS] = {0};
     for (int i = 0; i < sim_device_count; i++)
         if (sim_devices[i].memory != NULL)
             wanted[machine_index[i]] += sim_devices[i].memory->allocated_bytes + sim_devices[i].memory->managed_bytes;
-    int error = ledger_claim(machine, wanted);
+    int error = ledger_claim(machine, wanted, is_less);
     if (error == 0)
         return SUCCESS;
-    return error == -ENOMEM ? OUT_OF_MEMORY : OPERATING_SYSTEM;
+    if (error == -ENOMEM)
+        return OUT_OF_MEMORY;
+    fprintf(stderr, "gpucr simulator: device memory cannot be counted in %s: %s\n", machine->state_dir, strerror(-error));
+    return OPERATING_SYSTEM;
 }
 
-static enum result claim_here(void) {
+enum result memory_claim(const struct machine *machine, const uint32_t *machine_index) {
+    return claim(machine, machine_index, false);
+}
+
+static enum result claim_here(bool is_less) {
     uint32_t machine_index[MAX_GPUS];
     for (int i = 0; i < sim_device_count; i++)
         machine_index[i] = sim_devices[i].machine_index;
-    return memory_claim(&sim_machine, machine_index);
+    return claim(&sim_machine, machine_index, is_less);
 }
 
 /* The first gap that is large enough; its place in the list. */
@@ -129,7 +136,7 @@ enum result memory_allocate(struct device *device, uint64_t size_bytes, uint64_t
     if (!find_gap(memory, size_bytes, &place, &offset) || !grow_blocks(memory))
         return OUT_OF_MEMORY;
     memory->allocated_bytes += size_bytes;
-    enum result result = claim_here();
+    enum result result = claim_here(false);
     if (result != SUCCESS) {
         memory->allocated_bytes -= size_bytes;
         return result;
@@ -150,7 +157,7 @@ enum result memory_allocate_managed(struct device *device, uint64_t size_bytes, 
     }
     void *start = mmap(NULL, size_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     memory->managed_bytes += size_bytes;
-    enum result result = start == MAP_FAILED ? OUT_OF_MEMORY : claim_here();
+    enum result result = start == MAP_FAILED ? OUT_OF_MEMORY : claim_here(false);
     if (result != SUCCESS) {
         memory->managed_bytes -= size_bytes;
         if (start != MAP_FAILED)
@@ -252,13 +259,13 @@ enum result memory_free(uint64_t pointer) {
     if (block == NULL || memory->base + block->offset != pointer) {
         if (!free_managed(pointer))
             return INVALID_VALUE;
-        return claim_here();
+        return claim_here(true);
     }
     fallocate(memory->fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)block->offset, (off_t)block->size_bytes);
     memory->allocated_bytes -= block->size_bytes;
     memmove(block, block + 1, (size_t)(memory->blocks + memory->block_count - (block + 1)) * sizeof *block);
     memory->block_count--;
-    return claim_here();
+    return claim_here(true);
 }
 
 enum result memory_read(void *to, uint64_t pointer, uint64_t size_bytes) {

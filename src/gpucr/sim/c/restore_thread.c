@@ -232,7 +232,7 @@ static enum result do_unlock(const struct fault *fault) {
 }
 
 static enum result perform(enum action action) {
-    if (action >= ACTIONS)
+    if (action > ACTION_COMPLETE)
         return INVALID_VALUE;
     struct fault fault = faults_pick(&faults, action, 0, ++control->calls[action]);
     fault_wait(&fault);
@@ -255,6 +255,13 @@ static enum result perform(enum action action) {
     default:
         return INVALID_VALUE;
     }
+}
+
+enum result fault_in_call(enum action action) {
+    struct fault fault = faults_pick(&faults, action, 0, ++control->calls[action]);
+    fault_wait(&fault);
+    midway(&fault);
+    return fault.kind == FAULT_RESULT ? (enum result)fault.value : SUCCESS;
 }
 
 static void *serve(void *unused) {

@@ -38,7 +38,11 @@ enum result {
 enum process_state { RUNNING = 0, LOCKED = 1, CHECKPOINTED = 2, FAILED = 3, CHECKPOINTING = 4, RESTORING = 5 };
 
 /* faults.c: ACTION[@PID][#NTH]=RESULT[:failed]|hang|die|delay:MS|until:PATH, comma separated. */
-enum action { ACTION_STATE, ACTION_TID, ACTION_LOCK, ACTION_CHECKPOINT, ACTION_RESTORE, ACTION_UNLOCK, ACTION_COMPLETE, ACTIONS };
+enum action {
+    ACTION_STATE, ACTION_TID, ACTION_LOCK, ACTION_CHECKPOINT, ACTION_RESTORE, ACTION_UNLOCK, ACTION_COMPLETE,
+    /* a process's own calls: cuMemCreate, and so on */
+    ACTION_CREATE, ACTION_EXPORT, ACTION_IMPORT, ACTION_MAP, ACTION_ACCESS, ACTION_CONTEXT, ACTIONS
+};
 
 struct fault {
     enum { FAULT_NONE, FAULT_RESULT, FAULT_HANG, FAULT_DIE, FAULT_DELAY, FAULT_UNTIL } kind;
@@ -197,7 +201,7 @@ void collectives_wait(void); /* for peers, a while */
 /* control.c and restore_thread.c: the channel over which callers reach the target. */
 #define CONTROL_NAME "gpucr-sim-control"
 #define CONTROL_MAGIC 0x6c74632d6d697367u
-#define CONTROL_VERSION 2
+#define CONTROL_VERSION 3
 
 struct gpu_pair {
     uint8_t old_uuid[UUID_BYTES];
@@ -238,6 +242,14 @@ struct control {
 };
 
 enum result restore_thread_start(void);
+#ifdef GPUCR_SIM_OLD_DRIVER
+static inline enum result fault_in_call(enum action action) {
+    (void)action;
+    return SUCCESS;
+}
+#else
+enum result fault_in_call(enum action action); /* the call's result instead of what it does; SUCCESS: none */
+#endif
 void control_close_in_child(void);
 bool watcher_start(void); /* watcher.c */
 

@@ -10,14 +10,8 @@
 #include <unistd.h>
 
 #define POSIX_DESCRIPTOR 1 /* CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR */
-#define SHARED_MAGIC 0x6d6d762d6d697367u
 
 #define ON_HOST_NODE 3 /* CU_MEM_LOCATION_TYPE_HOST_NUMA */
-
-struct shared_memory { /* behind the bytes in that file */
-    uint64_t magic, size_bytes;
-    struct properties properties;
-};
 
 static struct allocation *allocations;
 static uint64_t others; /* that are not our own device memory */
@@ -73,14 +67,13 @@ EXPORT int cuMemGetAllocationGranularity(size_t *bytes, const struct properties 
     return SUCCESS;
 }
 
-static int new_file(uint64_t size_bytes, const struct properties *properties) {
-    struct shared_memory content = {SHARED_MAGIC, size_bytes, *properties};
-    int fd = memfd_create("gpucr-sim-vmm", MFD_CLOEXEC);
-    if (fd >= 0 && pwrite(fd, &content, sizeof content, (off_t)size_bytes) != (ssize_t)sizeof content) {
-        close(fd);
-        fd = -1;
-    }
-    return fd;
+static int new_file(const struct device *device, uint64_t size_bytes, const struct properties *properties) {
+    struct exported content = {.size_bytes = size_bytes};
+    if (device != NULL)
+        memcpy(content.gpu, device->uuid, UUID_BYTES);
+    _Static_assert(sizeof content.properties == sizeof *properties, "CUmemAllocationProp");
+    memcpy(content.properties, properties, sizeof *properties);
+    return exported_create(&sim_machine, &content);
 }
 
 /* NCCL's memory between processes: on a NUMA node, visible to GPUs and CPU. */
@@ -88,11 +81,14 @@ static enum result create_on_host(uint64_t *handle, uint64_t size_bytes, const s
     struct allocation allocation = {.size_bytes = size_bytes, .properties = *properties, .references = 1};
     if (!valid_size(size_bytes) || properties->location < 0)
         return INVALID_VALUE;
-    allocation.shared = new_file(size_bytes, properties);
+    allocation.shared = new_file(NULL, size_bytes, properties);
     return allocation.shared < 0 ? OPERATING_SYSTEM : vmm_remember(&allocation, handle);
 }
 
 static enum result create(uint64_t *handle, uint64_t size_bytes, const struct properties *properties) {
+    enum result fault = fault_in_call(ACTION_CREATE);
+    if (fault != SUCCESS)
+        return fault;
     if (properties->location_type == ON_HOST_NODE)
         return create_on_host(handle, size_bytes, properties);
     struct device *device = device_at(properties->location);
@@ -111,6 +107,15 @@ EXPORT int cuMemCreate(uint64_t *handle, size_t bytes, const struct properties *
     GATED(handle == NULL || properties == NULL || flags != 0 ? INVALID_VALUE : create(handle, bytes, properties));
 }
 
+static void let_go_of_file(struct allocation *allocation) {
+    if (allocation->shared < 0)
+        return;
+    if (allocation->pointer != 0)
+        exported_disown(allocation->shared);
+    close(allocation->shared);
+    allocation->shared = -1;
+}
+
 /* Free memory without handles and mappings. */
 static void forget_unused(void) {
     for (struct allocation **link = &allocations; *link != NULL;) {
@@ -122,8 +127,7 @@ static void forget_unused(void) {
         *link = each->next;
         if (each->pointer != 0)
             memory_free(each->pointer);
-        if (each->shared >= 0)
-            close(each->shared);
+        let_go_of_file(each);
         free(each);
     }
 }
@@ -170,6 +174,9 @@ static bool is_on_host(const struct allocation *allocation) {
 
 static enum result map(uint64_t address, uint64_t size_bytes, uint64_t offset, uint64_t handle) {
     const struct allocation *allocation = vmm_known(handle);
+    enum result fault = fault_in_call(ACTION_MAP);
+    if (fault != SUCCESS)
+        return fault;
     if (allocation == NULL || offset != 0 || size_bytes != allocation->size_bytes)
         return INVALID_VALUE;
     if (is_on_host(allocation) && mmap((void *)(uintptr_t)address, size_bytes, PROT_READ | PROT_WRITE,
@@ -202,6 +209,9 @@ EXPORT int cuMemUnmap(uint64_t address, size_t bytes) {
 static enum result set_access(uint64_t address, uint64_t size_bytes, const void *descriptors) {
     int fd;
     uint64_t offset;
+    enum result fault = fault_in_call(ACTION_ACCESS);
+    if (fault != SUCCESS)
+        return fault;
     return descriptors != NULL && view_find(address, size_bytes, &fd, &offset) ? SUCCESS : INVALID_VALUE;
 }
 
@@ -228,7 +238,7 @@ static bool copy_bytes(int to, uint64_t to_offset, int from, uint64_t from_offse
 
 /* Moves the bytes into a separate file, which keeps them even if this process ends. */
 static enum result share(struct allocation *allocation) {
-    int fd = new_file(allocation->size_bytes, &allocation->properties);
+    int fd = new_file(memory_device(allocation->pointer), allocation->size_bytes, &allocation->properties);
     if (fd < 0)
         return OPERATING_SYSTEM;
     if (!copy_bytes(fd, 0, memory_file(allocation->at.base), allocation->at.offset, allocation->size_bytes)) {
@@ -243,6 +253,9 @@ static enum result export_memory(int *descriptor, uint64_t handle) {
     struct allocation *allocation = vmm_known(handle);
     if (allocation == NULL || allocation->imported || allocation->multicast || (allocation->properties.handle_types & POSIX_DESCRIPTOR) == 0)
         return INVALID_VALUE; /* also what was imported (measured, driver 580) */
+    enum result fault = fault_in_call(ACTION_EXPORT);
+    if (fault != SUCCESS)
+        return fault;
     enum result result = allocation->shared < 0 ? share(allocation) : SUCCESS;
     if (result != SUCCESS)
         return result;
@@ -260,8 +273,7 @@ enum result vmm_take_back(void) {
             continue;
         if (!copy_bytes(memory_file(each->at.base), each->at.offset, each->shared, 0, each->size_bytes))
             return UNKNOWN;
-        close(each->shared);
-        each->shared = -1;
+        let_go_of_file(each);
     }
     return SUCCESS;
 }
@@ -280,14 +292,16 @@ EXPORT int cuMemExportToShareableHandle(void *shareable, uint64_t handle, int ty
 }
 
 static enum result import_memory(uint64_t *handle, int descriptor) {
-    struct shared_memory content;
-    struct stat status;
-    if (fstat(descriptor, &status) < 0 || status.st_size <= (off_t)sizeof content ||
-        pread(descriptor, &content, sizeof content, status.st_size - (off_t)sizeof content) != (ssize_t)sizeof content ||
-        content.magic != SHARED_MAGIC || content.size_bytes != (uint64_t)status.st_size - sizeof content)
+    struct exported content;
+    struct properties properties;
+    enum result fault = fault_in_call(ACTION_IMPORT);
+    if (fault != SUCCESS)
+        return fault;
+    if (!exported_is(descriptor, &content))
         return INVALID_VALUE;
+    memcpy(&properties, content.properties, sizeof properties);
     struct allocation allocation = {.imported = true, .size_bytes = content.size_bytes, .references = 1,
-                                    .properties = content.properties, .shared = fcntl(descriptor, F_DUPFD_CLOEXEC, 3)};
+                                    .properties = properties, .shared = fcntl(descriptor, F_DUPFD_CLOEXEC, 3)};
     if (allocation.shared < 0)
         return OPERATING_SYSTEM;
     enum result result = vmm_remember(&allocation, handle);

@@ -20,12 +20,32 @@ PEER_ENABLED = Fact(
     unless=("peer_access",),
 )
 IMPORTED = Fact(
-    what="{process} has {count} of device memory of other processes mapped",
+    what="{process} has {count} of imported device memory mapped, of other processes or its own that came back to it",
     consequence="by the driver alone " + LOSS,
-    remedy="leave the way to gpucr (`--gpu-state auto`), or send tensors through host memory",
-    code="GPUCR-CUDA-IPC",
+    remedy="leave the way to gpucr (`--gpu-state auto`)",
+    code="GPUCR-IMPORTED-MEMORY",
     unless=("vmm_export",),
-    case="with `--gpu-state driver` or `captured`",
+    case="with `--gpu-state driver`, `captured` or `custom`",
+)
+CAPTIVE = Fact(
+    what="{process} has {count} of imported device memory mapped, which its interposer cannot take: {why}",
+    consequence=LOSS,
+    remedy="end the part of the program that keeps it there, or wait for the end of the job",
+    code="GPUCR-IMPORTED-MEMORY",
+    unless=("vmm_export",),
+)
+SILENT = Fact(
+    what="the interposer of {process} does not answer",
+    consequence="whether the driver could restore the process is not known",
+    remedy="try again in a moment; continue a stopped process; a job keeps the library that it was started with: use "
+    "the gpucr that started it",
+    code="GPUCR-INTERPOSER",
+)
+TOO_MANY_BLOCKS = Fact(
+    what="the job has {count} of device memory, and gpucr needs a descriptor for each",
+    consequence="its memory could not leave its processes",
+    remedy="allow {needed} open files (`ulimit -Hn`, LimitNOFILE= of a service), or use `--gpu-state driver`",
+    code="GPUCR-OPEN-FILES",
 )
 UNOWNED = Fact(
     what="{process} has device memory of a process outside of the job mapped",

@@ -4,17 +4,47 @@ from __future__ import annotations
 
 from gpucr.diagnosis.preflight.support.fact import Fact
 
+_HAS = "the job has {connections} to programs outside it"
 CONNECTIONS = Fact(
-    what="the job has {connections} to programs outside it",
+    what=_HAS,
     consequence="a restore closes them, and the job sees that as a network failure",
-    remedy="--tcp keep on the restore takes them up again, if the other ends still wait on this host",
+    remedy="let the program connect again when that happens",
     severity="warning",
+    case="a dump that leaves the job running",
+)
+CONNECTIONS_END = Fact(
+    what=_HAS,
+    consequence="the dump ends them, and both ends see that as a network failure",
+    remedy="--tcp keep holds them until a restore on this machine",
+    severity="warning",
+    case="a dump that ends the job",
+)
+CONNECTIONS_WAIT = Fact(
+    what=_HAS,
+    consequence="the other ends get no answer until a restore on this machine; many give up after some minutes",
+    remedy="--tcp close",
+    severity="warning",
+    case="a dump with `--tcp keep`",
+)
+KEPT_ELSEWHERE = Fact(
+    what="process {pid} is in another network namespace",
+    consequence="its connections end with that namespace, and cannot be kept",
+    remedy="dump with --tcp close, the default",
+    code="GPUCR-CONNECTIONS",
+    case="a dump with `--tcp keep`",
+)
+NO_FILTER = Fact(
+    what="packets cannot be blocked on this machine",
+    consequence="connections cannot be kept: the kernel would reset them",
+    remedy="dump with --tcp close, the default; or modprobe nf_tables, or install iptables",
+    code="GPUCR-CONNECTIONS",
+    case="a dump with `--tcp keep`",
 )
 _HAD = "the job had {connections} to programs outside it"
 CONNECTIONS_CLOSED = Fact(
     what=_HAD + "; they are closed",
     consequence="the job sees a network failure",
-    remedy="--tcp keep",
+    remedy="dump with --tcp keep, and restore on the same machine",
     severity="warning",
 )
 CONNECTIONS_KEPT = Fact(
@@ -22,19 +52,26 @@ CONNECTIONS_KEPT = Fact(
     consequence="the other ends may be gone",
     remedy="--tcp close",
     severity="warning",
-    case="with `--tcp keep`",
+    case="dumped with `--tcp keep`",
 )
-CONNECTIONS_STALE = Fact(
-    what=_HAD + ", which kept running after the dump",
-    consequence="the other ends would take the restored job's data for old data, garbled or ignored",
-    remedy="restore with --tcp close, the default",
+CONNECTIONS_ENDED = Fact(
+    what=_HAD + ", which the dump did not keep",
+    consequence="the other ends have closed them, or would take the restored job's data for old data",
+    remedy="restore with --tcp close; to keep them, dump with --tcp keep",
     code="GPUCR-CONNECTIONS",
     case="with `--tcp keep`",
 )
-ADDRESSES_ABSENT = Fact(
-    what="connections of the job have addresses that this machine lacks",
-    consequence="they can only be kept where they were",
-    remedy="restore with --tcp close, the default, or on the machine of the dump",
+CONNECTIONS_ABSENT = Fact(
+    what=_HAD + ", and they are not kept on this machine",
+    consequence="they were given up, or are kept on the machine of the dump",
+    remedy="restore with --tcp close, or on the machine of the dump",
+    code="GPUCR-CONNECTIONS",
+    case="dumped with `--tcp keep`",
+)
+CONNECTIONS_APART = Fact(
+    what=_HAD + ", and is restored into a network of its own",
+    consequence="connections of the machine's network cannot be taken up there",
+    remedy="restore with --tcp close, or without --isolate",
     code="GPUCR-CONNECTIONS",
     case="with `--tcp keep`",
 )

@@ -1,0 +1,138 @@
+"""Connections: whether packets can be blocked while a job is saved, and what is blocked now."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+from msgspec import Struct
+
+from gpucr.checkups.checkup import ok
+from gpucr.criu.install import CriuInstall
+from gpucr.diagnosis.preflight.findings import Finding
+from gpucr.linux import processes
+from gpucr.network import kept, of_criu, records
+from gpucr.network.filters import Method, Namespace, find_method
+from gpucr.network.records import KeptRecord, OperationRecord
+from gpucr.quantities import counted
+
+_ABOUT = "connections"
+_OF_CRIU = "CRIU"
+
+
+class NetworkFacts(Struct, frozen=True):
+    """``why_not``: why there is no ``method``. ``foreign``: filters of a CRIU that gpucr did not start.
+
+    ``left``: operations that were killed with their guard, and whose job could not be brought back.
+    """
+
+    method: Method | None
+    why_not: str
+    is_privileged: bool
+    kept: tuple[KeptRecord, ...] = ()
+    left: tuple[str, ...] = ()
+    foreign: tuple[str, ...] = ()
+
+
+def look() -> NetworkFacts:
+    """Ask the packet filter, and read the records."""
+    method, why_not = find_method()
+    foreign: tuple[str, ...] = ()
+    if method is not None:
+        with Namespace() as own:
+            foreign = tuple(sorted(of_criu.filters(own) - {record.name for record in kept.all_kept()}))
+    is_privileged = processes.can_repair_sockets()
+    return NetworkFacts(method, why_not, is_privileged, kept.all_kept(), _left(), foreign)
+
+
+def check(facts: NetworkFacts, criu: CriuInstall | None) -> list[Finding]:
+    """The packet filter, kept connections, and what others have left. ``criu``: None if there is none."""
+    found = [*map(_kept, facts.kept), *map(_left_behind, facts.left), *map(_foreign, facts.foreign)]
+    if facts.method is not None:
+        return [ok(_ABOUT, f"packets can be blocked with {facts.method}", "asked the kernel"), *found]
+    if facts.is_privileged:
+        return [_none(facts), *found]
+    return [*(_of_a_user(facts, criu) if criu is not None and criu.has_network else ()), *found]
+
+
+def _kept(record: KeptRecord) -> Finding:
+    return Finding(
+        "warning",
+        f"{counted(len(record.connections), 'connection')} of {record.snapshot} kept since {record.created}",
+        f"{record.method}: {record.name}",
+        "the other ends get no answer until the snapshot is restored here",
+        f"restore it; or `gpucr connections --close {record.name}`, and the other ends get a reset",
+        about=_ABOUT,
+    )
+
+
+def _left() -> tuple[str, ...]:
+    found = []
+    for name in records.names("operations"):
+        with contextlib.suppress(OSError):  # the operation, or its guard, lives
+            os.close(records.hold(name))
+            if records.read("operations", name, OperationRecord) is not None:
+                found.append(name)
+    return tuple(found)
+
+
+def _left_behind(name: str) -> Finding:
+    record = records.read("operations", name, OperationRecord)
+    pids = ", ".join(str(each.pid) for each in record.processes) if record is not None else "unknown"
+    return Finding(
+        "warning",
+        f"gpucr and its guard were killed in the middle of a dump of the processes {pids}",
+        f"the record {name}",
+        "they may stand still, and their connections may be unusable",
+        "run any gpucr command as the user of that dump; network.log in gpucr's log folder says why it could not help",
+        about=_ABOUT,
+    )
+
+
+def _foreign(name: str) -> Finding:
+    return Finding(
+        "warning",
+        f"there is a packet filter of CRIU's, {name}",
+        "asked the kernel",
+        "it drops the packets of a job's connections, also when that job has ended",
+        f"if no CRIU runs, and nothing that it dumped is to be restored here: `nft delete table inet {name}`"
+        if name != _OF_CRIU
+        else "if no CRIU runs: remove the chain CRIU with iptables",
+        about=_ABOUT,
+    )
+
+
+def _none(facts: NetworkFacts) -> Finding:
+    return Finding(
+        "warning",
+        "packets cannot be blocked while a job is saved",
+        facts.why_not,
+        "a packet that comes in the middle of a dump may break a TCP connection of the job; --tcp keep is refused",
+        "modprobe nf_tables, or install iptables",
+        about=_ABOUT,
+    )
+
+
+def _of_a_user(facts: NetworkFacts, criu: CriuInstall) -> list[Finding]:
+    if not criu.is_unprivileged:
+        return [
+            Finding(
+                "unknown",
+                "whether packets can be blocked was not seen",
+                facts.why_not,
+                "",
+                "sudo gpucr doctor",
+                about=_ABOUT,
+            )
+        ]
+    return [
+        Finding(
+            "warning",
+            "packets are not blocked while this user's jobs are saved",
+            facts.why_not,
+            "a packet from outside in the middle of a dump may break that connection of the job; those between its own "
+            "processes stand still. A CRIU that is killed can leave connections unusable",
+            "let root dump a job whose connections to other machines must survive",
+            about=_ABOUT,
+        )
+    ]

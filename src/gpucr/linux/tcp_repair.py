@@ -1,0 +1,109 @@
+"""The repair mode of other processes' TCP sockets (TCP_REPAIR, Linux 3.5). Needs CAP_NET_ADMIN and ptrace access.
+
+CRIU reads a connection with its socket in repair mode, and a killed CRIU leaves it so: then a read fails with EPERM and
+a write with EINVAL. A socket that is closed in this mode ends without a word to the other end. (Seen with 6.18.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+from collections.abc import Collection, Iterable, Iterator, Sequence
+
+from gpucr.linux import processes
+from gpucr.linux.pidfds import copied_descriptor
+from gpucr.linux.processes import open_files
+from gpucr.model import ProcessId
+
+_TCP_REPAIR = 19
+_NO_TCP = (errno.EOPNOTSUPP, errno.ENOPROTOOPT, errno.EINVAL)
+_SOCKET = "socket:["
+
+
+def is_possible() -> bool:
+    """Whether the caller has the capabilities, and the kernel the system call (pidfd_getfd, Linux 5.6)."""
+    if not processes.can_repair_sockets():
+        return False
+    try:
+        with socket.socket() as own:
+            os.close(copied_descriptor(os.getpid(), own.fileno()))
+    except OSError:
+        return False
+    return True
+
+
+def reusing(ids: Iterable[ProcessId]) -> tuple[int, ...]:
+    """The sockets that have SO_REUSEADDR, which the end of the repair mode takes away. Raises OSError."""
+    found = [inode for inode, tcp in _sockets(ids) if tcp.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR)]
+    return tuple(dict.fromkeys(found))
+
+
+def begin(ids: Iterable[ProcessId], inodes: Collection[int]) -> None:
+    """Put these sockets of the processes into repair mode. Raises OSError."""
+    for inode, tcp in _sockets(ids):
+        if inode in inodes:
+            tcp.setsockopt(socket.IPPROTO_TCP, _TCP_REPAIR, 1)
+
+
+def end(ids: Iterable[ProcessId], reusing: Collection[int]) -> int:
+    """Take all sockets of the processes out of repair mode. Returns how many were in it. Raises OSError.
+
+    ``reusing``: those that had SO_REUSEADDR.
+    """
+    count = 0
+    for inode, tcp in _sockets(ids):
+        if tcp.getsockopt(socket.IPPROTO_TCP, _TCP_REPAIR) == 1:
+            tcp.setsockopt(socket.IPPROTO_TCP, _TCP_REPAIR, 0)
+            tcp.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, inode in reusing)
+            count += 1
+    return count
+
+
+@contextlib.contextmanager
+def sockets_released(ids: Sequence[ProcessId]) -> Iterator[None]:
+    """Around a dump of these processes by CRIU: if it fails, none of their sockets is left in repair mode."""
+    known: tuple[int, ...] = ()
+    if may_help := is_possible():
+        with contextlib.suppress(OSError):
+            known = reusing(ids)
+    try:
+        yield
+    except BaseException:
+        if may_help:
+            with contextlib.suppress(OSError):
+                end(ids, known)
+        raise
+
+
+def _sockets(ids: Iterable[ProcessId]) -> Iterator[tuple[int, socket.socket]]:
+    """Copies of the TCP sockets that these processes have open, with their inodes. Skips processes that have ended."""
+    for process in ids:
+        numbers = {file.fd: file.target for file in open_files(process.pid) if file.target.startswith(_SOCKET)}
+        for number, target in numbers.items() if processes.is_alive(process) else ():
+            with _copied(process.pid, number) as tcp:
+                if tcp is not None:
+                    yield int(target[len(_SOCKET) : -1]), tcp
+
+
+@contextlib.contextmanager
+def _copied(pid: int, number: int) -> Iterator[socket.socket | None]:
+    """A copy of a TCP socket; None if it is another kind of socket, or has been closed."""
+    try:
+        fd = copied_descriptor(pid, number)
+    except OSError as e:
+        if e.errno not in (errno.EBADF, errno.ESRCH, errno.ENOENT):
+            raise
+        yield None
+        return
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM, fileno=fd) as found:
+        try:
+            found.getsockopt(socket.IPPROTO_TCP, _TCP_REPAIR)
+        except OSError as e:
+            if e.errno not in _NO_TCP:
+                raise
+            is_tcp = False
+        else:
+            is_tcp = True
+        yield found if is_tcp else None

@@ -1,0 +1,76 @@
+"""What the doctor says about connections, from facts, and how it finds these."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from gpucr.checkups import network
+from gpucr.checkups.network import NetworkFacts
+from gpucr.criu.install import CriuInstall
+from gpucr.linux import nftables
+from gpucr.model import Connection, Endpoint, ProcessId
+from gpucr.network import records
+from gpucr.network.records import KeptRecord, OperationRecord
+from tests.checkups.judging import only, severities
+from tests.own_network import own_network
+
+FACTS = NetworkFacts("nftables", "", is_privileged=True)
+WITHOUT = NetworkFacts(None, "nftables: Operation not permitted", is_privileged=False)
+CRIU = CriuInstall(("/usr/sbin/criu",), (4, 2, 1), "path", Path("/usr/sbin/criu"))
+CONNECTION = Connection(Endpoint("10.0.0.1", 6379), Endpoint("2001:db8::1", 40000))
+KEPT = KeptRecord("gpucr-kept-1", "nftables", 1, "/srv/s", "2026-11-26T01:02:03+00:00", (CONNECTION,))
+
+
+def test_packets_can_be_blocked() -> None:
+    assert severities(network.check(FACTS, CRIU)) == ["ok"]
+
+
+def test_they_cannot() -> None:
+    one = only(network.check(replace(FACTS, method=None, why_not="no nftables"), CRIU))
+    assert (one.severity, one.evidence) == ("warning", "no nftables")
+
+
+def test_for_a_user() -> None:
+    """It matters where CRIU may dump connections for him."""
+    assert network.check(WITHOUT, None) == []
+    assert only(network.check(WITHOUT, CRIU)).severity == "unknown"
+    granted = replace(CRIU, origin="granted", is_unprivileged=True)
+    assert only(network.check(WITHOUT, granted)).severity == "warning"
+    assert network.check(WITHOUT, replace(granted, has_network=False)) == []
+
+
+def test_kept_connections_are_listed_with_a_remedy() -> None:
+    one = only(network.check(replace(FACTS, kept=(KEPT,)), CRIU))
+    assert one.what == "1 connection of /srv/s kept since 2026-11-26T01:02:03+00:00"
+    assert "gpucr connections --close gpucr-kept-1" in one.remedy
+
+
+@pytest.mark.root
+def test_an_operation_that_nobody_works_on_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "runtime_folder", lambda: tmp_path)
+    dead, alive = "gpucr-0-0a1b2c3d", "gpucr-0-0a1b2c3e"
+    for each in (dead, alive):
+        records.write("operations", OperationRecord(each, "here", (), (ProcessId(4711, 1),), (), (), None))
+    held = records.hold(alive)
+    try:
+        facts = network.look()
+    finally:
+        os.close(held)
+    assert facts.left == (dead,)
+    one = only(network.check(replace(facts, foreign=()), CRIU))
+    assert "a dump of the processes 4711" in one.what
+
+
+@pytest.mark.root
+def test_a_filter_that_a_killed_criu_has_left() -> None:
+    with own_network(), nftables.opened() as connection:
+        nftables.make(connection, "CRIU-4711", comment="left", owned=False)
+        facts = network.look()
+        assert facts.method == "nftables"
+        assert facts.foreign == ("CRIU-4711",)
+    one = only(network.check(replace(facts, kept=()), CRIU))
+    assert "nft delete table inet CRIU-4711" in one.remedy
