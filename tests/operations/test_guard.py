@@ -21,10 +21,9 @@ from typing import Any
 
 import pytest
 
-from gpucr.criu.recovery import EndDump, EndRestore, EndRestored, RemoveGhosts, RemoveImages
+from gpucr.criu.recovery import EndDump, EndRestore, EndRestored, PutBackThreads, RemoveGhosts, RemoveImages
 from gpucr.driver.cuda import CudaDriver
 from gpucr.errors import BrokenInstall, Unsupported
-from gpucr.gang.recovery import PutBackThreads
 from gpucr.gpu_state.recovery import BringBack, CallAfterRestore, DetachedStaging, ForgetWork, GangProtection
 from gpucr.jobs.recovery import CloseToTracers, EndJob, EndSandbox
 from gpucr.linux import own_python, processes

@@ -38,7 +38,7 @@ PAUSE, GETPID = 34, 39
 def stopped(target: Counting) -> NotedProcess:
     os.kill(target.pid, signal.SIGSTOP)
     processes.wait_for_stop([target.pid], 10)
-    noted = note_stopped(target.pid, [])
+    noted = note_stopped(target.pid)
     assert noted is not None
     (again,) = decode(encode([noted]))
     assert again == noted

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from gpucr.criu import abandoned, remains
 from gpucr.errors import JobChanged
-from gpucr.linux import processes
+from gpucr.linux import noted_threads, processes
 from gpucr.linux.trusted_paths import opened_folder
 from gpucr.model import ProcessId
 from gpucr.undo.recovery import Action, NotYet
@@ -41,6 +41,18 @@ class EndDump(Action):
             raise NotYet
         remains.kill_session(self.criu)
         return is_committed
+
+
+class PutBackThreads(Action):
+    """Put back the threads of stopped processes that a CRIU was killed in. The descriptor is a file with the notes."""
+
+    def recover(self, descriptors: Sequence[int]) -> bool:
+        """Put them back. A process that has ended, or cannot be traced, stays as it is."""
+        for fd in descriptors:
+            for each in noted_threads.decode(os.pread(fd, os.fstat(fd).st_size, 0)):
+                with contextlib.suppress(OSError):
+                    noted_threads.put_back(each)
+        return False
 
 
 class RemoveImages(Action):

@@ -10,17 +10,13 @@ succeeded (docs/hardware.md).
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 from gpucr.errors import DeadlineExceeded, GpucrError, JobChanged, NotPermitted
 from gpucr.linux import processes, tracing
 from gpucr.linux.held_threads import HeldThreads
-from gpucr.linux.noted_threads import NotedProcess, NotedThread, note, note_stopped, put_back
 from gpucr.model import ProcessId
-
-_CAN_NOTE = os.uname().machine == "x86_64"
 
 STOP_TIMEOUT_S = 10.0
 """How long to wait for a SIGSTOP."""
@@ -40,7 +36,6 @@ class GangThreads:
         self._free_threads: dict[int, int] = {}
         self._ids: dict[int, ProcessId] = {}
         self.are_stopped = False
-        self.noted: tuple[NotedProcess, ...] = ()
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -76,23 +71,13 @@ class GangThreads:
             raise errors[0]
 
     def stop(self) -> None:
-        """Held → stopped by SIGSTOP, and no longer traced. ``noted`` is what they were doing (noted_threads.py)."""
-        held: list[NotedThread] = []
-        for each in self._held if _CAN_NOTE else ():
-            each.look_at_each(lambda thread: held.append(note(thread)))
+        """Held → stopped by SIGSTOP, and no longer traced."""
         self.are_stopped = True
         for process in self._ids.values():
             processes.send_signal(process, signal.SIGSTOP)  # CRIU will notice one that has ended
         self.release()
         # CRIU must not see a half-finished stop: it would dump the signal as pending.
         processes.wait_for_stop(self.pids, STOP_TIMEOUT_S)
-        self.noted = _note_all(self.pids, held) if _CAN_NOTE else ()
-
-    def put_back(self) -> None:
-        """After `stop`, when CRIU has failed: put back what it was killed in. Stopped → stopped."""
-        for each in self.noted:
-            with contextlib.suppress(OSError):  # it has ended; or the others get theirs
-                put_back(each)
 
     def continue_stopped(self) -> None:
         """End the stop. Threads that are held do not notice."""
@@ -109,17 +94,6 @@ class GangThreads:
         with explained(*free_threads):
             held.hold()
         self._held.append(held)
-
-
-def _note_all(pids: Collection[int], held: Sequence[NotedThread]) -> tuple[NotedProcess, ...]:
-    """Without what cannot be looked at: then a CRIU that is killed can take it along."""
-    noted: list[NotedProcess] = []
-    for pid in pids:
-        with contextlib.suppress(OSError):
-            threads = set(processes.threads(pid))
-            if (each := note_stopped(pid, [thread for thread in held if thread.tid in threads])) is not None:
-                noted.append(each)
-    return tuple(noted)
 
 
 @contextlib.contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,11 +14,9 @@ from gpucr.driver.api import Driver
 from gpucr.driver.cuda import load_driver
 from gpucr.errors import GpucrError, JobChanged, reason_of
 from gpucr.gang import Gang
-from gpucr.gang.recovery import PutBackThreads
 from gpucr.gang.threads import GangThreads
 from gpucr.interposer.presence import agent_threads, is_interposed
 from gpucr.linux import memory, processes
-from gpucr.linux.noted_threads import NotedProcess, encode
 from gpucr.linux.tmpfs import KEPT_NAME
 from gpucr.model import CudaState, GangMember, GpuMap, ProcessId, StagedExtent
 from gpucr.undo.logs import append_to_log
@@ -410,13 +407,6 @@ class GangProtection:
         """These may be stopped by SIGSTOP."""
         self._action.stopped = tuple(stopped)
         self._tell()
-
-    def noted(self, noted: Sequence[NotedProcess]) -> None:
-        """This is what their threads were doing, before CRIU comes."""
-        self._notes = open(os.memfd_create("gpucr-noted", os.MFD_CLOEXEC), "wb")  # noqa: SIM115 - open as long as this
-        self._notes.write(encode(noted))
-        self._notes.flush()
-        self.protection.protect(PutBackThreads(), [self._notes.fileno()])
 
     def _tell(self) -> None:
         self.protection.protect(self._action, self._descriptors())

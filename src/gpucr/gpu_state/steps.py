@@ -210,13 +210,11 @@ class StopThreads:
         """Stop them."""
         self._protection.stopped([member.id for member in self._gang.members])
         self._threads.stop()
-        self._protection.noted(self._threads.noted)
         return 0
 
     def undo(self) -> None:
-        """Let only the restore threads run again, from where they were if CRIU was killed."""
+        """Let only the restore threads run again."""
         if self._threads.are_stopped:
-            self._threads.put_back()
             self._threads.hold_again()
 
 

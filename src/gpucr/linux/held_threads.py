@@ -7,7 +7,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from gpucr.linux import processes
 from gpucr.linux.interrupted_calls import with_call_number
@@ -61,10 +61,6 @@ class HeldThreads:
         self._tracer.join()
         self._tracer = None
 
-    def look_at_each(self, look: Callable[[TracedThread], None]) -> None:
-        """Call this with every held thread, where that can be traced."""
-        self._call(lambda: _for_each(self._held, look))
-
     def _serve(self) -> None:
         while (request := self._calls.get()) is not None:
             call, answer = request
@@ -109,12 +105,6 @@ class HeldThreads:
         for thread in self._held:
             thread.let_go(thread.last_stop.signal)
         self._held.clear()
-
-
-def _for_each(threads: Iterable[TracedThread], look: Callable[[TracedThread], None]) -> None:
-    for thread in threads:
-        with contextlib.suppress(ProcessLookupError):  # it was killed
-            look(thread)
 
 
 def seconds_left(deadline: float | None) -> float | None:

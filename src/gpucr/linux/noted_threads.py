@@ -16,7 +16,7 @@ import contextlib
 import errno
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
@@ -68,8 +68,8 @@ def note(thread: TracedThread) -> NotedThread:
     return NotedThread(thread.tid, bytes(thread.registers()), thread.extended_registers(), thread.signal_mask())
 
 
-def note_stopped(pid: int, held: Sequence[NotedThread]) -> NotedProcess | None:
-    """A process stopped by SIGSTOP, of which these threads were noted before. None: it has ended, or has no code.
+def note_stopped(pid: int) -> NotedProcess | None:
+    """A process stopped by SIGSTOP. None: it has ended, or has no code.
 
     Raises OSError if it cannot be traced.
     """
@@ -77,11 +77,10 @@ def note_stopped(pid: int, held: Sequence[NotedThread]) -> NotedProcess | None:
     code = next((each for each in memory.read_maps(pid) if "x" in each.permissions), None) if stat is not None else None
     if stat is None or code is None:
         return None
-    known = {each.tid for each in held}
-    others = [note(thread) for thread in _traced(tid for tid in processes.threads(pid) if tid not in known)]
+    threads = tuple(note(thread) for thread in _traced(processes.threads(pid)))
     with open(f"{processes.PROC}/{pid}/mem", "rb", buffering=0) as file:
         content = os.pread(file.fileno(), _CODE_BYTES, code.start)
-    return NotedProcess(ProcessId(pid, stat.start_time_ticks), code.start, content, (*held, *others))
+    return NotedProcess(ProcessId(pid, stat.start_time_ticks), code.start, content, threads)
 
 
 def put_back(noted: NotedProcess) -> None:
@@ -126,7 +125,7 @@ def _let_finish(thread: TracedThread, parasites: Sequence[Mapping]) -> None:
     thread.interrupt()
 
 
-def _traced(tids: Iterator[int] | dict[int, NotedThread]) -> Iterator[TracedThread]:
+def _traced(tids: Iterable[int]) -> Iterator[TracedThread]:
     """Each of these stopped threads, traced while the caller looks at it; those that have ended are left out."""
     for tid in tids:
         with contextlib.suppress(ProcessLookupError):

@@ -222,10 +222,6 @@ class FrozenJob:
                 )
                 preflight.require_no_blocking([*hold.kept, *prepared.findings], force=force)
                 report = run_prepared(prepared, running, None)
-            except BaseException:
-                if hold.parts.cuda is not None:
-                    hold.parts.cuda.threads.put_back()
-                raise
             finally:
                 # A thread that CRIU released may still be returning to the stop.
                 with contextlib.suppress(ProcessNotFound):
