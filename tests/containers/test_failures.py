@@ -440,7 +440,7 @@ def test_dumps_in_another_pid_namespace_are_left_alone(monkeypatch: pytest.Monke
         monkeypatch.setattr(meeting.MEETINGS, "folder", lambda: folder)
         ours = meeting.socket_path(ended)
         with monkeypatch.context() as there:
-            there.setattr("gpucr.linux.process_records._here", lambda: "boot-1")
+            there.setattr("gpucr.linux.process_records.scope", lambda: "boot-1")
             theirs = meeting.socket_path(ended)
         ours.touch()
         theirs.touch()

@@ -24,13 +24,13 @@ import pytest
 from gpucr.criu.recovery import EndDump, EndRestore, EndRestored, PutBackThreads, RemoveGhosts, RemoveImages
 from gpucr.driver.cuda import CudaDriver
 from gpucr.errors import BrokenInstall, Unsupported
-from gpucr.gpu_state.recovery import BringBack, CallAfterRestore, DetachedStaging, ForgetWork, GangProtection
+from gpucr.gpu_state.recovery import BringBack, CallAfterRestore, DetachedStaging, EndStop, ForgetWork, GangProtection
 from gpucr.jobs.recovery import CloseToTracers, EndJob, EndSandbox
 from gpucr.linux import own_python, processes
 from gpucr.linux.claims import claimed
 from gpucr.linux.cut_back import CutOff
 from gpucr.model import CudaState, GangMember, ProcessId, StagedExtent
-from gpucr.network.recovery import EndRepair, ForgetKept, RemoveFilters
+from gpucr.network.recovery import EndRepair, FilterPlace, ForgetKept, RemoveFilters
 from gpucr.snapshot.recovery import DiscardFolder, RemoveWorkingFolder
 from gpucr.snapshot.shared_files import MadeFile
 from gpucr.surroundings.recovery import PutBackCuts, RemoveLinkRemaps, RemoveSharedFiles, RemoveSocketFolders
@@ -761,7 +761,8 @@ _ACTIONS: tuple[Action, ...] = (
     RemoveSharedFiles("/dev/shm", "0", (MadeFile("a/b", 1, 2),), ("a",)),
     RemoveSocketFolders(("/run/a",)),
     PutBackCuts((CutOff("/log", 1, 2, "/log.gpucr-0"),)),
-    RemoveFilters("gpucr-1-0a1b2c3d", ("nftables", "iptables")),
+    RemoveFilters("gpucr-1-0a1b2c3d", (FilterPlace("nftables", 1), FilterPlace("iptables", 2))),
+    EndStop((ProcessId(27, 28),)),
     EndRepair((ProcessId(27, 28),), (29, 30)),
     ForgetKept("gpucr-kept-0a1b2c3d", ("nftables",), (ProcessId(27, 28),)),
 )

@@ -17,6 +17,9 @@ from gpucr.undo.recovery import Action, NotYet
 if TYPE_CHECKING:
     from gpucr.criu.images import RestoreImages
 
+_UNDO_LIMIT_S = 5.0
+"""How long the next gpucr waits for a CRIU whose guard has died, too."""
+
 
 class EndDump(Action):
     """Make a dump by ``criu`` fail and release the tree, unless the snapshot is committed: then it ends the tree.
@@ -37,7 +40,7 @@ class EndDump(Action):
             abandoned.wait(self.criu)  # it ends the tree, as it should, or found the socket closed and undoes
         elif descriptors:
             abandoned.end_dump(self.criu)
-        elif processes.is_alive(self.criu):
+        elif not abandoned.wait(self.criu, _UNDO_LIMIT_S):
             raise NotYet
         remains.kill_session(self.criu)
         return is_committed

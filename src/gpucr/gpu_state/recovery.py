@@ -80,6 +80,18 @@ class ForgetWork(Action):
         return False
 
 
+class EndStop(Action):
+    """Let processes run again that SIGSTOP may have stopped, and that miss nothing else."""
+
+    is_on_record = True
+    processes: tuple[ProcessId, ...]
+
+    def recover(self, descriptors: Sequence[int]) -> bool:
+        """Do it."""
+        processes.continue_stopped(self.processes)
+        return False
+
+
 class BringBack(Action):
     """Bring a gang back to its found state and let it run.
 
@@ -404,9 +416,12 @@ class GangProtection:
         self._action.needs = {pid: dict(by_gpu) for pid, by_gpu in needs.items()}
 
     def stopped(self, stopped: Sequence[ProcessId]) -> None:
-        """These may be stopped by SIGSTOP."""
+        """These may be stopped by SIGSTOP. Without members, nothing else need be done for them."""
         self._action.stopped = tuple(stopped)
-        self._tell()
+        if self._action.members:
+            self._tell()
+        else:
+            self.protection.protect(EndStop(self._action.stopped))
 
     def _tell(self) -> None:
         self.protection.protect(self._action, self._descriptors())

@@ -12,7 +12,6 @@ from gpucr.errors import NotACudaProcess
 from gpucr.jobs import selection
 from gpucr.jobs.selection import FoundJob
 from gpucr.jobs.selector import JobSelector
-from gpucr.network import left_behind
 from gpucr.undo.operation import Operation
 from gpucr.undo.protection import Protection
 from gpucr.undo.roll import Roll
@@ -52,7 +51,6 @@ def taken_job(
 
     Raises as `selection.claimed_job`.
     """
-    left_behind.end_all()
     with contextlib.ExitStack() as opened:
         found = opened.enter_context(selection.claimed_job(pid, only=only, force=force))
         roll = opened.enter_context(Roll(found.job))

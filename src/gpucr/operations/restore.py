@@ -29,7 +29,7 @@ from gpucr.jobs import registered, selection
 from gpucr.jobs.sandbox_steps import KeepJob, SandboxPlan, StartKeeper, StartSandbox, check_clone, plan_sandbox
 from gpucr.linux.claims import claimed_pids
 from gpucr.model import GpuMap
-from gpucr.network import kept, left_behind
+from gpucr.network import kept
 from gpucr.network.steps import LetKeptGo
 from gpucr.operations.engines import install_for_restore
 from gpucr.operations.restore_steps import CriuRestore, WaitForOthers
@@ -129,7 +129,6 @@ def restore(
         operation("restore", subject, on_progress=on_progress, cancel=cancel) as running,
         contextlib.ExitStack() as on_failure,
     ):
-        left_behind.end_all()
         deadline = selection.deadline_after(timeout_s)
         if isinstance(snapshot, str | os.PathLike):
             snapshot = open_snapshot(snapshot, key)
