@@ -12,6 +12,7 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,10 @@ from gpucr.interposer.library import installed, preload_path
 from gpucr.model import CudaState
 from gpucr.undo.guard import Guard
 from tests.counter import Counter, CounterFactory
+from tests.operations.stepping import StartJob
+from tests.operations.test_blocked_connections import Talking
 from tests.operations.test_killed import is_claimed, is_unharmed
+from tests.own_network import own_network
 from tests.storm import IS_STORM, later
 
 RUNNING, CHECKPOINTED = CudaState.RUNNING, CudaState.CHECKPOINTED
@@ -129,6 +133,33 @@ def test_the_job_is_as_it_was_found_or_the_operation_succeeds(
         assert job.ask() == expected
         assert job.send("verify") == "ok"
         expected += 1
+    assert number > _EVERY, "the guard was told something"
+
+
+@pytest.mark.criu
+@pytest.mark.parametrize("operation", [dump, dump_and_keep_running, freeze_and_thaw, freeze_and_end])
+def test_connections_too(
+    operation: Callable[[Any, Path], None], start: StartJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job without CUDA, whose packets are blocked."""
+    telling = Telling(monkeypatch)
+    with own_network():
+        talking = Talking(start)
+        for number in itertools.count(1, _EVERY // 2 or 1):
+            to = tmp_path / f"s{number}"
+            telling.ends_before(number)
+            with contextlib.suppress(BrokenInstall):
+                operation(talking.job, to)
+            if not telling.was_reached:
+                break
+            if not talking.job.pids():
+                assert (to / "manifest.json").exists()
+                assert talking.peer.recv(1) == b"", "the other end has been told"
+                talking.peer.close()
+                talking = Talking(start)
+            talking.assert_unharmed()
+            talking.assert_nothing_is_blocked()
+        talking.peer.close()
     assert number > _EVERY, "the guard was told something"
 
 

@@ -40,6 +40,8 @@ KINDS = {
     "a folder for sockets": r".*/job/sockets(/s)?",
     "what was cut off a file": r".*/job/log\.gpucr-.*",
     "a process of gpucr's, or of CRIU's": r"process .*",
+    "a packet filter": r"filter gpucr-.*",
+    "a job without CUDA that was stopped for CRIU": r"the job stands still",
 }
 """Everything that one command can leave. What is of no kind here is left by something that nobody removes."""
 
@@ -49,7 +51,10 @@ REPORTED = ("a log of CRIU's",)
 BY_THE_NEXT = ("a record of a keeper", "a record of the GPUs of a process", "the folder of a job that never ran")
 """What a guard leaves to the next command."""
 
-DUMPS, RESTORES = ("keep", "keep-store", "keep-cuda", "freeze-cuda"), ("restore", "restore-store", "restore-cuda")
+DUMPS, RESTORES = (
+    ("keep", "keep-store", "keep-cuda", "keep-tcp", "freeze-cuda"),
+    ("restore", "restore-store", "restore-cuda"),
+)
 IN_A_DUMP = ["hook pre-dump", "hook query-ext-files", "hook post-dump"]
 IN_A_RESTORE = ["hook pre-restore", "hook post-restore", "hook pre-resume"]
 CASES = [

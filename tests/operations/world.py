@@ -17,6 +17,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from gpucr.linux import processes
+from tests.own_network import filters, own_network
+
 JOB = """
 import ctypes, mmap, os, socket, sys, time
 libc = ctypes.CDLL(None)
@@ -40,6 +43,18 @@ with open("data") as lost:                               # another one
         time.sleep(0.05)
 """
 """Uses what a dump or restore gives another name, or makes again."""
+
+TALKS = """
+import socket, time
+listener = socket.create_server(("127.0.0.1", 0))
+ends = socket.create_connection(listener.getsockname()), listener.accept()[0]
+print("ready", file=open("log", "w"), flush=True)
+while True:
+    ends[0].sendall(b"x")
+    assert ends[1].recv(1) == b"x"
+    time.sleep(0.05)
+"""
+"""Has connections, which nobody else may disturb while they are saved."""
 
 KILLED = """
 import os, signal, sys
@@ -162,6 +177,8 @@ class World:
             from gpucr.sim import build
 
             command = [str(build.build() / "counter"), "--port", "0", "--mib", "4"]
+        if "tcp" in self.operation:
+            command = [sys.executable, "-I", "-S", "-c", TALKS]
         with (folder / "out").open("wb") as out:
             child = subprocess.Popen(
                 command, cwd=folder, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
@@ -203,8 +220,13 @@ class World:
         _wait_until(lambda: not any("keeper" in name for name in self._processes()))
 
     def look(self) -> set[str]:
-        """Names of files and folders, content of the job's log, and gpucr's processes."""
+        """Names of files and folders, content of the job's log, gpucr's processes and filters, and a job that waits."""
         found = {f"process {name}" for name in self._processes()}
+        found |= {f"filter {name}" for name in filters()}
+        if "cuda" not in self.operation and self.operation.startswith("keep"):
+            stat = processes.read_stat(self.job)
+            if stat is None or stat.status not in "SRD":
+                found.add("the job stands still")
         for top in (Path("/run"), Path("/dev/shm"), self.home):
             for folder, folders, files in os.walk(top):
                 found |= {os.path.join(folder, name) for name in (*folders, *files)}
@@ -245,4 +267,5 @@ def _reap() -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    main(*sys.argv[1:])
+    with own_network():
+        main(*sys.argv[1:])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 
 from gpucr.errors import JobDamaged, ProcessNotFound
-from gpucr.gpu_state.recovery import BringBack
+from gpucr.gpu_state.recovery import BringBack, EndStop
 from gpucr.jobs.recovery import EndJob
 from gpucr.linux import processes
 from gpucr.model import Job, ProcessId
@@ -34,7 +34,7 @@ class EndFrozenJob:
         # A guard must not resume half of a job. Without a guard the job is ended too: its snapshot says that it is.
         self._protection.needs_no_guard()
         self._protection.protect(EndJob(tuple(ids)))
-        self._protection.withdraw(BringBack)
+        self._protection.withdraw(BringBack, EndStop)
         if left := processes.kill_and_wait(ids):
             names = ", ".join(str(process.pid) for process in left)
             raise JobDamaged(

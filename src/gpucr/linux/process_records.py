@@ -20,7 +20,9 @@ from gpucr.model import ProcessId
 from gpucr.quantities import whole_number
 from gpucr.records import RecordError
 
-_MAX_BYTES = 1 << 20
+_MAX_BYTES = 64 << 20
+"""As many as a guard is told (undo/guard_process.py)."""
+
 _SUFFIX = ".json"
 
 T = TypeVar("T")

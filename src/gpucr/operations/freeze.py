@@ -266,6 +266,7 @@ class FrozenJob:
             self._lose()
             if self._saved is not None:
                 registered.DumpNote(found.job).write(self._saved, left_running=False)
+            hold.protection.needs_no_guard()
             with contextlib.suppress(GpucrError):  # then the other ends notice later
                 hold.parts.network.settle("")
             running.run([EndFrozenJob(found.job, hold.protection)], protection=hold.protection)

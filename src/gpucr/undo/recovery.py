@@ -166,7 +166,7 @@ def recover_left(data: bytes, operation_pid: int) -> bool:
     except ValueError as e:
         failures.append(str(e))
     title = f"the gpucr with pid {operation_pid} was killed together with its guard"
-    outcome = "removing that failed: " + "; ".join(failures) if failures else "it is removed"
+    outcome = "undoing that failed: " + "; ".join(failures) if failures else "that is undone"
     append_to_log("guard", f"{title}, and what it had begun stayed; {outcome}")
     return True
 
