@@ -753,7 +753,7 @@ _ACTIONS: tuple[Action, ...] = (
     EndJob((ProcessId(19, 20), ProcessId(21, 22))),
     CloseToTracers((ProcessId(23, 24),)),
     CallAfterRestore((ProcessId(25, 26),)),
-    PutBackThreads(),
+    PutBackThreads((ProcessId(27, 28),)),
     ForgetWork(processes=(ProcessId(29, 30),)),
     RemoveGhosts(("/a.cr.1.ghost",)),
     RemoveImages(("/snapshots/a", "/tmp"), "0"),

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from gpucr import records
 from gpucr.linux import memory, processes
-from gpucr.linux.noted_threads import NotedProcess, decode, encode, note_stopped, put_back
+from gpucr.linux.noted_threads import NotedProcess, note_stopped, put_back
 from tests.counter import wait_until
 from tests.unit.counting import Counting
 
@@ -40,9 +41,8 @@ def stopped(target: Counting) -> NotedProcess:
     processes.wait_for_stop([target.pid], 10)
     noted = note_stopped(target.pid)
     assert noted is not None
-    (again,) = decode(encode([noted]))
-    assert again == noted
-    return again
+    assert records.decode(records.encode(noted), NotedProcess) == noted
+    return noted
 
 
 def run_and_die(noted: NotedProcess, tid: int, call: int, state: str) -> None:

@@ -9,13 +9,18 @@ from typing import TYPE_CHECKING, ClassVar
 
 from gpucr.criu import abandoned, remains
 from gpucr.errors import JobChanged
-from gpucr.linux import noted_threads, processes
+from gpucr.linux import processes
+from gpucr.linux.noted_threads import NotedProcess, put_back
+from gpucr.linux.process_records import ProcessRecords
 from gpucr.linux.trusted_paths import opened_folder
 from gpucr.model import ProcessId
 from gpucr.undo.recovery import Action, NotYet
 
 if TYPE_CHECKING:
     from gpucr.criu.images import RestoreImages
+
+NOTES = ProcessRecords("threads")
+"""What the threads of a stopped process do while CRIU works on it: a `NotedProcess` each."""
 
 _UNDO_LIMIT_S = 5.0
 """How long the next gpucr waits for a CRIU whose guard has died, too."""
@@ -47,14 +52,20 @@ class EndDump(Action):
 
 
 class PutBackThreads(Action):
-    """Put back the threads of stopped processes that a CRIU was killed in. The descriptor is a file with the notes."""
+    """Put back the threads of stopped processes that a CRIU was killed in, by ``NOTES``."""
+
+    is_on_record: ClassVar[bool] = True
+
+    processes: tuple[ProcessId, ...]
 
     def recover(self, descriptors: Sequence[int]) -> bool:
         """Put them back. A process that has ended, or cannot be traced, stays as it is."""
-        for fd in descriptors:
-            for each in noted_threads.decode(os.pread(fd, os.fstat(fd).st_size, 0)):
-                with contextlib.suppress(OSError):
-                    noted_threads.put_back(each)
+        for each in self.processes:
+            noted = NOTES.read(each, NotedProcess)
+            with contextlib.suppress(OSError):
+                if noted is not None and noted.id == each:
+                    put_back(noted)
+            NOTES.remove(each)
         return False
 
 

@@ -6,9 +6,9 @@ import contextlib
 import os
 from collections.abc import Iterator, Sequence
 
-from gpucr.criu.recovery import PutBackThreads
+from gpucr.criu.recovery import NOTES, PutBackThreads
 from gpucr.linux import processes
-from gpucr.linux.noted_threads import NotedProcess, encode, note_stopped, put_back
+from gpucr.linux.noted_threads import NotedProcess, note_stopped
 from gpucr.undo.protection import Protection
 
 _CAN_NOTE = os.uname().machine == "x86_64"
@@ -18,25 +18,26 @@ _CAN_NOTE = os.uname().machine == "x86_64"
 def threads_noted(root_pids: Sequence[int], protection: Protection) -> Iterator[None]:
     """CRIU works on these trees in the block. If that fails, threads of stopped processes are as before it.
 
-    If gpucr is killed meanwhile, the guard does it. What runs when CRIU comes has no such help: CRIU undoes, but if it
-    is killed, a process may die of its breakpoint.
+    If gpucr is killed meanwhile, the guard or the next gpucr does it. What runs when CRIU comes has no such help: CRIU
+    undoes, but if it is killed, a process may die of its breakpoint.
     """
     noted = _note(root_pids) if _CAN_NOTE else ()
     if not noted:
         yield
         return
-    with open(os.memfd_create("gpucr-noted", os.MFD_CLOEXEC), "wb", buffering=0) as notes:
-        notes.write(encode(noted))
-        protection.protect(PutBackThreads(), [notes.fileno()])
-        try:
-            yield
-        except BaseException:
-            for each in noted:
-                with contextlib.suppress(OSError):  # it has ended; or the others get theirs
-                    put_back(each)
-            raise
-        finally:
-            protection.withdraw(PutBackThreads)
+    action = PutBackThreads(tuple(each.id for each in noted))
+    protection.protect(action)
+    try:
+        for each in noted:
+            NOTES.replace(each.id, each)
+        yield
+    except BaseException:
+        action.recover(())
+        raise
+    finally:
+        for each in noted:
+            NOTES.remove(each.id)
+        protection.withdraw(PutBackThreads)
 
 
 def _note(root_pids: Sequence[int]) -> tuple[NotedProcess, ...]:

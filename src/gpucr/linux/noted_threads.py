@@ -18,13 +18,12 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 
-import msgspec
-
 from gpucr.linux import memory, processes
 from gpucr.linux.memory import Mapping
 from gpucr.linux.ptrace import StopKind, TracedThread
 from gpucr.linux.registers import Registers
 from gpucr.model import ProcessId
+from gpucr.records import Record
 
 _CODE_BYTES = 64
 """CRIU writes 8 bytes for a system call, and a name of 8 for memfd_create behind them (compel/src/lib/infect.c)."""
@@ -35,7 +34,7 @@ _LEFT_BY_CRIU = (13, 5)
 """SIGPIPE, from the parasite's answer to a CRIU that is gone, and SIGTRAP, from the breakpoint."""
 
 
-class NotedThread(msgspec.Struct, frozen=True):
+class NotedThread(Record, frozen=True):
     """``extended``: floating point and vector registers, as the kernel gives them."""
 
     tid: int
@@ -44,23 +43,13 @@ class NotedThread(msgspec.Struct, frozen=True):
     signal_mask: int
 
 
-class NotedProcess(msgspec.Struct, frozen=True):
+class NotedProcess(Record, frozen=True):
     """``code`` is what is at ``code_address``, where CRIU will write."""
 
     id: ProcessId
     code_address: int
     code: bytes
     threads: tuple[NotedThread, ...]
-
-
-def encode(noted: Sequence[NotedProcess]) -> bytes:
-    """For another process, by a file in memory."""
-    return msgspec.msgpack.encode(noted)
-
-
-def decode(data: bytes) -> list[NotedProcess]:
-    """The inverse of `encode`. Raises msgspec.MsgspecError."""
-    return msgspec.msgpack.decode(data, type=list[NotedProcess])
 
 
 def note(thread: TracedThread) -> NotedThread:
