@@ -25,6 +25,7 @@
     │   ├── LockTimeout                CUDA_ERROR_NOT_READY (600)
     │   └── NotSupportedByDriver       CUDA_ERROR_NOT_SUPPORTED (801)
     ├── InterposerError            1   the library in a process did not do what it was asked
+    ├── GpuFull                    1   others took the GPU's memory; the job waits for room, nothing of it is lost
     ├── CustomStorageError         1   device memory that the driver hands over could not be taken, or given back
     ├── CriuError                  1   CRIU failed; carries its reason and its log
     ├── JobChanged                 1   the job changed under our hands (a process ended, another tool worked on it)

@@ -5,11 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 import gpucr
 from gpucr.driver.cuda import CudaDriver
+from gpucr.driver.gpus import list_gpus
 from gpucr.gpu_state import gang_staging
-from gpucr.interposer.vault import Vault
+from gpucr.gpu_state.interposed import keeping
+from gpucr.interposer.vault import Vaults
 from gpucr.linux import memory
 from gpucr.model import CudaState, DevicePart
 from gpucr.undo.events import Progress
@@ -69,9 +72,11 @@ def test_saved_while_the_job_runs(
         if (progress.event, progress.phase) == ("begin", "save"):
             said.append(job.go_on())  # it has written over all of its device memory
 
+    gpus = list_gpus()
     job = start(code)
     standing = gpucr.dump(job.pid, tmp_path / "a", leave_running=True, persist="sync")
-    monkeypatch.setattr(Vault, "free_bytes", lambda _: gpu_mib * MIB)
+    monkeypatch.setattr(keeping, "list_gpus", lambda: [replace(gpu, memory_free_bytes=gpu_mib * MIB) for gpu in gpus])
+    monkeypatch.setattr(Vaults, "needed_bytes", lambda *_: 0)
     monkeypatch.setattr(memory, "available_bytes", lambda: host_mib * MIB)
     monkeypatch.setattr(gang_staging, "GENTLE_THREADS", 0)  # nothing is saved before it must be
     running = gpucr.dump(job.pid, tmp_path / "b", leave_running=True, on_progress=listen)

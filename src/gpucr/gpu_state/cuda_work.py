@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 
 from gpucr.driver.api import Driver
-from gpucr.driver.gpus import list_gpus, nvml_kept_open
+from gpucr.driver.gpus import list_gpus
 from gpucr.gang import Gang
 from gpucr.gang.threads import GangThreads
 from gpucr.gpu_state import kinds
@@ -58,7 +57,6 @@ class CudaWork(Struct, frozen=True, kw_only=True):
     at_work: AtWork
     checkpoint: CheckpointGang
     hooks: ProgramHooks
-    nvml: contextlib.ExitStack
 
     @property
     def protection(self) -> Protection:
@@ -83,7 +81,6 @@ class CudaWork(Struct, frozen=True, kw_only=True):
         self.staging.close()
         self.interposers.close()
         self.custom.close()
-        self.nvml.close()
 
     def gpus_of(self, member: GangMember) -> ProcessGpus:
         """The GPUs of one process."""
@@ -154,8 +151,6 @@ def cuda_work(
     gang = Gang(driver, job.gang, deadline=deadline)
     threads, guarded = GangThreads(agent_threads), GangProtection(protection)
     at_work = AtWork(job, held, moves=moves)
-    nvml = contextlib.ExitStack()
-    nvml.enter_context(nvml_kept_open())  # it is asked for free memory while the job stands still
     gpus = list_gpus()
 
     def uuids_of(process: ProcessId) -> list[str]:
@@ -220,7 +215,6 @@ def cuda_work(
             whole_tree=whole_tree,
             threads=threads if saver is not None else None,
         ),
-        nvml=nvml,
         hooks=ProgramHooks(
             [each.id for each in job.gang if each.found is CudaState.RUNNING and has_hooks(each.pid)],
             protection,

@@ -86,40 +86,32 @@ def findings_of_room(
     manifest: Manifest, choice: GpuChoice, here: Sequence[Gpu], *, private_bytes: int, buffers_bytes: int
 ) -> list[preflight.Finding]:
     """Whether it fits into host memory and these GPUs. ``private_bytes``: private memory that CRIU restores."""
-    filled_by_us = _filled_by_us(manifest)
     findings = preflight.check_host_memory(
         preflight.needs_of_restore(
             device_bytes_of(manifest),
             processes=len(manifest.processes),
             private_bytes=private_bytes,
             buffers_bytes=buffers_bytes,
-            vaults=len(filled_by_us),
+            vaults=len(_gpus_filled_by_us(manifest)),
         )
     )
     if manifest.has_gpu_state:
-        from gpucr.interposer.vault import VAULT_BYTES
-
-        # gpucr's own context ends before the driver makes those of the processes.
-        needed_bytes = {
-            uuid: max(size_bytes, filled_by_us[uuid] + VAULT_BYTES if uuid in filled_by_us else 0)
-            for uuid, size_bytes in choice.needed_bytes.items()
-        }
-        findings += preflight.check_gpus(choice.had, needed_bytes, here, choice.gpu_map)
-        targets = needed_bytes or [gpu.uuid for gpu in choice.had]
+        # gpucr's own context takes no more than one of the job's, and ends before the driver makes those.
+        findings += preflight.check_gpus(choice.had, choice.needed_bytes, here, choice.gpu_map)
+        targets = choice.needed_bytes or [gpu.uuid for gpu in choice.had]
         findings += findings_of_targets(targets, here, choice.gpu_map)
     return findings
 
 
-def _filled_by_us(manifest: Manifest) -> dict[str, int]:
-    """How much gpucr makes and fills itself, in bytes by GPU UUID."""
-    filled: dict[str, int] = {}
-    for part, data in manifest.device_parts.items():
-        if data.kind not in (INTERPOSED, CUSTOM_STORAGE) or part.pid in manifest.suspended_pids:
-            continue
-        for extent in data.extents:
-            if extent.gpu is not None:
-                filled[extent.gpu] = filled.get(extent.gpu, 0) + extent.size_bytes
-    return filled
+def _gpus_filled_by_us(manifest: Manifest) -> set[str]:
+    """The UUIDs of the GPUs to which gpucr itself copies what the snapshot has."""
+    return {
+        extent.gpu
+        for part, data in manifest.device_parts.items()
+        if data.kind in (INTERPOSED, CUSTOM_STORAGE) and part.pid not in manifest.suspended_pids
+        for extent in data.extents
+        if extent.gpu is not None
+    }
 
 
 def _has_connections_inside(source: RestoreSource) -> bool:

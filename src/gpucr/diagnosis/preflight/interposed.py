@@ -109,7 +109,7 @@ def check_imported(job: JobTraits, measured: Measurements, *, may_share: bool) -
     found = [facts.SILENT.seen("its agent did not answer", each.pid, process=_name(each))
              for each in job.processes if each.has_agent and each.counted is None]  # fmt: skip
     blocks = sum(each.counted.blocks for each in job.processes if each.counted is not None) if may_share else 0
-    if blocks + _OTHER_DESCRIPTORS > descriptor_limit.most():
+    if blocks and blocks + _OTHER_DESCRIPTORS > descriptor_limit.most():
         found.append(
             facts.TOO_MANY_BLOCKS.seen(
                 f"the limit is {descriptor_limit.most()}",

@@ -140,8 +140,10 @@ int ledger_used(const struct machine *machine, uint64_t used_bytes[MAX_GPUS]) {
     if (folder < 0)
         return folder;
     int result = read_entries(machine, folder, false, holdings, MAX_PROCESSES, &count);
-    add_up(holdings, count, true, used_bytes);
-    exported_count(machine, folder, false, used_bytes);
+    if (result == 0) {
+        add_up(holdings, count, true, used_bytes);
+        exported_count(machine, folder, false, used_bytes);
+    }
     close(folder);
     return result;
 }
@@ -195,10 +197,14 @@ int ledger_claim(const struct machine *machine, const uint64_t wanted_bytes[MAX_
     int folder = open_locked(machine);
     if (folder < 0)
         return folder;
-    int result = is_less ? 0 : read_entries(machine, folder, true, holdings, MAX_PROCESSES, &count);
-    add_up(holdings, count, false, others);
-    if (result == 0 && !is_less && !has_room(machine, folder, wanted_bytes, others))
-        result = -ENOMEM;
+    int result = 0;
+    if (!is_less) {
+        result = read_entries(machine, folder, true, holdings, MAX_PROCESSES, &count);
+        if (result == 0) {
+            add_up(holdings, count, false, others);
+            result = has_room(machine, folder, wanted_bytes, others) ? 0 : -ENOMEM;
+        }
+    }
     if (result == 0)
         result = write_own(machine, folder, wanted_bytes);
     close(folder);
