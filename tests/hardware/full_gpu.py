@@ -7,8 +7,8 @@ runs, in an order that the seed gives: a dump that leaves it running (into a fol
 suspend and resume, dump and restore, freeze and thaw, a move (on two GPUs), and an operation whose gpucr or guard is
 killed. Every line must be the one of the undisturbed run; each step adds up all of the program's memory.
 
-``pool`` goes the driver's way, which takes long. ``ranks`` needs two GPUs. --do NAME,NAME does these things, in this order
-instead. Prints a table. Exit code 1: a line differs, or something failed.
+``pool`` goes the driver's way, which takes long. ``ranks`` needs two GPUs. --do NAME,NAME does these things, in this
+order instead. Prints a table. Exit code 1: a line differs, or something failed.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ def die(*_):
         return
     if victims == "all":
         tree = [each.pid for each in processes.tree(me)][1:]
-        for number in (signal.SIGSTOP, signal.SIGKILL):  # so that none of them sees another one end
+        for number in (signal.SIGSTOP, signal.SIGKILL):  # otherwise they would see each other end
             for pid in tree:
                 try:
                     os.kill(pid, number)

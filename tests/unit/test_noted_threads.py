@@ -80,7 +80,7 @@ def test_a_thread_in_a_call_of_the_killed_tracers_is_put_back(
     target.assert_untouched()
 
 
-def test_what_is_where_it_was_stays_so(target: Counting, stopped: NotedProcess) -> None:
+def test_a_thread_that_is_not_in_criu_is_left_alone(target: Counting, stopped: NotedProcess) -> None:
     put_back(stopped)
     os.kill(target.pid, signal.SIGCONT)
     target.assert_untouched()

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 from gpucr.criu import abandoned, remains
 from gpucr.errors import JobChanged
 from gpucr.linux import processes
-from gpucr.linux.noted_threads import NotedProcess, put_back
-from gpucr.linux.process_records import ProcessRecords
+from gpucr.linux.process_records import LARGE_BYTES, ProcessRecords
 from gpucr.linux.trusted_paths import opened_folder
 from gpucr.model import ProcessId
 from gpucr.undo.recovery import Action, NotYet
@@ -19,7 +18,7 @@ from gpucr.undo.recovery import Action, NotYet
 if TYPE_CHECKING:
     from gpucr.criu.images import RestoreImages
 
-NOTES = ProcessRecords("threads")
+NOTES = ProcessRecords("threads", max_bytes=LARGE_BYTES)
 """What the threads of a stopped process do while CRIU works on it: a `NotedProcess` each."""
 
 _UNDO_LIMIT_S = 5.0
@@ -60,6 +59,8 @@ class PutBackThreads(Action):
 
     def recover(self, descriptors: Sequence[int]) -> bool:
         """Put them back. A process that has ended, or cannot be traced, stays as it is."""
+        from gpucr.linux.noted_threads import NotedProcess, put_back  # late: only needed here
+
         for each in self.processes:
             noted = NOTES.read(each, NotedProcess)
             with contextlib.suppress(OSError):

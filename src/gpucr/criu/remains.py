@@ -41,8 +41,8 @@ def kill_orphans(pids: Collection[int], *, since_ticks: int, sandbox: PidNamespa
 def kill_session(criu: ProcessId) -> None:
     """SIGKILL the children of this CRIU, which has ended. Its tasks are in sessions of their own.
 
-    CRIU starts children to find out what the kernel can do, and ends them; without it they wait for ever (``while (1)
-    sleep(1)`` in kerndat.c).
+    CRIU starts children to find out what the kernel can do, and ends them; without it they wait without end (``while
+    (1) sleep(1)`` in kerndat.c).
     """
     processes.kill_and_wait(_of_session(criu))
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from gpucr.criu.recovery import NOTES, PutBackThreads
 from gpucr.linux import processes
-from gpucr.linux.noted_threads import NotedProcess, note_stopped
 from gpucr.undo.protection import Protection
+
+if TYPE_CHECKING:
+    from gpucr.linux.noted_threads import NotedProcess
 
 _CAN_NOTE = os.uname().machine == "x86_64"
 
@@ -42,10 +45,14 @@ def threads_noted(root_pids: Sequence[int], protection: Protection) -> Iterator[
 
 def _note(root_pids: Sequence[int]) -> tuple[NotedProcess, ...]:
     """Without what cannot be looked at: a killed CRIU can take that along."""
+    stopped = [each.pid for tree in processes.trees(root_pids) for each in tree if each.status == "T"]
+    if not stopped:
+        return ()
+    from gpucr.linux.noted_threads import note_stopped  # late: most jobs without CUDA are not stopped
+
     noted: list[NotedProcess] = []
-    for process in (each for tree in processes.trees(root_pids) for each in tree):
-        if process.status == "T":
-            with contextlib.suppress(OSError):
-                if (found := note_stopped(process.pid)) is not None:
-                    noted.append(found)
+    for pid in stopped:
+        with contextlib.suppress(OSError):
+            if (found := note_stopped(pid)) is not None:
+                noted.append(found)
     return tuple(noted)

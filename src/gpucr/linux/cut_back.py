@@ -16,7 +16,7 @@ _COPY_BYTES = 1 << 20
 
 
 class CutOff(Struct, frozen=True):
-    """What is cut off: of which file, its size after the cut and before, and the file that holds the rest."""
+    """What is cut off: the file, its size after the cut and before, and the file that holds the rest."""
 
     path: str
     size_bytes: int

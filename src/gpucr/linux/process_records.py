@@ -20,8 +20,10 @@ from gpucr.model import ProcessId
 from gpucr.quantities import whole_number
 from gpucr.records import RecordError
 
-_MAX_BYTES = 64 << 20
-"""As many as a guard is told (undo/guard_process.py)."""
+_MAX_BYTES = 1 << 20
+
+LARGE_BYTES = 64 << 20
+"""As many as a guard can be told (undo/guard_process.py)."""
 
 _SUFFIX = ".json"
 
@@ -29,10 +31,11 @@ T = TypeVar("T")
 
 
 class ProcessRecords:
-    """The records of one kind, in a folder of that name."""
+    """The records of one kind, in a folder of that name. A larger one than ``max_bytes`` is not valid."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, *, max_bytes: int = _MAX_BYTES) -> None:
         self._kind = kind
+        self._max_bytes = max_bytes
 
     def write(self, process: ProcessId, record: object) -> None:
         """Write a process's record unless it has one."""
@@ -65,7 +68,7 @@ class ProcessRecords:
     def read(self, process: ProcessId, kind: type[T]) -> T | None:
         """The record; None if there is none, or not a valid one."""
         with contextlib.suppress(OSError, RecordError), self.path(process).open("rb") as stream:
-            return records.decode(stream.read(_MAX_BYTES), kind)
+            return records.decode(stream.read(self._max_bytes), kind)
         return None
 
     def is_written(self, process: ProcessId) -> bool:
@@ -88,10 +91,16 @@ class ProcessRecords:
 
     def ended(self) -> list[ProcessId]:
         """The processes of this pid namespace that have a record, and have ended."""
+        found: set[ProcessId] = set()
         with contextlib.suppress(OSError):
-            found = {process for path, process in self._all() if path.suffix == _SUFFIX}
-            return [process for process in found if not processes.is_alive(process)]
-        return []
+            for path, process in self._all():
+                if processes.is_alive(process):
+                    continue
+                if path.suffix == _SUFFIX:
+                    found.add(process)
+                else:
+                    path.unlink()  # its writer was killed in `replace`
+        return list(found)
 
     def path(self, process: ProcessId) -> Path:
         """Where the record of a process is, or would be written to."""

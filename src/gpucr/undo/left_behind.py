@@ -1,7 +1,7 @@
-"""What a killed operation leaves is on record until it is removed, so that the next command can remove it.
+"""What a killed operation leaves is on record until it is undone, so that the next command can undo it.
 
-Its guard removes it. If both are killed, nobody is left who knows of it. So those of a guard's actions that need
-neither descriptors nor the job are also in a record of the guard's (`linux.process_records`), until it is dismissed.
+Its guard does. If both are killed, no process can say what it was. So those of a guard's actions that need no
+descriptors are also in a record of the guard's (`linux.process_records`), until it is dismissed.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import os
 from collections.abc import Iterator, Sequence
 
 from gpucr.linux import locks, processes, trusted_paths
-from gpucr.linux.process_records import ProcessRecords, remove_all_ended
+from gpucr.linux.process_records import LARGE_BYTES, ProcessRecords, remove_all_ended
 from gpucr.model import ProcessId
 from gpucr.records import Record, Text
 from gpucr.undo import logs, recovery
 from gpucr.undo.recovery import Entry
 
 _KIND = "unfinished"
-RECORDS = ProcessRecords(_KIND)
+RECORDS = ProcessRecords(_KIND, max_bytes=LARGE_BYTES)
 
 
 class Unfinished(Record, frozen=True):
