@@ -20,7 +20,6 @@ from gpucr.borrow import ledger
 from gpucr.cli import borrow as borrow_command
 from gpucr.cli.jobs import _More, _supervision_fields
 from gpucr.containers import action, criu_config, meeting, record
-from gpucr.criu.recovery import NOTES
 from gpucr.diagnosis.canaries import store as canaries
 from gpucr.diagnosis.canaries.results import MeasuredMachine
 from gpucr.errors import GpucrError, SnapshotDamaged
@@ -32,7 +31,6 @@ from gpucr.jobs import record as records
 from gpucr.jobs.registry import Registry
 from gpucr.jobs.sandbox import label
 from gpucr.linux import unit_files
-from gpucr.linux.noted_threads import NotedProcess
 from gpucr.linux.process_records import ProcessRecords
 from gpucr.model import ProcessId
 from gpucr.network import records as network_records
@@ -85,17 +83,16 @@ def _runtime_folder() -> Iterator[Path]:
 
 
 def process_note(data: bytes) -> bool:
-    """The notes of GPUs, of suspends, of work, of threads and of what is unfinished in /run/gpucr."""
+    """The notes of GPUs, of suspends, of work and of what is unfinished in /run/gpucr."""
     with _runtime_folder():
         suspended.RECORDS.path(ME).write_bytes(data)
         found, gpus = suspended.recall(ME), placement._recall(ME)
         work = at_work.RECORDS.read(ME, at_work.WorkRecord)
         unfinished = left_behind.RECORDS.read(ME, left_behind.Unfinished)
-        noted = NOTES.read(ME, NotedProcess)
         assert at_work.may_be_on(ME, ["GPU-0"])  # nobody who could have written it is alive
     assert found is None or all(isinstance(each, int) for each in found.device_bytes.values())
     assert gpus is None or all(isinstance(gpu.uuid, str) for gpu in gpus.known)
-    return any(each is not None for each in (found, gpus, work, unfinished, noted))
+    return any(each is not None for each in (found, gpus, work, unfinished))
 
 
 def network_record(data: bytes) -> bool:

@@ -14,7 +14,7 @@ from gpucr.driver.cuda import CudaDriver
 from gpucr.gang.threads import GangThreads
 from gpucr.gpu_state.gang_staging import GangStaging
 from gpucr.gpu_state.staging import Capture
-from gpucr.linux import held_threads
+from gpucr.linux import ptrace
 from gpucr.linux.ptrace import TracedThread
 from gpucr.model import CudaState
 from gpucr.undo.events import Progress
@@ -63,8 +63,8 @@ def test_a_thread_that_cannot_be_stopped_is_waited_for_until_the_deadline(
 
 
 def test_no_deadline_is_no_limit() -> None:
-    assert held_threads.seconds_left(None) is None
-    assert held_threads.seconds_left(time.monotonic() - 1) == 0.0
+    assert ptrace.seconds_left(None) is None
+    assert ptrace.seconds_left(time.monotonic() - 1) == 0.0
 
 
 def test_if_one_capture_cannot_begin_all_end(

@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from gpucr.criu.recovery import EndDump, EndRestore, EndRestored, PutBackThreads, RemoveGhosts, RemoveImages
+from gpucr.criu.recovery import EndDump, EndRestore, EndRestored, RemoveGhosts, RemoveImages
 from gpucr.driver.cuda import CudaDriver
 from gpucr.errors import BrokenInstall, Unsupported
 from gpucr.gpu_state.recovery import BringBack, CallAfterRestore, DetachedStaging, EndStop, ForgetWork, GangProtection
@@ -753,7 +753,6 @@ _ACTIONS: tuple[Action, ...] = (
     EndJob((ProcessId(19, 20), ProcessId(21, 22))),
     CloseToTracers((ProcessId(23, 24),)),
     CallAfterRestore((ProcessId(25, 26),)),
-    PutBackThreads((ProcessId(27, 28),)),
     ForgetWork(processes=(ProcessId(29, 30),)),
     RemoveGhosts(("/a.cr.1.ghost",)),
     RemoveImages(("/snapshots/a", "/tmp"), "0"),

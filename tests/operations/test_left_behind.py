@@ -33,7 +33,6 @@ KINDS = {
     "a record of what is not finished": r"/run/gpucr/unfinished/.*",
     "a record of where a job belongs": r"/run/gpucr/at-work/.*",
     "a record of the GPUs of a process": r"/run/gpucr/gpus/.*",
-    "a record of what stopped threads do": r"/run/gpucr/threads/.*",
     "a record of a keeper": r"/run/gpucr/keepers/.*",
     "shared memory that was put back": r"/dev/shm/(case-shared|sem\.case|\.gpucr-.*)",
     "a name that CRIU gave to a file": r".*/link_remap\.\d+",

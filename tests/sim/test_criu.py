@@ -13,7 +13,7 @@ import pytest
 
 from gpucr.criu.install import CriuInstall
 from gpucr.linux import processes
-from gpucr.linux.held_threads import HeldThreads
+from gpucr.linux.ptrace import HeldThreads
 from tests.counter import DEADLINE_S, Counter, CounterFactory, wait_until
 from tests.sim.libcuda import CHECKPOINTED, Libcuda, gpu_uuids, used_bytes
 

@@ -12,8 +12,7 @@ import pytest
 
 import gpucr
 from gpucr.linux import cgroups, processes
-from gpucr.linux.held_threads import HeldThreads
-from gpucr.linux.ptrace import TracedThread
+from gpucr.linux.ptrace import HeldThreads, TracedThread
 from tests.conftest import skip_or_fail
 from tests.counter import CounterFactory, wait_until
 from tests.sim.libcuda import CHECKPOINTED, LOCKED, RUNNING, Libcuda

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from gpucr.linux.held_threads import HeldThreads
 from gpucr.linux.interrupted_calls import RESTART_SYSCALL, with_call_number
-from gpucr.linux.ptrace import TracedThread
+from gpucr.linux.ptrace import HeldThreads, TracedThread
 from gpucr.linux.registers import Registers
 from tests.unit import exact
 from tests.unit.exact import Exact

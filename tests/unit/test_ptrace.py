@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 import pytest
 
 from gpucr.linux import processes
-from gpucr.linux.held_threads import HeldThreads
-from gpucr.linux.ptrace import Stop, StopKind, TracedThread
+from gpucr.linux.ptrace import HeldThreads, Stop, StopKind, TracedThread
 from tests.counter import wait_until
 from tests.storm import IS_STORM
 from tests.unit.children import tracer_of, unused_pid
@@ -128,8 +127,7 @@ def test_an_ended_process_is_skipped(start: Start, hold: Hold) -> None:
 
 def test_threads_continue_when_their_holder_is_killed(target: Counting) -> None:
     source = (
-        "import sys, signal; from gpucr.linux.held_threads import HeldThreads\n"
-        "from gpucr.linux.ptrace import Stop, StopKind, TracedThread\n"
+        "import sys, signal; from gpucr.linux.ptrace import HeldThreads, Stop, StopKind, TracedThread\n"
         "HeldThreads({int(sys.argv[1]): int(sys.argv[2])}).hold(); print('held', flush=True); signal.pause()"
     )
     arguments = [sys.executable, "-c", source, str(target.pid), str(target.workers[0])]

@@ -17,7 +17,6 @@ from msgspec.structs import replace
 
 from gpucr.criu import abandoned
 from gpucr.criu.recovery import EndDump
-from gpucr.criu.stopped_threads import threads_noted
 from gpucr.diagnosis import preflight
 from gpucr.diagnosis.preflight.support import machine as facts
 from gpucr.diagnosis.traps import findings_of_traps
@@ -231,18 +230,17 @@ class RuntimeDump:
         self._save_before_terminals(interrupts)
         self._part.begin()
         expect_criu(self._context, self._hooks.criu)
-        with threads_noted(self._context.job.root_pids, self._context.protection):
-            self._hooks.answer(None)
-            try:
-                self._wait_for_post_dump(interrupts)
-                size_bytes = self._commit(interrupts, meter)
-            except BaseException as error:
-                # A failing hook makes CRIU undo and end. If none waits, tell it by other means.
-                if not (self._hooks.answer(error) and abandoned.wait(self._hooks.criu)):
-                    abandoned.end_dump(self._hooks.criu)
-                self._network.release()
-                self._wait_until_thawed()
-                raise
+        self._hooks.answer(None)
+        try:
+            self._wait_for_post_dump(interrupts)
+            size_bytes = self._commit(interrupts, meter)
+        except BaseException as error:
+            # A failing hook makes CRIU undo and end. If none waits, tell it by other means.
+            if not (self._hooks.answer(error) and abandoned.wait(self._hooks.criu)):
+                abandoned.end_dump(self._hooks.criu)
+            self._network.release()
+            self._wait_until_thawed()
+            raise
         self._hooks.answer(None)
         while not abandoned.wait(self._hooks.criu, _LOOK_EVERY_S):  # it ends or releases the tree
             if self._hooks.wait_for_call(0):

@@ -10,16 +10,12 @@ from typing import TYPE_CHECKING, ClassVar
 from gpucr.criu import abandoned, remains
 from gpucr.errors import JobChanged
 from gpucr.linux import processes
-from gpucr.linux.process_records import LARGE_BYTES, ProcessRecords
 from gpucr.linux.trusted_paths import opened_folder
 from gpucr.model import ProcessId
 from gpucr.undo.recovery import Action, NotYet
 
 if TYPE_CHECKING:
     from gpucr.criu.images import RestoreImages
-
-NOTES = ProcessRecords("threads", max_bytes=LARGE_BYTES)
-"""What the threads of a stopped process do while CRIU works on it: a `NotedProcess` each."""
 
 _UNDO_LIMIT_S = 5.0
 """How long the next gpucr waits for a CRIU whose guard has died, too."""
@@ -48,26 +44,6 @@ class EndDump(Action):
             raise NotYet
         remains.kill_session(self.criu)
         return is_committed
-
-
-class PutBackThreads(Action):
-    """Put back the threads of stopped processes that a CRIU was killed in, by ``NOTES``."""
-
-    is_on_record: ClassVar[bool] = True
-
-    processes: tuple[ProcessId, ...]
-
-    def recover(self, descriptors: Sequence[int]) -> bool:
-        """Put them back. A process that has ended, or cannot be traced, stays as it is."""
-        from gpucr.linux.noted_threads import NotedProcess, put_back  # late: only needed here
-
-        for each in self.processes:
-            noted = NOTES.read(each, NotedProcess)
-            with contextlib.suppress(OSError):
-                if noted is not None and noted.id == each:
-                    put_back(noted)
-            NOTES.remove(each)
-        return False
 
 
 class RemoveImages(Action):

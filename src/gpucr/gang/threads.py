@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 
 from gpucr.errors import DeadlineExceeded, GpucrError, JobChanged, NotPermitted
 from gpucr.linux import processes, tracing
-from gpucr.linux.held_threads import HeldThreads
+from gpucr.linux.ptrace import HeldThreads
 from gpucr.model import ProcessId
 
 STOP_TIMEOUT_S = 10.0

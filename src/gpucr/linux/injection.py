@@ -45,6 +45,7 @@ PROT_NONE, MAP_FIXED, MAP_NORESERVE = 0, 0x10, 0x4000
 SCRATCH_BYTES = 256
 """How much of the thread's memory a caller may use for a call's data (see `scratch_address`)."""
 
+_NT_X86_XSTATE, _XSTATE_MAX_BYTES = 0x202, 1 << 16  # include/uapi/linux/elf.h
 _RED_ZONE_BYTES = 128  # the red zone below the stack pointer (System V ABI for x86-64)
 _ALL_SIGNALS = (1 << 64) - 1
 _CODE_SEGMENT_64 = 0x33  # of a thread in 64-bit mode (arch/x86/include/asm/segment.h)
@@ -139,7 +140,7 @@ def _plan(thread: TracedThread) -> _Plan:
     if before.cs != _CODE_SEGMENT_64:
         raise InjectionUnavailable(f"thread {thread.tid} runs 32-bit code")
     site = _find_site(thread, before.rsp, before.fs_base)
-    fpu_state = sigframe.fpu_state(thread.extended_registers())
+    fpu_state = sigframe.fpu_state(thread.register_set(_NT_X86_XSTATE, _XSTATE_MAX_BYTES))
     fpu_address = _aligned(_scratch_below(before.rsp) - len(fpu_state))
     frame_address = fpu_address - sigframe.FRAME_BYTES
     _check_room(thread, site.stack_start, frame_address, before.rsp)

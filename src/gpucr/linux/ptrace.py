@@ -17,22 +17,23 @@ import ctypes
 import enum
 import errno
 import os
+import queue
 import signal as signals
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import overload
 
 from msgspec import Struct
 
 from gpucr.errors import ProcessNotFound
 from gpucr.linux import libc, proc_text, processes
+from gpucr.linux.interrupted_calls import with_call_number
 from gpucr.linux.registers import Registers
 
 # include/uapi/linux/ptrace.h and, for the registers, arch/x86/include/uapi/asm/ptrace-abi.h
-_POKEUSER, _CONT, _GETREGS, _SETREGS, _DETACH, _SYSCALL = 6, 7, 12, 13, 17, 24
-_SETOPTIONS, _GETSIGINFO, _GETREGSET, _SETREGSET, _SEIZE, _INTERRUPT = 0x4200, 0x4202, 0x4204, 0x4205, 0x4206, 0x4207
-_NT_X86_XSTATE, _XSTATE_MAX_BYTES = 0x202, 1 << 16  # include/uapi/linux/elf.h
-_DEBUG_CONTROL_OFFSET = 848 + 7 * 8  # of u_debugreg[7] in struct user (arch/x86/include/asm/user_64.h)
+_CONT, _GETREGS, _SETREGS, _DETACH, _SYSCALL = 7, 12, 13, 17, 24
+_SETOPTIONS, _GETSIGINFO, _GETREGSET, _SEIZE, _INTERRUPT = 0x4200, 0x4202, 0x4204, 0x4206, 0x4207
 _GETSIGMASK, _SETSIGMASK, _GET_SYSCALL_INFO, _GET_RSEQ_CONFIGURATION = 0x420A, 0x420B, 0x420E, 0x420F
 _O_TRACESYSGOOD, _O_SUSPEND_SECCOMP = 1, 1 << 21
 # Distinguishes system call stops from SIGTRAP stops; without it, the kernel sends that signal when gpucr dies in one.
@@ -43,6 +44,7 @@ _WALL = 0x40000000  # include/uapi/linux/wait.h: also threads that are not the c
 _SIGINFO_BYTES, _SI_KERNEL = 128, 0x80  # include/uapi/asm-generic/siginfo.h
 
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 20e-6, 1e-3
+_MACHINE = os.uname().machine
 
 _ptrace_of_libc = libc.function(
     "ptrace", ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p, result=ctypes.c_long
@@ -232,19 +234,6 @@ class TracedThread:
         _ptrace(_GETREGSET, self.tid, kind, ctypes.addressof(vector))
         return content.raw[: vector.size]
 
-    def extended_registers(self) -> bytes:
-        """Floating point and vector registers, as the kernel stores them."""
-        return self.register_set(_NT_X86_XSTATE, _XSTATE_MAX_BYTES)
-
-    def set_extended_registers(self, content: bytes) -> None:
-        """Set what `extended_registers` has returned."""
-        vector = _Vector(ctypes.cast(ctypes.c_char_p(content), ctypes.c_void_p), len(content))
-        _ptrace(_SETREGSET, self.tid, _NT_X86_XSTATE, ctypes.addressof(vector))
-
-    def clear_breakpoints(self) -> None:
-        """Clear hardware breakpoints that a tracer has set: they outlive it."""
-        _ptrace(_POKEUSER, self.tid, _DEBUG_CONTROL_OFFSET, 0)
-
     def signal_fault_address(self) -> int:
         """At a stop for SIGSEGV or SIGBUS: the address whose access caused it (``si_addr``)."""
         return int.from_bytes(self._signal_info()[16:24], "little")
@@ -343,6 +332,102 @@ class TracedThread:
             yield fd
         finally:
             os.close(fd)
+
+
+class HeldThreads:
+    """Holds all but one thread of each process. Running or stopped (SIGSTOP) → held → as before.
+
+    ``free_threads`` maps each pid to the thread id that keeps running; ``also_free`` names more in a process. Needs the
+    right to trace the processes (same user and dumpable, or CAP_SYS_PTRACE; Yama's ptrace_scope below 2). A SIGSTOP
+    stays in effect for the free threads until somebody sends SIGCONT, which the held ones do not notice. ``deadline``
+    (time.monotonic): how long to wait for a thread that hangs in the kernel and cannot be stopped.
+    """
+
+    def __init__(
+        self,
+        free_threads: Mapping[int, int],
+        deadline: float | None = None,
+        also_free: Callable[[int], Collection[int]] = lambda pid: (),
+    ) -> None:
+        self._free_threads = dict(free_threads)
+        self._also_free = also_free
+        self._deadline = deadline
+        self._held: list[TracedThread] = []
+        self._calls: queue.SimpleQueue[tuple[Callable[[], None], queue.SimpleQueue[BaseException | None]] | None]
+        self._calls = queue.SimpleQueue()
+        self._tracer: threading.Thread | None = None
+
+    def hold(self) -> None:
+        """Stop the threads. Returns when all have stopped.
+
+        Raises OSError if tracing is refused, TimeoutError if the deadline passes first.
+        """
+        self._tracer = threading.Thread(target=self._serve, name="ptrace", daemon=True)
+        self._tracer.start()
+        try:
+            self._call(self._seize_all)
+        except BaseException:
+            self.release()
+            raise
+
+    def release(self) -> None:
+        """Release all held threads. Does nothing if none is held; threads that have ended are skipped."""
+        if self._tracer is None:
+            return
+        self._call(self._detach_all)
+        self._calls.put(None)
+        self._tracer.join()
+        self._tracer = None
+
+    def _serve(self) -> None:
+        while (request := self._calls.get()) is not None:
+            call, answer = request
+            try:
+                call()
+            except BaseException as error:  # noqa: BLE001 - carried to the thread that asked
+                answer.put(error)
+            else:
+                answer.put(None)
+
+    def _call(self, call: Callable[[], None]) -> None:
+        answer: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        self._calls.put((call, answer))
+        error = answer.get()
+        if error is not None:
+            raise error
+
+    def _seize_all(self) -> None:
+        for pid, free_thread in self._free_threads.items():
+            seen = {free_thread, *self._also_free(pid)}
+            # A thread that is not held yet can start another one: repeat until there is no new one.
+            while new := [tid for tid in processes.threads(pid) if tid not in seen]:
+                seen.update(new)
+                for tid in new:
+                    self._seize(tid)
+
+    def _seize(self, tid: int) -> None:
+        with contextlib.suppress(ProcessLookupError):  # it ended
+            try:
+                thread = TracedThread.seize(tid, seconds_left(self._deadline))
+            except PermissionError:
+                # Also the kernel's answer for an ending thread or a zombie, which a main thread can be for long.
+                stat = processes.read_stat(tid)
+                if stat is None or stat.status in "ZX":
+                    return
+                raise
+            self._held.append(thread)
+            if _MACHINE == "x86_64":  # other machines have another call for registers; hold it anyway
+                thread.set_registers(with_call_number(thread.registers(), thread.read_memory).with_full_timeout())
+
+    def _detach_all(self) -> None:
+        for thread in self._held:
+            thread.let_go(thread.last_stop.signal)
+        self._held.clear()
+
+
+def seconds_left(deadline: float | None) -> float | None:
+    """A time.monotonic() value; None: no limit."""
+    return None if deadline is None else max(deadline - time.monotonic(), 0.0)
 
 
 def _is_process(tid: int) -> bool:

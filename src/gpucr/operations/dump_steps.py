@@ -17,7 +17,6 @@ from gpucr import gang as gangs
 from gpucr.criu.engine import Criu
 from gpucr.criu.options import DumpOptions
 from gpucr.criu.recovery import EndDump
-from gpucr.criu.stopped_threads import threads_noted
 from gpucr.driver.gpus import driver_version
 from gpucr.errors import CriuError, CudaStarted, DeadlineExceeded, GpucrError, JobChanged, JobDamaged
 from gpucr.jobs import selection
@@ -187,9 +186,8 @@ class CriuDump:
         """Dump. Returns the bytes of the images, and of the device memory saved meanwhile."""
         context, self._interrupts, self._meter = self._context, interrupts, meter
         try:
-            with threads_noted(context.job.root_pids, context.protection):
-                for number, root_pid in enumerate(context.job.root_pids):
-                    self._dump_tree(root_pid, context.target.folder.make_images(number), interrupts)
+            for number, root_pid in enumerate(context.job.root_pids):
+                self._dump_tree(root_pid, context.target.folder.make_images(number), interrupts)
         except CriuError as error:
             self._after_failure(error)
         if self.snapshot is not None:

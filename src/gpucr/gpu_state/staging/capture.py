@@ -24,10 +24,9 @@ from gpucr.gpu_state.staging.attach import close_left, keep_from_children
 from gpucr.gpu_state.staging.extents import filled_bytes
 from gpucr.linux import memory, tracing
 from gpucr.linux.descriptors import close_descriptor, send_descriptor
-from gpucr.linux.held_threads import seconds_left
 from gpucr.linux.injection import MADVISE, MAP_FIXED, MMAP, run_syscall
 from gpucr.linux.memory import HUGE_PAGE_BYTES
-from gpucr.linux.ptrace import StopKind, TracedThread
+from gpucr.linux.ptrace import StopKind, TracedThread, seconds_left
 from gpucr.linux.tmpfs import StagingFile
 from gpucr.model import StagedExtent
 
