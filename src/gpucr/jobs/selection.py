@@ -108,6 +108,8 @@ class FoundJob(Struct, frozen=True):
     def instead_of_without(self, other: int) -> str:
         """What to do if the job cannot be dumped without this process, which is not a part of it."""
         above = _job_above((*self.job.root_pids, other))
+        if above is not None and above.pid in self.job.root_pids:  # adopted by the job's keeper
+            return f"keep what starts {other} running: it has lost its parent, so it is not below {above.pid} ({above.name})"
         if above is not None:
             return f"dump the process that started both, with all that it started: {above.pid} ({above.name})"
         return "start both with one command (`gpucr run -- sh -c 'FIRST | SECOND'`), and dump that"

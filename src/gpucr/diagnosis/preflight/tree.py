@@ -233,7 +233,7 @@ def check_open_files(job: Job, *, is_sandboxed: bool = False) -> list[Finding]:
     ``is_sandboxed``: gpucr made the job's mounts, with this machine's files.
     """
     running = {member.pid for member in job.gang if member.found is not CudaState.CHECKPOINTED}
-    passing = {(each.process.pid, fd) for each in find_inherited(job.processes, running) for fd in each.fds}
+    passing = {(each.process.pid, fd) for each in find_inherited(job.processes, running) for fd in each.all_fds}
     found: list[Finding] = []
     judged: Judged = {}
     for process in job.processes:
