@@ -202,8 +202,8 @@ def state_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def process_without_cuda() -> Iterator[int]:
     """The pid of a live process that never touches CUDA."""
-    command = [sys.executable, "-c", "input()"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as process:
+    null = subprocess.DEVNULL
+    with subprocess.Popen(["sleep", "1000"], stdin=null, stdout=null, stderr=null, start_new_session=True) as process:
         yield process.pid
         process.kill()
 

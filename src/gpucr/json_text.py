@@ -21,19 +21,23 @@ def parse(data: bytes | str, *, least: int = -(1 << 63)) -> object:
         raise ValueError(f"it is nested more than {MAX_DEPTH} deep") from e
     level = [value]
     for _ in range(MAX_DEPTH):
-        if any(type(each) is int and not least <= each < 1 << 64 for each in level):
-            raise ValueError("a number is out of range")
-        if any(type(each) is float and math.isinf(each) for each in level):
-            raise ValueError("a number is out of range")
-        level = [inner for each in level if isinstance(each, list | dict) for inner in _inside(each)]
-        if not level:
+        below: list[object] = []
+        for each in level:
+            if isinstance(each, str):
+                continue
+            if isinstance(each, dict):
+                below += each.values()
+            elif isinstance(each, list):
+                below += each
+            elif (isinstance(each, int) and not least <= each < 1 << 64) or (
+                isinstance(each, float) and math.isinf(each)
+            ):
+                raise ValueError("a number is out of range")
+        if not below:
             return value
+        level = below
     raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
 
 
 def _refuse(name: str) -> NoReturn:
     raise ValueError(f"{name} is no number")
-
-
-def _inside(value: list[object] | dict[str, object]) -> list[object]:
-    return list(value.values()) if isinstance(value, dict) else value

@@ -214,6 +214,16 @@ class JobFile(Struct, frozen=True):
     is_mapped: bool
 
 
+class FileLock(Struct, frozen=True, order=True):
+    """A lock on a file: its kind as the kernel names it, and the bytes from ``start`` to ``end`` (None: to the end)."""
+
+    path: str
+    kind: str
+    is_write: bool
+    start: int = 0
+    end: int | None = None
+
+
 class Endpoint(Struct, frozen=True, order=True):
     """One end of a TCP connection, or a listening address: an IPv4 or IPv6 address in its shortest form, a port."""
 

@@ -33,6 +33,7 @@ Text = Annotated[str, Meta(pattern=r"\A[^\0]*\Z")]
 
 T = TypeVar("T")
 
+_NESTED = (dict, list, tuple)
 _PLACE = re.compile(r"(?s)(.*) - at `(?:key` in `)?\$\.?(.*)`")
 
 
@@ -123,14 +124,16 @@ def _explained(message: str) -> str:
 def _require_same(value: Any, whole: Any, where: str) -> None:
     """A missing member is an error, even if the struct has a default; so is an unknown one."""
     if isinstance(whole, dict):
-        for key in whole.keys() | value.keys():
-            if key not in value or key not in whole:
-                what = "an unknown field" if key in value else "no"
-                raise RecordError(f"{where or 'it'}: there is {what} `{key}`")
-            _require_same(value[key], whole[key], f"{where}.{key}" if where else key)
+        if value.keys() != whole.keys():
+            key = min(value.keys() ^ whole.keys())
+            what = "an unknown field" if key in value else "no"
+            raise RecordError(f"{where or 'it'}: there is {what} `{key}`")
+        for key, each in whole.items():
+            if isinstance(each, _NESTED):
+                _require_same(value[key], each, f"{where}.{key}" if where else key)
     elif isinstance(whole, list | tuple):
         if len(value) != len(whole):  # a struct that is written as a list
             raise RecordError(f"{where or 'it'}: there are {len(value)} values, and not {len(whole)}")
-        if whole and isinstance(whole[0], dict | list | tuple):
+        if whole and isinstance(whole[0], _NESTED):
             for number, (item, each) in enumerate(zip(value, whole, strict=True)):
                 _require_same(item, each, f"{where}[{number}]")

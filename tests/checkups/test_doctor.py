@@ -57,8 +57,8 @@ def test_every_part_of_the_machine_is_checked() -> None:
     found = gpucr.doctor().checkups
     severities(found)
     assert {each.about for each in found} == {
-        "driver", "GPUs", "probe", "privileges", "ptrace", "seccomp", "kernel", "CRIU", "connections", "huge pages",
-        "host memory", "cgroups", "disk", "containers",
+        "driver", "GPUs", "probe", "privileges", "ptrace", "seccomp", "kernel", "processor", "CRIU", "connections",
+        "huge pages", "host memory", "cgroups", "disk", "containers",
     }  # fmt: skip
 
 

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from gpucr.containers import by_runtime, oci, runtime_call
 from gpucr.containers.by_runtime import ContainerReport
 from gpucr.containers.container import FoundContainer
-from gpucr.containers.record import ContainerRecord
+from gpucr.containers.record import ContainerRecord, read_record, write_record
 from gpucr.criu.options import DumpOptions
 from gpucr.errors import BrokenInstall, CriuError, DriverError, JobDamaged, NotPermitted
 from gpucr.jobs import selection
@@ -27,6 +28,8 @@ from gpucr.jobs.selection import FoundJob
 from gpucr.linux import durable, processes
 from gpucr.model import CudaState, GangMember, Job
 from gpucr.network.lock import IN_FLIGHT
+from gpucr.snapshot.folder import Snapshot
+from gpucr.snapshot.manifest import encode
 from gpucr.undo.interrupts import Interrupts
 from tests import command
 from tests.containers.conftest import StartContainer
@@ -35,6 +38,7 @@ from tests.containers.runtimes import in_cgroup2
 from tests.containers.test_containers import both_runtimes
 from tests.counter import wait_until
 from tests.storm import long
+from tests.unit import samples
 from tests.unit.children import Child, python
 
 pytestmark = pytest.mark.criu
@@ -420,7 +424,7 @@ def test_an_ended_container_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -
 
 OPTIONS = DumpOptions(leave_running=False, shell_job=False, ghost_limit_bytes=1 << 20)
 
-RECORD = ContainerRecord("runc", None, "web", "/srv", OPTIONS, "skip")
+RECORD = ContainerRecord("runc", None, "web", "/srv", OPTIONS, "skip", "x86_64", samples.PROCESSOR)
 
 CRIU = """#!/bin/sh
 [ "$1" = --version ] && echo Version: 4.2.1 && exit
@@ -457,7 +461,7 @@ def test_a_runtime_without_checkpoint_support_is_reported(tmp_path: Path, monkey
     monkeypatch.setenv("GPUCR_CRIU", str(tmp_path / "criu"))
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    record = ContainerRecord("crun", None, "web", "/bundle", OPTIONS, "skip")
+    record = ContainerRecord("crun", None, "web", "/bundle", OPTIONS, "skip", "x86_64", samples.PROCESSOR)
     with pytest.raises(CriuError, match="crun could not dump the container web: unknown command checkpoint") as caught:
         oci.checkpoint(record, tmp_path / "images", Interrupts(), leave_running=False)
     assert Path(str(caught.value.log_path)).is_file()
@@ -473,7 +477,7 @@ def test_crius_reason_is_reported(tmp_path: Path, has_own_log: bool) -> None:
     if has_own_log:
         log.write_text(f"(00.01) Version: 4.2.1\n(00.02) {line}\n(00.03) Error (criu/cr-dump.c:1): Dumping FAILED.\n")
     said.write_text(f'{RUNC}"(00.02) {line}"\n{RUNC}"criu failed: type NOTIFY errno 0\\nlog file: {log}"\n')
-    record = ContainerRecord("runc", None, "web", "/bundle", OPTIONS, "skip")
+    record = ContainerRecord("runc", None, "web", "/bundle", OPTIONS, "skip", "x86_64", samples.PROCESSOR)
     error = runtime_call.failure(record, "dump", log, said)
     assert error.message == (
         "runc could not dump the container web: a process has an io_uring ring, which CRIU cannot dump"
@@ -487,7 +491,10 @@ def test_without_crius_reason_the_runtimes_last_line_is_reported(tmp_path: Path)
     said = tmp_path / "runtime.log"
     said.write_text(f'{RUNC}"first"\n{RUNC}"cgroup \\"a\\" is frozen"\n')
     error = runtime_call.failure(
-        ContainerRecord("runc", None, "web", "/b", OPTIONS, "skip"), "dump", tmp_path / "none", said
+        ContainerRecord("runc", None, "web", "/b", OPTIONS, "skip", "x86_64", samples.PROCESSOR),
+        "dump",
+        tmp_path / "none",
+        said,
     )
     assert error.message == 'runc could not dump the container web: cgroup "a" is frozen'
     assert (error.code, error.reason) == ("GPUCR-RUNTIME", None)
@@ -510,8 +517,8 @@ def test_a_reported_dump_is_on_disk(process_without_cuda: int, tmp_path: Path, m
     synced: list[Path] = []
     sync = durable.sync
 
-    def note(path: Path) -> None:
-        synced.append(path)
+    def note(path: str | Path) -> None:
+        synced.append(Path(path))
         sync(path)
 
     def write(record: ContainerRecord, images: Path, *arguments: object, **options: object) -> None:
@@ -576,6 +583,36 @@ def test_a_container_without_gpu_state_does_not_look_like_an_unfinished_dump(
     log = re.search(r"^log:\s+(.*)$", done.stderr, re.MULTILINE)
     assert log is not None
     assert "already exists" in Path(log[1]).read_text()
+
+
+def test_a_processor_without_the_containers_instructions(container: StartContainer, tmp_path: Path) -> None:
+    made = container("--mib", "1", with_hook=False)
+    made.ask()
+    to = tmp_path / "snapshot"
+    assert dump(made, to).returncode == 0
+    wait_gone(made.pid)
+
+    record = read_record(to)
+    better = replace(record.processor, features=tuple(sorted({*record.processor.features, "avx9000"})))
+    write_record(to, replace(record, processor=better))
+    done = gpucr(made, "restore", to)
+    assert done.returncode == 3
+    assert "this processor lacks avx9000" in done.stderr
+    assert "--force" not in done.stderr
+
+    write_record(to, record)
+    part = to / "images" / "gpucr"
+    manifest = part / "manifest.json"
+    written = manifest.read_bytes()
+    manifest.write_bytes(encode(replace(Snapshot.open(part).manifest, processor=better)))
+    done = gpucr(made, "restore", to)
+    assert done.returncode == 1
+    assert "this processor lacks avx9000" in done.stderr
+
+    manifest.write_bytes(written)
+    assert gpucr(made, "restore", to).returncode == 0
+    made.wait_ready()
+    assert made.ask() == 102
 
 
 def test_a_connection_that_is_just_being_made_is_waited_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,7 @@ def error(text: str, place: str = "criu/some.c:1") -> str:
         ("files-reg: Can't open file tmp/x on restore: No such file or directory", "file-missing"),
         ("files-reg: Can't link dev/shm/link_remap.5 -> dev/shm/sem.mp-x: No such file or directory", "link-remap"),
         ("files-reg: Can't link dev/shm/link_remap.5 -> dev/shm/sem.mp-x: File exists", "link-remap"),
+        ("fsnotify: \tCan't dump that handle", "watch"),
         ("unix: Can't dump half of stream unix connection.", "unix-outside"),
         ("inet: In-flight connection (l) for 1a2b", "in-flight-connection"),
         ("A session leader of 77(77) is outside of its pid namespace", "session-outside"),
@@ -48,9 +49,11 @@ def error(text: str, place: str = "criu/some.c:1") -> str:
         ("Unable to interrupt task: 77 (No such process)", "process-gone"),
         ("The root process 77 is not a session leader. Consider using --shell-job option", "session-outside"),
         ("send_fds failed (-22)", "io-uring"),
-        ("Can't dump nested pid namespace for 77", "nested-pid-namespace"),
+        ("Can't dump nested pid namespace for 77", "nested-namespace"),
         ("Can't dump file 5 of that type [140777] (socket)", "unsupported-file"),
         ("prctl: Can't set exe link: Permission denied", "not-permitted"),
+        ("x86: FPU xsave area present, but host cpu doesn't support it", "processor"),
+        ("cpu: CPU instruction capabilities do not match run time", "processor"),
         ("Unable to set a monotonic clock offset: Operation not permitted", "clocks"),
     ],
 )
@@ -87,6 +90,11 @@ def test_a_warning_if_no_error_is_known() -> None:
     assert "io_uring" in diagnose(warning + error("unsupported anon_inode:[io_uring]")).meaning
 
 
+def test_no_other_warning_decides() -> None:
+    warning = "(00.1) Warn  (criu/files-reg.c:1): Can't open file x on restore: No such file or directory\n"
+    assert diagnose(warning + error("something new")).reason == "something new"
+
+
 def test_lines_of_the_restored_tasks_own_logs() -> None:
     assert diagnose("pie: 77: Error (criu/pie/restorer.c:1): something new\n").reason == "something new"
 
@@ -99,3 +107,9 @@ def test_no_error_in_the_log(log: str) -> None:
 
 def test_a_criu_that_never_started() -> None:
     assert "libnet.so.1" in diagnose("criu: error while loading shared libraries: libnet.so.1: cannot open").reason
+
+
+def test_where_criu_looks_for_what_is_watched() -> None:
+    looked = "(00.1) Warn  (criu/irmap.c:104): irmap: Can't stat /no-such-path: No such file or directory\n"
+    assert diagnose(looked + error("fsnotify: \tCan't dump that handle")).code == "GPUCR-WATCH"
+    assert diagnose(looked + error("something new")).code is None

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from gpucr.criu import images_pb2
-from gpucr.criu.credentials import uids_in, with_full_bounding_sets
+from gpucr.criu.credentials import credentials_in, with_full_bounding_sets
 from gpucr.criu.image_entries import encoded, head, images_in
 from gpucr.criu.relocated import NotRelocatable, relocated
 from gpucr.linux import capabilities
@@ -125,13 +125,13 @@ def test_bounding_sets_are_filled_and_the_rest_is_unchanged(tmp_path: Path) -> N
     (tmp_path / "core-8.img").write_bytes(core(uid=4002, bounding=[]))
     (tmp_path / "files.img").write_bytes(b"not looked at")
     names = os.listdir(tmp_path)
-    assert uids_in(names, images_in(tmp_path)) == {4001, 4002}
+    assert credentials_in(names, images_in(tmp_path))[1] == {4001, 4002}
     changed = with_full_bounding_sets(names, images_in(tmp_path))
     assert set(changed) == {"core-7.img", "core-8.img"}
     assert changed["core-7.img"].endswith(unknown)
     for name, data in changed.items():
         (tmp_path / name).write_bytes(data)
-    assert uids_in(names, images_in(tmp_path)) == {4001, 4002}
+    assert credentials_in(names, images_in(tmp_path))[1] == {4001, 4002}
     found = images_pb2.Core.FromString(changed["core-8.img"][12:]).thread_core.creds.cap_bnd
     assert list(found) == [0xFFFFFFFF, 0xFFFFFFFF]
 

@@ -1,21 +1,23 @@
-"""The tables of docs/what-comes-back.md, made of what preflight says: ``python -m tests.docs.support`` writes them."""
+"""The tables of what is refused, made of what preflight says: ``python -m tests.docs.support`` writes them."""
 
 from __future__ import annotations
 
 import re
 import string
+from pathlib import Path
 from types import ModuleType
 
 from gpucr.diagnosis.canaries.results import WHAT
-from gpucr.diagnosis.preflight.support import gpu_memory, gpu_use, interposed, machine, outside, processes, users
+from gpucr.diagnosis.preflight.support import gpu_memory, gpu_use, interposed, machine, outside, processes, ties, users
 from gpucr.diagnosis.preflight.support.fact import Fact
 from tests.docs.pages import DOCS
 
-PAGE = DOCS / "what-comes-back.md"
+PAGE, PROCESSES_PAGE = DOCS / "what-comes-back.md", DOCS / "what-a-dump-refuses.md"
 _CODES = "../src/gpucr/error_codes.md"
 _HEAD = "| what | gpucr | because | do |\n| --- | --- | --- | --- |\n"
 _OPTION = re.compile(r"--[a-z][\w-]*(?: (?:auto|keep|rewind|close|OLD=NEW)\b)?")
-MODULES = (gpu_memory, interposed, gpu_use, processes, outside, machine, users)
+MODULES = (gpu_memory, interposed, gpu_use, processes, ties, outside, machine, users)
+_ON_PAGE = {processes: PROCESSES_PAGE, ties: PROCESSES_PAGE}
 
 
 def facts(module: ModuleType) -> dict[str, Fact]:
@@ -23,13 +25,17 @@ def facts(module: ModuleType) -> dict[str, Fact]:
     return {name: value for name, value in vars(module).items() if isinstance(value, Fact)}
 
 
-def with_tables(text: str) -> str:
+def with_tables(page: Path) -> str:
     """The page with new tables between its marks."""
     tables = {
-        module.__name__.rpartition(".")[2]: _HEAD + "".join(map(_row, facts(module).values())) for module in MODULES
+        module.__name__.rpartition(".")[2]: _HEAD + "".join(map(_row, facts(module).values()))
+        for module in MODULES
+        if _ON_PAGE.get(module, PAGE) == page
     }
-    tables["canaries"] = "".join(f"| `{name}` | {what} |\n" for name, what in WHAT.items())
-    tables["canaries"] = "| canary | measures |\n| --- | --- |\n" + tables["canaries"]
+    if page == PAGE:
+        tables["canaries"] = "".join(f"| `{name}` | {what} |\n" for name, what in WHAT.items())
+        tables["canaries"] = "| canary | measures |\n| --- | --- |\n" + tables["canaries"]
+    text = page.read_text()
     for name, table in tables.items():
         begin, end = f"<!-- made by tests/docs/support.py: {name} -->\n", "<!-- end -->"
         before, found, rest = text.partition(begin)
@@ -69,4 +75,5 @@ def _words(text: str) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(with_tables(PAGE.read_text()))
+    for each in (PAGE, PROCESSES_PAGE):
+        each.write_text(with_tables(each))

@@ -14,6 +14,7 @@ import pytest
 from msgspec.structs import replace
 
 from gpucr.criu.options import DumpOptions
+from gpucr.linux.processor import Processor
 from gpucr.model import Extent, Gpu, JobFile, StagedExtent
 from gpucr.snapshot import device, files, manifest
 from gpucr.snapshot.manifest import SharedFileRecord
@@ -32,6 +33,7 @@ _MEMBER = re.compile(r"(?:^|<br>)`(\w+)` \*")
         ("device_data", manifest.DeviceData, set[str]()),
         ("gpus[]", Gpu, set[str]()),
         ("criu_options", DumpOptions, set[str]()),
+        ("processor", Processor, set[str]()),
         ("folders[]", manifest.FolderRecord, set[str]()),
         ("launch", manifest.LaunchRecord, set[str]()),
         ("sandbox", manifest.SandboxRecord, set[str]()),

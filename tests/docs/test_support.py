@@ -1,4 +1,4 @@
-"""docs/what-comes-back.md and preflight say the same, as both are made of the same facts."""
+"""The pages of what is refused and preflight say the same, as both are made of the same facts."""
 
 from __future__ import annotations
 
@@ -12,24 +12,31 @@ from gpucr.diagnosis.canaries.results import WHAT
 from gpucr.diagnosis.preflight.support import gpu_memory, gpu_use, interposed, machine
 from gpucr.diagnosis.preflight.support.fact import Fact
 from tests.docs import support
-from tests.docs.pages import SOURCES
+from tests.docs.pages import ROOT, SOURCES
 
 _FACTS = {(module, name): fact for module in support.MODULES for name, fact in support.facts(module).items()}
 _SUPPORT = SOURCES / "diagnosis" / "preflight" / "support"
 _ROOMS = ("jobs", "snapshot", "containers", "operations", "diagnosis/preflight")
 
 
-def test_the_page_is_generated_from_the_facts() -> None:
-    text = support.PAGE.read_text()
-    assert text == support.with_tables(text), "write it again: python -m tests.docs.support"
+@pytest.mark.parametrize("page", [support.PAGE, support.PROCESSES_PAGE], ids=lambda page: page.name)
+def test_the_page_is_generated_from_the_facts(page: Path) -> None:
+    assert page.read_text() == support.with_tables(page), "write it again: python -m tests.docs.support"
 
 
 def test_a_changed_fact_changes_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = support.PAGE.read_text()
     changed = Fact(what="{gpu} is red", consequence="none", remedy="paint it with --gpu auto", code="GPUCR-MIG")
     monkeypatch.setattr(gpu_use, "MIG", changed)
     row = "| *gpu* is red | [refuses](../src/gpucr/error_codes.md#gpucr-mig) | none | paint it with `--gpu auto` |"
-    assert row in support.with_tables(text).splitlines()
+    assert row in support.with_tables(support.PAGE).splitlines()
+
+
+def test_the_tests_of_criu_s_reasons_are_there() -> None:
+    """Each row of the table names files, or functions in them."""
+    rows = [row for row in support.PROCESSES_PAGE.read_text().splitlines() if row.startswith("|") and "`tests/" in row]
+    assert len(rows) > 15
+    for file, _, name in (named.partition("::") for row in rows for named in re.findall(r"`(tests/[^`]+)`", row)):
+        assert f"def {name}(" in (ROOT / file).read_text() if name else (ROOT / file).exists(), (file, name)
 
 
 def test_every_file_of_facts_is_on_the_page() -> None:

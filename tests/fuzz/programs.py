@@ -61,7 +61,9 @@ def container_log(data: bytes) -> bool:
         log, said = Path(name) / "dump.log", Path(name) / "runtime.log"
         log.write_bytes(data)
         said.write_bytes(data)
-        record = ContainerRecord("runc", None, "name", "/bundle", convert(OPTIONS, DumpOptions), "skip")
+        record = ContainerRecord(
+            "runc", None, "name", "/bundle", convert(OPTIONS, DumpOptions), "skip", "x86_64", samples.PROCESSOR
+        )
         error = runtime_call.failure(record, "dump", log, said)
     assert "\n" not in error.message
     assert error.hint

@@ -23,7 +23,7 @@ import gpucr
 from gpucr.criu.options import deleted_file_sizes
 from gpucr.helper import folders
 from gpucr.helper.rights import rights_of
-from gpucr.interposer.client import socket_path
+from gpucr.interposer.place import socket_path
 from gpucr.jobs.others import _is_owned_by
 from gpucr.linux import cgroups, credentials, memory, mounts, proc_text, processes
 from gpucr.linux.descriptors import _NAME, sockets_left_behind

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from gpucr.criu import images, images_pb2
 from gpucr.criu.contents import read_contents
-from gpucr.criu.image_entries import ImageError
-from gpucr.criu.linked_files import _read_remaps
+from gpucr.criu.image_entries import ImageError, images_in
+from gpucr.criu.linked_files import read_remaps
 from gpucr.criu.page_images import PageMap, cuts
 from gpucr.criu.pids import pids_in
 from gpucr.linux.sock_diag import outside_connections
@@ -34,9 +34,16 @@ IMAGES = job([mapping(16, 4, 1 << 9, prot=READ_WRITE)], [run(16, 2)])
 
 def decode(data: bytes) -> None:
     with contextlib.suppress(RecordError):
+        manifests.decode_brief(data)
+    with contextlib.suppress(RecordError):
         found = manifests.decode(data)
         assert manifests.decode(manifests.encode(found)).root_pid == found.root_pid
         assert found.size_bytes >= 0
+        brief = manifests.decode_brief(data)
+        assert brief.command_line in (
+            *(each.command_line for each in found.processes),
+            *([found.launch.command] if found.launch is not None else []),
+        )
 
 
 @given(damaged_bytes([SOUND]))
@@ -91,6 +98,9 @@ def test_a_named_pipe_instead_of_an_image_is_refused_at_once(name: str, tmp_path
         if image_name != name:
             (tmp_path / image_name).write_bytes(data)
     os.mkfifo(tmp_path / name)
-    readers: dict[str, Any] = {"files.img": images.FilesImage.read, "remap-fpath.img": _read_remaps}
+    readers: dict[str, Any] = {
+        "files.img": images.FilesImage.read,
+        "remap-fpath.img": lambda folder: read_remaps(images_in(folder)),
+    }
     with pytest.raises(OSError, match="not a plain file"):
         readers.get(name, lambda folder: cuts(folder, 4096))(tmp_path)

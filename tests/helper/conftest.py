@@ -31,6 +31,11 @@ class Machine:
         self._listener = user.start_as_root(*map(str, [*command, *options]))
         wait_until(self.socket.exists, "the helper to listen")
 
+    @property
+    def listener_pid(self) -> int:
+        """The pid of the helper's listener."""
+        return self._listener.pid
+
     def close(self) -> None:
         """End the helper."""
         self._listener.terminate()

@@ -22,6 +22,7 @@ from gpucr.helper.inspected import require_inspected
 from gpucr.helper.keys import SIGNATURE_NAME
 from gpucr.helper.peer import Peer
 from gpucr.helper.rights import Refused, Rights
+from gpucr.helper.session import Session
 from gpucr.linux import capabilities
 from tests.helper.conftest import Machine
 from tests.helper.test_sessions import CONNECTED, WITH_FILES, dump, start
@@ -59,7 +60,7 @@ def images(dumped: Path, tmp_path: Path) -> Path:
 @pytest.fixture
 def peer(helper_machine: Machine) -> Peer:
     uid = helper_machine.user.uid
-    return Peer(1, uid, uid, frozenset(), (1 << 41) - 1, "", ())
+    return Peer(1, uid, uid, frozenset(), (1 << 41) - 1, "", Session((), 0, 0))
 
 
 def change(images: Path, pattern: str, how: Callable[[Any], object]) -> None:
@@ -300,7 +301,7 @@ def test_h11_signals_that_need_roots_permission(images: Path, peer: Peer, member
 
 def test_another_users_images_are_refused(images: Path) -> None:
     with pytest.raises(Refused):
-        require_inspected(images, Peer(1, os.getuid() + 4711, 4711, frozenset(), (1 << 41) - 1, "", ()))
+        require_inspected(images, Peer(1, os.getuid() + 4711, 4711, frozenset(), (1 << 41) - 1, "", Session((), 0, 0)))
 
 
 @pytest.mark.parametrize("seed", range(8))

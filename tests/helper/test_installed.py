@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import configparser
+import json
 import os
 import shlex
 import shutil
+import socket
 import stat
 import sys
 from pathlib import Path
@@ -13,11 +15,12 @@ from pathlib import Path
 import pytest
 
 from gpucr.errors import InvalidRequest, NotPermitted
-from gpucr.helper import entry, installed, limits, listener
+from gpucr.helper import installed, limits, listener
 from gpucr.helper.place import SOCKET
 from gpucr.linux import unit_files
-from tests.counter import wait_until
+from tests.counter import kill_at_once, wait_until
 from tests.helper.conftest import Machine
+from tests.helper.test_attacks import CLIENT, REPOSITORY
 from tests.helper.test_sessions import CONNECTED, counted, dump, start
 from tests.ordinary_user import OrdinaryUser
 
@@ -31,15 +34,13 @@ def parsed(text: str) -> configparser.ConfigParser:
     return found
 
 
-def test_the_units_start_a_process_per_allowed_request() -> None:
+def test_the_units_start_a_listener_that_counts() -> None:
     listens, serves = map(parsed, installed.units(group="trainers").values())
     assert listens["Socket"]["ListenSequentialPacket"] == str(SOCKET)
     assert (listens["Socket"]["SocketMode"], listens["Socket"]["SocketGroup"]) == ("0660", "trainers")
-    assert listens["Socket"]["Accept"] == "yes"
-    assert listens["Socket"]["MaxConnectionsPerSource"] == str(limits.MAX_REQUESTS_PER_USER)
-    assert serves["Service"]["StandardInput"] == "socket"
+    assert listens["Socket"]["Accept"] == "no"
     assert serves["Service"]["KillMode"] == "process"
-    assert serves["Service"]["ExecStart"].startswith(f"{sys.executable} -I -m {entry.__name__} ")
+    assert serves["Service"]["ExecStart"].startswith(f"{sys.executable} -I -m gpucr helper listen ")
     everybody = parsed(installed.units()["gpucr-helper.socket"])
     assert everybody["Socket"]["SocketMode"] == "0666"
     assert "SocketGroup" not in everybody["Socket"]
@@ -52,15 +53,15 @@ def test_systemd_verifies_the_units(tmp_path: Path) -> None:
         pytest.skip("there is no systemd-analyze here (Debian: systemd)")
 
 
-def test_systemd_starts_the_helper_for_each_request(machine: Machine, user: OrdinaryUser) -> None:
-    """As in the units, except for the folders: a socket, and a process per connection with it as standard input."""
+def test_systemd_passes_the_socket_to_the_listener(machine: Machine, user: OrdinaryUser) -> None:
+    """As in the units, except for the folders: the first connection starts it."""
     program = shutil.which("systemd-socket-activate")
     if program is None:
         pytest.skip("there is no systemd-socket-activate here (Debian: systemd)")
     path = machine.folder / "activated"
-    serves = parsed(installed.units(keys=machine.keys)["gpucr-helper@.service"])["Service"]
+    serves = parsed(installed.units(keys=machine.keys)["gpucr-helper.service"])["Service"]
     words = [*shlex.split(serves["ExecStart"])[:-1], str(machine.work)]
-    options = ("--listen", str(path), "--seqpacket", "--accept", "--inetd")
+    options = ("--listen", str(path), "--seqpacket")
     listening = user.start_as_root(program, *options, *words)
     user.environment["GPUCR_HELPER"], before = str(path), user.environment["GPUCR_HELPER"]
     try:
@@ -73,10 +74,50 @@ def test_systemd_starts_the_helper_for_each_request(machine: Machine, user: Ordi
         user.succeeds("restore", "snap")
         wait_until(lambda: counted(user, "job") > count, "the restored job to count on")
         assert machine.left_at_work() == []
+        most_are_served(listening.pid, user)
     finally:
         user.environment["GPUCR_HELPER"] = before
         listening.terminate()
         listening.communicate()
+
+
+def most_are_served(listener_pid: int, user: OrdinaryUser) -> None:
+    """One user's many connections start only so many processes, and keep no other user out."""
+    (user.home / "connected").unlink(missing_ok=True)
+    code = f"""
+import os, socket, time
+held = [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range({limits.MAX_REQUESTS + 8})]
+for each in held:
+    each.connect(os.environ["GPUCR_HELPER"])
+open("connected", "w").close()
+time.sleep(100)
+"""
+    pid = user.start(sys.executable, "-c", code)
+    wait_until((user.home / "connected").exists, "the connections")
+    asks = [sys.executable, "-c", CLIENT + "ask(Ask())"]
+    other = ["setpriv", f"--reuid={user.uid + 1}", f"--regid={user.uid + 1}", "--clear-groups", "env"]
+    variables = [f"PYTHONPATH={REPOSITORY / 'src'}:{REPOSITORY}", f"GPUCR_HELPER={user.environment['GPUCR_HELPER']}"]
+    done = user.as_root_runs(*other, *variables, *asks)
+    assert json.loads(done.stdout)[0] == "Here", done.stdout + done.stderr
+    children = Path(f"/proc/{listener_pid}/task/{listener_pid}/children").read_text().split()
+    at_work = [each for each in children if b"gpucr.helper.entry" in Path(f"/proc/{each}/cmdline").read_bytes()]
+    assert 0 < len(at_work) <= limits.MAX_REQUESTS_PER_USER + 1, "the other user's may not have ended"
+    kill_at_once([pid])
+
+
+def test_a_users_many_connections_start_few_processes(machine: Machine, user: OrdinaryUser) -> None:
+    most_are_served(machine.listener_pid, user)
+
+
+def test_another_kind_of_socket_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LISTEN_PID", str(os.getpid()))
+    monkeypatch.setenv("LISTEN_FDS", "1")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as passed:
+        monkeypatch.setattr(listener, "_FIRST_PASSED_FD", os.dup(passed.fileno()))
+        with pytest.raises(InvalidRequest, match="another kind of socket"):
+            listener.passed_socket()
+    monkeypatch.setenv("LISTEN_PID", "1")
+    assert listener.passed_socket() is None
 
 
 def test_reinstalling_changes_nothing_and_uninstalling_removes_all(machine: Machine, user: OrdinaryUser) -> None:

@@ -17,6 +17,7 @@ import pytest
 from gpucr.helper import inheritance, sandboxes
 from gpucr.helper.peer import Peer
 from gpucr.helper.rights import Refused
+from gpucr.helper.session import Session
 from gpucr.linux import capabilities, processes
 from gpucr.model import ProcessId
 from tests.counter import wait_until
@@ -127,7 +128,7 @@ def keeper_of(pid: int) -> int:
 
 
 def a_peer(uid: int) -> Peer:
-    return Peer(os.getpid(), uid, uid, frozenset(), 0, "", ())
+    return Peer(os.getpid(), uid, uid, frozenset(), 0, "", Session((), 0, 0))
 
 
 def test_the_doctor_reports_its_criu(user: OrdinaryUser) -> None:
@@ -257,13 +258,15 @@ def test_h18_namespaces_count_against_the_users_limit() -> None:
     import ctypes, os, signal
     from pathlib import Path
     from gpucr.helper import sandboxes
+    from gpucr.helper.messages import Isolate
     from gpucr.helper.peer import Peer
+    from gpucr.helper.session import Session
     from gpucr.helper.rights import Refused
     from gpucr.linux import namespaces
     Path("/proc/sys/user/max_pid_namespaces").write_text("1")
     end_with_parent = lambda: ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     sandboxes.become_keeper = lambda *_: (end_with_parent(), signal.pause())
-    peer = Peer(1, 1, 1, frozenset(), 0, "", ())
+    peer = Peer(1, 1, 1, frozenset(), 0, "", Session((), 0, 0))
     children = []
     def asked(make):
         read, write = os.pipe()
@@ -277,7 +280,7 @@ def test_h18_namespaces_count_against_the_users_limit() -> None:
         children.append(child)
         return os.read(read, 1000).decode()
     root = lambda: namespaces.make_new("pid")
-    users = lambda: sandboxes.make(peer, "own", 0, ())
+    users = lambda: sandboxes.make(peer, Isolate("own", 0), ())
     print([asked(each) for each in (root, root, users, users)], flush=True)
     for child in children:
         os.kill(child, 9)

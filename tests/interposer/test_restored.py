@@ -11,9 +11,12 @@ from pathlib import Path
 import pytest
 
 import gpucr
-from gpucr.interposer.client import Agent, socket_path
+from gpucr.interposer import place
+from gpucr.interposer.client import Agent
+from gpucr.interposer.place import socket_path
 from tests import command
 from tests.compiled import compiled_interposer
+from tests.interposer.conftest import is_waiting
 from tests.sandboxed import SandboxedCounter, end_all_in, start_counter
 from tests.storm import later
 
@@ -37,7 +40,14 @@ def has_its_agent(pid: int) -> bool:
         return agent.status().gate_closed == 0 and agent.close_gate(5).is_empty
 
 
+@pytest.fixture
+def without_tracing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agents cannot be made to listen again, as by a user below Yama."""
+    monkeypatch.setattr(place, "make_it_listen_again", lambda pid: None)
+
+
 @pytest.mark.parametrize("isolate", [True, later(False)])
+@pytest.mark.usefixtures("without_tracing")
 def test_it_listens_again_after_a_restore(folder: Path, tmp_path: Path, isolate: bool) -> None:
     with start_counter(folder, "--mib", "16", interpose=True, isolate=isolate) as job:
         assert job.ask() == 101
@@ -55,6 +65,7 @@ def test_it_listens_again_after_a_restore(folder: Path, tmp_path: Path, isolate:
         assert has_its_agent(gpucr.restore(tmp_path / "t").pid)
 
 
+@pytest.mark.usefixtures("without_tracing")
 def test_a_clone_beside_the_original_has_its_own_agent(folder: Path, tmp_path: Path) -> None:
     with start_counter(folder, "--mib", "16", interpose=True) as original:
         assert original.ask() == 101
@@ -69,3 +80,6 @@ def test_a_clone_beside_the_original_has_its_own_agent(folder: Path, tmp_path: P
             assert len({socket_path(job.pid).name for job in jobs}) == 3
             assert len({socket_path(job.pid).name.partition(".")[0] for job in jobs}) == 1
             assert all(os.path.exists(socket_path(job.pid)) for job in jobs)
+            assert all(is_waiting(job.pid) for job in jobs), "CRIU has interrupted its call, and it is in it again"
+            gpucr.dump("counter", tmp_path / "t")  # its name is a clone's
+            assert has_its_agent(gpucr.restore(tmp_path / "t", clone=True).pid)

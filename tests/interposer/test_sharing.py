@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -13,6 +15,7 @@ import pytest
 
 from gpucr.interposer import sharing
 from gpucr.interposer.client import Agent, Held
+from gpucr.interposer.presence import is_interposed
 from gpucr.interposer.protocol import Flag
 from tests.interposer.conftest import Start
 from tests.sharing_programs import EXPORTER, IMPORTER, OPENER, OWNER, PRELUDE
@@ -43,8 +46,6 @@ def pair(start: Start, sim_only: None, monkeypatch: pytest.MonkeyPatch, tmp_path
     """Two programs with a socket between them, at their first stop."""
     monkeypatch.setenv("GPUCR_SIM_STATE", str(tmp_path / "state"))
     monkeypatch.setenv("GPUCR_SIM_FIXED_COST_MS", "1")
-    import socket
-
     ends = socket.socketpair()
 
     def begin(first: str, second: str, **environment: str) -> tuple[Side, Side]:
@@ -198,6 +199,31 @@ def test_a_process_does_not_open_its_own_handle(pair: Pair) -> None:
         "raw = ipc_handle(allocate(2 * MIB))\nipc_open(raw, 201)\nassert ipc_handle(u64(5)) == 1\nstop()",
         "assert isinstance(ipc_handle(allocate(4096)), bytes)\nstop()",  # the driver's own
     )
+
+
+PLAIN_OWNER = "pointer = allocate(5 * MIB)\nwrite(pointer, 41)\nlink.send(ipc_handle(pointer))\nstop()"
+PLAIN_OPENER = "print(read(ipc_open(link.recv(64))), flush=True)\nstop()"
+
+
+def test_without_a_place_for_an_agent_legacy_ipc_is_the_drivers(start: Start, sim_only: None) -> None:
+    ends = socket.socketpair()
+    processes = []
+    for end, source in zip(ends, (PLAIN_OWNER, PLAIN_OPENER), strict=True):
+        os.set_inheritable(end.fileno(), True)
+        code = (sys.executable, "-c", PRELUDE + source, str(end.fileno()))
+        processes.append(Side(start(*code, inherit=True, GPUCR_INTERPOSER_DIR="/proc/nowhere")))
+        end.close()
+    assert [processes[0].line(), processes[1].line(), processes[1].line()] == ["ready", "41", "ready"]
+    assert [is_interposed(each.pid) for each in processes] == [False, False]
+
+
+def test_an_owner_whose_name_was_removed_can_share(pair: Pair, agents: Path) -> None:
+    owner, opener = pair("stop()\n" + OWNER, "stop()\n" + OPENER)
+    shutil.rmtree(agents)
+    for side in (owner, opener):
+        side.say()
+    assert [side.line() for side in (owner, opener)] == ["ready"] * 2
+    assert said(opener, "read") == "41"
 
 
 def test_opened_memory_of_the_drivers_own_is_counted(pair: Pair) -> None:

@@ -187,7 +187,8 @@ def test_the_guard_revokes_tracing_when_gpucr_is_killed(job: Begin, limited: lis
 
 def test_no_agent_is_asked_where_tracing_is_allowed(job: Begin) -> None:
     process = job(ANYBODY)  # to close it again would fail
-    gpucr.freeze(process.pid).thaw()
+    done = python("import sys, gpucr; gpucr.freeze(int(sys.argv[1])).thaw()", process.pid)
+    assert done.returncode == 0, done.stderr
     assert not is_open(process.pid)
 
 

@@ -15,6 +15,8 @@ import pytest
 
 from gpucr.cli.failures import fields_of
 from gpucr.errors import DeadlineExceeded, GpucrError, InvalidRequest, NodeFailed
+from gpucr.nodes import guest as guests
+from gpucr.nodes import host as hosts
 from gpucr.nodes import secret as secrets
 from gpucr.nodes import wire
 from gpucr.nodes.guest import Guest
@@ -265,6 +267,61 @@ def test_strangers_change_nothing() -> None:
             assert arrived.result() == SET_ID
             host.conclude()
             guest.conclude()
+
+
+def test_strangers_who_send_byte_after_byte_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hosts, "_HANDSHAKE_S", 0.5)
+    port = lasting_port()
+    with Host(rendezvous(port, 0), hello(0), None) as host, socket.create_connection(("127.0.0.1", port)) as stranger:
+        stranger.settimeout(0.05)
+        said = list(wire.MAGIC + bytes(32))
+        while said:
+            with contextlib.suppress(TimeoutError):
+                if not stranger.recv(4096):
+                    break
+            try:
+                stranger.send(bytes([said.pop(0)]))
+            except ConnectionError:
+                break
+        assert len(said) > 10, "each byte came in time, all of them together did not"
+        host.conclude()
+
+
+def test_strangers_who_say_nothing_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hosts, "_HANDSHAKE_S", 3600.0)
+    port = lasting_port()
+    with contextlib.ExitStack() as opened, Host(rendezvous(port, 0, meet_s=8), hello(0), None) as host:
+        for _ in range(100):
+            opened.enter_context(socket.create_connection(("127.0.0.1", port)))
+        with Guest(rendezvous(port, 1, meet_s=8), hello(1), None) as guest:
+            arrived = Aside(lambda: guest.arrive(lambda: ""))
+            host.arrive(lambda: SET_ID)
+            assert arrived.result() == SET_ID
+            host.conclude()
+            guest.conclude()
+
+
+def test_a_listener_who_sends_byte_after_byte_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guests, "_ATTEMPT_S", 0.5)
+    ended = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def drip() -> None:
+            with contextlib.suppress(OSError):
+                while not ended.is_set():
+                    with server.accept()[0] as connection, contextlib.suppress(ConnectionError):
+                        for byte in wire.MAGIC + bytes(64):
+                            connection.send(bytes([byte]))
+                            ended.wait(0.05)
+
+        aside = Aside(drip)
+        where = rendezvous(server.getsockname()[1], 1, meet_s=1.0)
+        with Guest(where, hello(1), None) as guest, pytest.raises(NodeFailed, match="cannot be reached"):
+            guest.arrive(lambda: "")
+        ended.set()
+        with contextlib.suppress(OSError):
+            server.shutdown(socket.SHUT_RDWR)
+        aside.result()
 
 
 def test_missing_nodes_are_named() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 import gpucr
 from gpucr.criu import images_pb2
-from gpucr.criu.credentials import capabilities_in
+from gpucr.criu.credentials import credentials_in
 from gpucr.criu.image_entries import ImageError, images_in
 from gpucr.diagnosis.preflight import check_capabilities
 from gpucr.linux import capabilities, processes
@@ -32,7 +32,7 @@ MAGIC = bytes.fromhex("1943565447380555")
 
 
 def wanted_by(images: Path) -> int:
-    return capabilities_in([path.name for path in images.iterdir()], images_in(images))
+    return credentials_in([path.name for path in images.iterdir()], images_in(images))[0]
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def test_a_threaded_job_is_not_restored_without_its_capabilities(threaded: Child
     if "#" in place:
         gpucr.init_store(tmp_path / "store")
     snapshot = f"{tmp_path}/{place}"
-    gpucr.dump(threaded.pid, snapshot)
+    gpucr.dump(threaded.pid, snapshot, force=True)  # its output goes to this test
     threaded.reap()
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_SYS_BOOT, "restore", str(snapshot)],
@@ -68,7 +68,7 @@ def test_a_threaded_job_is_not_restored_without_its_capabilities(threaded: Child
 
 @pytest.mark.criu
 def test_a_jobs_capabilities_are_read_from_its_images(threaded: Child, tmp_path: Path) -> None:
-    gpucr.dump(threaded.pid, tmp_path / "snapshot")
+    gpucr.dump(threaded.pid, tmp_path / "snapshot", force=True)
     threaded.reap()
     assert wanted_by(tmp_path / "snapshot" / "images") == capabilities.own().permitted
 
@@ -80,7 +80,7 @@ def test_capabilities_the_job_lacked_are_not_required(tmp_path: Path) -> None:
     again = f"import os, sys\nos.execv(sys.executable, [sys.executable, '-I', '-S', '-c', {THREADED!r}])"
     snapshot = tmp_path / "snapshot"
     with python(drop + again) as child:
-        gpucr.dump(child.pid, snapshot)
+        gpucr.dump(child.pid, snapshot, force=True)
         child.reap()
         done = subprocess.run(
             [sys.executable, "-c", WITHOUT_SYS_BOOT, "restore", str(snapshot), "--json"],

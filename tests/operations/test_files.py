@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import gpucr
+from gpucr.snapshot.folder import Snapshot
 from tests import command
 from tests.operations.stepping import StartJob
 
@@ -174,6 +178,98 @@ def test_a_file_being_written_is_not_cut_back(start: StartJob, tmp_path: Path) -
         with pytest.raises(gpucr.Unsupported, match=f"is in use.*by process {writer.pid}"):
             gpucr.restore(tmp_path / "s", files="rewind")
         writer.kill()
+
+
+_LOCKS = {
+    "flock": "fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)",
+    "flock, shared": "fcntl.flock(f, fcntl.LOCK_SH | fcntl.LOCK_NB)",
+    "POSIX": "fcntl.lockf(f, fcntl.LOCK_EX | fcntl.LOCK_NB, 8, 2)",
+    "OFD": "fcntl.fcntl(f, 37, struct.pack('hhqqi4x', fcntl.F_WRLCK, 0, 2, 8, 0))",
+}
+
+
+def _locking(how: str) -> str:
+    return f"import fcntl, struct\nf = open('locked', 'a+')\n{_LOCKS[how]}\n"
+
+
+@pytest.mark.parametrize("how", _LOCKS)
+def test_a_lock_that_another_program_holds(start: StartJob, tmp_path: Path, how: str) -> None:
+    job = start(_locking(how) + "done(); step()\ndone('restored')")
+    job.dump_and_end(tmp_path / "s")
+    locks = Snapshot.open(tmp_path / "s").manifest.locks
+    assert [(lock.path, lock.is_write) for lock in locks] == [(str(job.folder / "locked"), how != "flock, shared")]
+    other = _locking("flock" if how == "flock, shared" else how) + "print(flush=True)\nimport time\ntime.sleep(600)"
+    with subprocess.Popen([sys.executable, "-c", other], cwd=job.folder, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        begun = time.monotonic()
+        with pytest.raises(gpucr.Unsupported, match=f"process {holder.pid} .*holds a lock on .*locked") as refused:
+            gpucr.restore(tmp_path / "s")
+        assert refused.value.code == "GPUCR-FILE-IN-USE"
+        assert time.monotonic() - begun < 10
+        holder.kill()
+    gpucr.restore(tmp_path / "s")
+    assert job.go_on() == "restored"
+
+
+@pytest.mark.parametrize(
+    ("how", "others"),
+    [("flock", "POSIX"), ("flock, shared", "flock, shared"), ("POSIX", "fcntl.lockf(f, fcntl.LOCK_EX, 2, 0)")],
+)
+def test_a_lock_that_is_in_nobodys_way(start: StartJob, tmp_path: Path, how: str, others: str) -> None:
+    job = start(_locking(how) + "done(); step()\ndone('restored')")
+    job.dump_and_end(tmp_path / "s")
+    with (job.folder / "locked").open("a+") as f:
+        exec(_LOCKS.get(others, others), {"fcntl": fcntl, "f": f})  # noqa: S102
+        gpucr.restore(tmp_path / "s")
+    assert job.go_on() == "restored"
+
+
+def test_a_changed_mode(start: StartJob, tmp_path: Path) -> None:
+    """Of a file, and of a folder."""
+    job = start("os.mkdir('in'); d = os.open('in', os.O_RDONLY)\nf = open('f', 'w')\ndone(); step(); done('restored')")
+    job.dump_and_end(tmp_path / "s")
+    for name in ("f", "in"):
+        path = job.folder / name
+        mode = path.stat().st_mode & 0o7777
+        path.chmod(mode ^ 0o020)
+        with pytest.raises(gpucr.Unsupported, match=f"{path} has another mode than at the dump") as refused:
+            gpucr.restore(tmp_path / "s")
+        assert refused.value.code == "GPUCR-FILE-CHANGED"
+        assert f"chmod {mode:04o}" in str(refused.value.hint)
+        path.chmod(mode)
+    (job.folder / "in").rmdir()
+    (job.folder / "in").write_bytes(b"")
+    with pytest.raises(gpucr.Unsupported, match="is of another kind than at the dump"):
+        gpucr.restore(tmp_path / "s")
+    (job.folder / "in").unlink()
+    (job.folder / "in").mkdir()
+    gpucr.restore(tmp_path / "s")
+    assert job.go_on() == "restored"
+
+
+def test_a_file_system_that_is_read_only_now(start: StartJob, tmp_path: Path) -> None:
+    job = start(
+        """
+import subprocess
+os.mkdir("m")
+subprocess.run(["mount", "-t", "tmpfs", "none", os.getcwd() + "/m"], check=True)
+f, gone = open("m/f", "w"), open("m/gone", "w")
+os.unlink("m/gone")
+done(); step(); done("restored")
+""",
+    )
+    job.dump_and_end(tmp_path / "s")
+    mounted = job.folder / "m"
+    subprocess.run(["mount", "-o", "remount,ro", mounted], check=True)
+    with pytest.raises(gpucr.Unsupported, match=f"no file can be made in {mounted} .*read-only") as refused:
+        gpucr.restore(tmp_path / "s")
+    assert f"{mounted}/f cannot be opened for writing (its file system is read-only)" in str(refused.value)
+    assert refused.value.code == "GPUCR-NOT-PERMITTED"
+    subprocess.run(["mount", "-o", "remount,rw", mounted], check=True)
+    gpucr.restore(tmp_path / "s")
+    assert job.go_on() == "restored"
+    subprocess.run(["umount", "-l", mounted], check=True)
 
 
 def test_unknown_modes(tmp_path: Path, start: StartJob) -> None:

@@ -108,7 +108,7 @@ def test_after_a_checkpoint_by_another_tool_the_dump_is_refused(start: StartJob,
     assert driver is not None
     for action in (driver.lock, driver.checkpoint, driver.restore, driver.unlock):
         action(job.pid)
-    with pytest.raises(Unsupported, match=r"has a descriptor that CRIU cannot dump"):
+    with pytest.raises(Unsupported, match=r"has a descriptor or mapping that CRIU cannot dump"):
         gpucr.dump(job.pid, tmp_path / "s")
     assert job.go_on() == "1"
     assert list(_devices(job).values()) == [1, 1]

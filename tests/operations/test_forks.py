@@ -96,7 +96,7 @@ def has_staging(pid: int) -> bool:
 
 
 def assert_can_be_dumped(job: Forking, to: Path) -> None:
-    gpucr.dump(job.pid, to, leave_running=True)
+    gpucr.dump(job.pid, to, leave_running=True, force=True)  # its pipes lead to this test
     assert job.tell("check") == "True"
 
 

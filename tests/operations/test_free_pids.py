@@ -201,3 +201,46 @@ def test_a_session_of_the_job_whose_first_process_has_ended(start: Start, tmp_pa
     assert os.getsid(member.pid) == leader
     assert member.pid not in [each.pid for each in processes.tree(job)]
     end(member.pid)
+
+
+# --- in a container that has just started -----------------------------------------------------------------------------
+
+THREADS = """
+import sys, threading, time
+for _ in range(3):
+    threading.Thread(target=time.sleep, args=(600,)).start()
+open(sys.argv[1] + "-ready", "w").close()
+"""
+DUMPS = f"""
+import os, subprocess, sys, time
+import gpucr
+job = subprocess.Popen([sys.executable, "-c", {THREADS!r}, sys.argv[1]], stdin=-3, stdout=-3, start_new_session=True)
+while not os.path.exists(sys.argv[1] + "-ready"):
+    time.sleep(0.01)
+gpucr.dump(job.pid, sys.argv[1])
+"""
+RESTORES = """
+import sys, os
+import gpucr
+try:
+    print(gpucr.restore(sys.argv[1], isolate=sys.argv[2] == "isolate").processes)
+except gpucr.GpucrError as e:
+    print(e.code, e.hint)
+"""
+_FRESH = ("unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
+
+
+def in_new_namespace(*command: str) -> str:
+    """What it writes, as the first process of a pid namespace."""
+    return subprocess.run([*_FRESH, *command], check=True, capture_output=True, text=True, timeout=120).stdout
+
+
+def test_a_restore_keeps_off_the_pids_of_its_job(tmp_path: Path) -> None:
+    python, snapshot = [sys.executable, "-c"], str(tmp_path / "s")
+    in_new_namespace(*python, DUMPS, snapshot)
+    assert in_new_namespace(*python, RESTORES, snapshot, "here") == "1\n"
+    shell = [f"{sys.executable} -c '{RESTORES}' {snapshot} $0; true"]  # the job had pid 2
+    for _ in range(2):
+        assert in_new_namespace("sh", "-c", *shell, "isolate") == "1\n"
+    refused = in_new_namespace("sh", "-c", *shell, "here")
+    assert refused.startswith("GPUCR-PID-IN-USE restore with --isolate")

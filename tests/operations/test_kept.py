@@ -159,6 +159,7 @@ def test_a_scripts_job_is_restored_into_its_session(folder: Path, tmp_path: Path
             cwd=folder,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
             text=True,
             start_new_session=True,
         ) as script,

@@ -73,7 +73,7 @@ set_io_priority(0, int(sys.argv[2]))
 os.execv(sys.argv[3], sys.argv[3:])
 """
 
-USABLE = sorted(scheduling.usable_cpus(os.getpid()))
+USABLE = sorted(scheduling.UsableCpus().of(os.getpid()))
 
 
 @pytest.fixture(autouse=True)
@@ -117,6 +117,14 @@ def test_every_thread_gets_its_own_cpus_even_from_a_confined_shell(
     job.dump_and_end(tmp_path / "s")
     restore_confined(tmp_path / "s")
     assert json.loads(job.go_on()) == expected
+
+
+def test_core_dumps_have_the_same_memory(start: StartJob, tmp_path: Path) -> None:
+    job = start("open('/proc/self/coredump_filter', 'w').write('0x7f')\ndone()\nstep()\ndone()\nstep()")
+    job.dump_and_end(tmp_path / "s")
+    gpucr.restore(tmp_path / "s")
+    job.go_on()
+    assert Path(f"/proc/{job.pid}/coredump_filter").read_text() == "0000007f\n"
 
 
 def test_the_manifest_distinguishes_bound_and_free_threads(start: StartJob, tmp_path: Path) -> None:

@@ -214,7 +214,8 @@ step()
     done = command.run("dump", writer, reader, "--as-one", "--to", tmp_path / "s")
     assert done.returncode == 3
     assert (
-        f"processes {writer} (sleep) and {reader} (sleep), of different trees, share something (pipe:[" in done.stderr
+        f"process {writer} (sleep) and process {reader} (sleep), of different trees, share something (fd 1 is pipe:["
+        in done.stderr
     )
     assert f"dump the process that started them, with all that it started: {job.pid}" in done.stderr
     assert done.stderr.endswith("code:  GPUCR-SEVERAL-TREES\n")
@@ -235,7 +236,7 @@ done(" ".join(map(str, pids)))
 step()
 """)
     trees = JobSelector(*map(int, (job.folder / "done-0").read_text().split()))
-    with pytest.raises(gpucr.Unsupported, match=r"of different trees, share something \(/dev/zero, which") as caught:
+    with pytest.raises(gpucr.Unsupported, match=r"of different trees, share something \(/dev/zero with") as caught:
         gpucr.dump(trees, tmp_path / "s")
     assert caught.value.code == "GPUCR-SEVERAL-TREES"
 

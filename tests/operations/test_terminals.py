@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import pytest
 
 import gpucr
 from gpucr.linux.terminal import makes_terminals
-from gpucr.snapshot.folder import UnfinishedSnapshot
+from gpucr.snapshot.folder import Snapshot, UnfinishedSnapshot
 from tests.operations.stepping import StartJob
 
 pytestmark = pytest.mark.criu
@@ -22,6 +23,7 @@ import pty, tty
 pid, master = pty.fork()
 if pid == 0:
     tty.setraw(0)
+    os.write(1, b"!")
     while data := os.read(0, 100):
         os.write(1, data.upper())
     os._exit(0)
@@ -30,7 +32,7 @@ def said(text):
     while len(data) < len(text):
         data += os.read(master, 100)
     return data.decode()
-while os.write(master, b"x") and os.read(master, 1) != b"X":
+while os.read(master, 1) != b"!":
     pass
 done()
 while True:
@@ -75,3 +77,25 @@ def test_processes_that_created_terminals() -> None:
     with subprocess.Popen([sys.executable, "-c", ""]) as ended:
         pass
     assert not makes_terminals(ended.pid)
+
+
+def test_a_taken_number(start: StartJob, tmp_path: Path) -> None:
+    """A sandbox has a /dev/pts of its own."""
+    job = start(TALKS)
+    assert job.go_on() == "HELLOAGAIN"
+    job.dump_and_end(tmp_path / "s")
+    (number,) = Snapshot.open(tmp_path / "s").manifest.terminals
+    with contextlib.ExitStack() as taken:
+        name = ""
+        while name != f"/dev/pts/{number}":
+            for fd in os.openpty():
+                taken.callback(os.close, fd)
+            name = os.ttyname(fd)
+        with pytest.raises(gpucr.Unsupported, match=f"{name} is a terminal of process {os.getpid()} ") as caught:
+            gpucr.restore(tmp_path / "s")
+        assert (caught.value.code, "--isolate" in str(caught.value.hint)) == ("GPUCR-TERMINAL", True)
+        restored = gpucr.restore(tmp_path / "s", isolate=True)
+        assert job.go_on() == "HELLOAGAIN"
+        gpucr.dump(restored.pid, tmp_path / "again")
+    gpucr.restore(tmp_path / "again")
+    assert job.go_on() == "HELLOAGAIN"

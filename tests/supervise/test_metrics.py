@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
+import socket
 import urllib.request
 from pathlib import Path
 
 import pytest
 
+from gpucr.linux import visitors
+from gpucr.supervise import metrics_server
 from gpucr.supervise.folder import SupervisedFolder
 from tests import command
 from tests.supervise.conftest import CRASHED, DONE, Bench
@@ -82,3 +86,26 @@ def test_they_are_served_over_http() -> None:
 @pytest.mark.parametrize("address", ["nonsense", "1:2:x", "99999"])
 def test_an_invalid_address(address: str) -> None:
     assert command.run("metrics", "--listen", address).returncode == 2
+
+
+@pytest.mark.usefixtures("_supervised")
+def test_nobody_can_hold_the_connections_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_server, "_MOST_OF_ONE", 3)
+    monkeypatch.setattr(visitors, "_AT_LEAST_S", 0.0)
+    port = metrics_server.serve("127.0.0.1", 0)
+    with contextlib.ExitStack() as opened:
+        idle = [opened.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(5)]
+        for each in idle:
+            each.settimeout(command.TIMEOUT_S)
+        assert [each.recv(1) for each in idle[:2]] == [b"", b""], "two had to give way"
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=command.TIMEOUT_S) as answer:
+            assert b"gpucr_" in answer.read()
+
+
+def test_a_connection_to_the_server_is_ended_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_server, "_LIMIT_S", 0.2)
+    port = metrics_server.serve("127.0.0.1", 0)
+    with socket.create_connection(("127.0.0.1", port)) as idle:
+        idle.settimeout(command.TIMEOUT_S)
+        idle.sendall(b"GET /metrics HTTP/1.0\r\n")
+        assert idle.recv(1) == b""

@@ -59,6 +59,13 @@ def _choose(failures: dict[str, list[float]], now_s: float = 1000.0) -> str | No
     return policy.choose_snapshot(["c", "b", "a"], failures, now_s, crashes=2, window_s=100.0)
 
 
+@pytest.mark.parametrize(
+    ("worked_s", "failed_at_s", "is_progress"), [(3, 0, True), (90, 100, False), (101, 100, False), (103, 100, True)]
+)
+def test_progress_is_work_beyond_the_last_failure(worked_s: float, failed_at_s: float, is_progress: bool) -> None:
+    assert policy.made_progress(worked_s, failed_at_s, 2.0) is is_progress
+
+
 def test_the_latest_snapshot_is_used_until_the_job_failed_from_it_too_often() -> None:
     assert _choose({}) == "c"
     assert _choose({"c": [990.0]}) == "c"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ import pytest
 import gpucr
 from gpucr.driver.cuda import CudaDriver
 from gpucr.jobs.registered import registry
+from gpucr.jobs.registry import RECORD_NAME
 from gpucr.linux import processes
 from gpucr.model import CudaState
 from gpucr.supervise.folder import SupervisedFolder
@@ -88,6 +91,93 @@ def test_a_killed_supervisor_is_noticed_and_replaced_by_exactly_one(tmp_path: Pa
     assert left["jobs"] == [{"name": "train", "phase": "left"}]
     assert not processes.is_alive(found)
     assert registry().find("train").state.word == "running"
+
+
+CONTAINER = """
+import os, signal, sys
+from gpucr.supervise.folder import SupervisedFolder
+from gpucr.supervise.settings import Supervision
+from gpucr.supervise.start import require_store, run_supervised
+store, folder, *command = sys.argv[1:]
+run_supervised(command, Supervision(store=require_store(store, None), every_s=0.5), name="train", cwd=folder)
+for line in sys.stdin:
+    os.kill(SupervisedFolder("train").supervisor().pid, signal.SIGKILL)
+    while SupervisedFolder("train").supervisor() is not None: pass
+    print("killed", flush=True)
+"""
+"""Process 1 of a pid namespace: it starts a supervised job; for each line it kills the supervisor."""
+
+
+def test_a_job_of_an_ended_container_is_taken_up_under_its_name(tmp_path: Path) -> None:
+    unshare = ["unshare", "--pid", "--mount-proc", "--fork", "--kill-child"]
+    words = [tmp_path / "store", tmp_path, *jobs.counting(100, stop_at=30)]
+    with subprocess.Popen(
+        [*unshare, sys.executable, "-c", CONTAINER, *map(str, words)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as container:
+        assert container.stdin is not None
+        assert container.stdout is not None
+        jobs.wait_for_event("checkpoint")
+        done = command.run("supervise", "--all")
+        assert done.returncode == 1
+        assert "the job train has a supervisor already" in done.stderr
+
+        print("kill it", file=container.stdin, flush=True)
+        assert container.stdout.readline() == "killed\n"
+        done = command.run("supervise", "--all")
+        assert done.returncode == 1
+        assert "maybe in a container, and may run there" in done.stderr
+        assert jobs.state().phase == "supervised"
+        assert registry().find("train").state.word == "elsewhere"
+        container.kill()
+    wait_until(lambda: registry().find("train").state.word == "lost", "its keeper to end")
+
+    (taken_up,) = command.run_json("supervise", "--all")["jobs"]
+    assert taken_up["problem"] is None
+    jobs.wait_for_event("restored")
+    (tmp_path / "go").touch()
+    jobs.wait_for_event("ended")
+    assert jobs.state().phase == "finished"
+    assert [job.name for job in registry().jobs()] == ["train"]
+    assert _steps(tmp_path) == list(range(100))
+
+
+@pytest.mark.by_user
+def test_a_job_that_waits_for_its_restart_is_listed(tmp_path: Path) -> None:
+    jobs.run(tmp_path, "--", "sh", "-c", "exit 5", every="1h")
+
+    def listed() -> str:
+        return command.run("jobs").stdout
+
+    wait_until(lambda: "restarting (exit code 5)" in listed(), listed)
+    (job,) = command.run_json("jobs")["jobs"]
+    assert (job["name"], job["state"], job["supervision"]["phase"]) == ("train", "ended", "supervised")
+    command.run_json("supervise", "train", "--leave")
+    assert "no jobs" in listed(), "nothing restarts it any more"
+    SupervisedFolder("train").change_phase("gave-up")
+    assert "gave-up" in listed()
+
+
+def test_a_damaged_record_is_no_failure_of_the_job(tmp_path: Path) -> None:
+    jobs.run(tmp_path, "--", *jobs.counting(100, stop_at=30))
+    jobs.wait_for_event("checkpoint")
+    record = registry().find("train").record
+    assert record is not None
+    path = Path(record.status_path).parent / RECORD_NAME
+    whole = path.read_bytes()
+    path.write_bytes(b"{")
+    failed = jobs.state().checkpoints.get("failed", 0)
+    wait_until(lambda: jobs.state().checkpoints.get("failed", 0) > failed, "a checkpoint, which needs the record")
+    assert jobs.events("failed") == []
+    assert processes.is_alive(record.root)
+    command.run_json("supervise", "train", "--leave")
+    SupervisedFolder("train").change_phase("supervised")
+    done = command.run("supervise", "--all")
+    assert done.returncode == 1
+    assert "the record of the job train is damaged" in done.stderr
+    path.write_bytes(whole)
 
 
 def test_a_running_job_can_be_supervised(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,8 @@ import pytest
 
 from gpucr.errors import JobDamaged, ProcessNotFound, StoreDamaged, StoreError, Unsupported
 from gpucr.linux import durable
-from gpucr.supervise.job import Look
+from gpucr.supervise.clock import Stop
+from gpucr.supervise.job import Checkpoint, Look
 from gpucr.supervise.settings import StartAgain
 from tests.supervise.conftest import CRASHED, DONE, RUNNING, Bench
 
@@ -146,6 +147,97 @@ def test_progress_resets_the_restart_count(bench: Bench) -> None:
     bench.clock.after(20_000, lambda: bench.stop.request("leave"))
     assert bench.supervise(max_restarts=2) == "left"
     assert len([word for word in bench.job.done if word.startswith("restore")]) > 10
+
+
+class Worked:
+    """A job that fails when it has worked for a certain time since its start, from whichever snapshot."""
+
+    def __init__(self, bench: Bench, fails_at: Callable[[int], float]) -> None:
+        """``fails_at``: the time, for its first run, its second, ..."""
+        self._bench, self._fails_at = bench, fails_at
+        self._take = bench.job.checkpoint
+        self._at = {"": 0.0}  # how long it had worked, by snapshot
+        self._ended_s = bench.clock.now
+        self.waits: list[float] = []
+        bench.job.checkpoint = self._checkpoint  # type: ignore[method-assign]
+        bench.job.on_restore = self._restored
+        self._begin("")
+
+    def _begin(self, snapshot: str) -> None:
+        self._from_s, self._began_s = self._at[snapshot], self._bench.clock.now
+        self._plan_failure()
+
+    def _plan_failure(self) -> None:
+        plan = self._bench.clock.plan
+        plan[:] = [each for each in plan if each[1] != self._fail]
+        left_s = max(0.0, self._fails_at(len(self.waits)) - self._from_s)
+        self._bench.clock.after(self._began_s - 1000 + left_s, self._fail)
+
+    def _fail(self) -> None:
+        self._bench.job.now = CRASHED
+        self._ended_s = self._bench.clock.now
+
+    def _restored(self) -> None:
+        self.waits.append(self._bench.clock.now - self._ended_s)
+        self._begin(self._bench.job.done[-1].removeprefix("restore ").removeprefix("start again"))
+
+    def _checkpoint(self, *arguments: Any, **options: Any) -> Checkpoint:
+        worked_s = self._from_s + self._bench.clock.now - self._began_s
+        taken = self._take(*arguments, **options)
+        self._at[taken.id] = worked_s
+        if self._bench.job.now is RUNNING:
+            self._began_s += taken.downtime_s
+            self._plan_failure()
+        return taken
+
+
+@pytest.mark.parametrize("crashes", [1, 3, 100])
+@pytest.mark.parametrize("every_s", [20.0, 100.0, 390.0, 400.0])
+@pytest.mark.parametrize("fails_at_s", [5.0, 395.0, 401.0, 1601.0])
+def test_a_job_that_always_fails_at_one_point_is_given_up(
+    bench: Bench, every_s: float, fails_at_s: float, crashes: int
+) -> None:
+    """Also if it takes new checkpoints after restarts from an earlier snapshot."""
+    worked = Worked(bench, lambda _: fails_at_s)
+    assert bench.supervise(every_s=every_s, crashes=crashes, max_restarts=6, start_again=ANEW) == "gave-up"
+    assert 0 < len(worked.waits) <= 6
+    assert all(wait_s >= 2.0**number for number, wait_s in enumerate(worked.waits)), "each wait doubles"
+
+
+def test_a_job_that_comes_further_each_time_is_not_given_up(bench: Bench) -> None:
+    worked = Worked(bench, lambda run: (run + 1) * 1000.0)
+    bench.clock.after(30_000, lambda: bench.stop.request("leave"))
+    assert bench.supervise(every_s=400.0, max_restarts=2) == "left"
+    assert len(worked.waits) > 20
+    assert max(worked.waits) < 10, "the waits begin from the shortest again"
+
+
+def test_a_new_supervisor_knows_how_far_the_job_is(bench: Bench) -> None:
+    """The job fails after 1000 s; its supervisor is replaced before and after."""
+    worked = Worked(bench, lambda _: 1000.0)
+    bench.clock.after(700, lambda: bench.stop.request("leave"))
+    assert bench.supervise(every_s=300.0, max_restarts=4) == "left"
+    bench.clock.pass_by(100)
+    for _ in range(2):
+        bench.stop = Stop()
+        assert bench.supervise(every_s=300.0, max_restarts=4, with_new_settings=False) == "gave-up"
+    assert bench.folder.state().failed_at_s == pytest.approx(1000, abs=20)
+    assert len(worked.waits) == 4
+
+
+def test_time_that_the_job_is_lent_is_no_work(bench: Bench) -> None:
+    bench.clock.after(100, bench.ends(Look("lent")))
+    bench.clock.after(5000, bench.ends(RUNNING))
+    bench.clock.after(5100, bench.ends(CRASHED))
+    bench.clock.after(5200, bench.ends(DONE))
+    bench.supervise(start_again=ANEW)
+    assert bench.folder.state().failed_at_s == pytest.approx(200, abs=2)
+
+
+def test_a_job_that_runs_elsewhere_is_left_alone(bench: Bench) -> None:
+    bench.clock.after(700, bench.ends(Look("elsewhere")))
+    assert bench.supervise() == "taken-away"
+    assert bench.job.done == ["checkpoint"]
 
 
 def test_a_damaged_snapshot_is_not_tried_twice(bench: Bench) -> None:

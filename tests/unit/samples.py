@@ -8,7 +8,8 @@ from typing import Any
 
 from gpucr.criu.options import DumpOptions
 from gpucr.gpu_state.source import FileSource
-from gpucr.model import Connection, CudaState, DevicePart, Endpoint, Extent, Gpu, JobFile, StagedExtent
+from gpucr.linux.processor import Processor
+from gpucr.model import Connection, CudaState, DevicePart, Endpoint, Extent, FileLock, Gpu, JobFile, StagedExtent
 from gpucr.snapshot.device import DeviceWriter, FolderSink
 from gpucr.snapshot.folder import Snapshot, UnfinishedSnapshot
 from gpucr.snapshot.manifest import (
@@ -28,6 +29,7 @@ GPU_B = "GPU-91c0aa11-2233-4455-6677-8899aabbccdd"
 IMAGES = {"pages-1.img": b"memory" * 1000, "core-1.img": b"registers", "empty.img": b""}
 
 
+PROCESSOR = Processor("GenuineIntel", "Intel(R) Xeon(R) Platinum 8480C", ("avx", "avx2", "xsave"), 0x602E7)
 DEVICE_DATA = DeviceData(
     extents=(StagedExtent(2**64 - 4096, 4096, 0), StagedExtent(0x7F0000000000, 8192, 4096)),
     size_bytes=20480,
@@ -66,6 +68,7 @@ def manifest(*, files: tuple[FileRecord, ...] = (), device_data: DeviceData | No
                 visible_gpus=(GPU_B,),
                 known_gpus=(GPU_A, GPU_B),
                 scheduling=(ThreadRecord(1, "0-3,8", 3 << 13 | 7), ThreadRecord(3, None, 0)),
+                core_filter=51,
             ),
             ProcessRecord(102, (102,), 100, (102,), "loader", ("loader",), None),
         ),
@@ -79,6 +82,7 @@ def manifest(*, files: tuple[FileRecord, ...] = (), device_data: DeviceData | No
         criu_options=DumpOptions(leave_running=False, shell_job=True, ghost_limit_bytes=1 << 20),
         kernel="6.18.0",
         architecture="x86_64",
+        processor=PROCESSOR,
         gpucr_version="0.1.0",
         left_running=True,
         launch=LaunchRecord(
@@ -100,6 +104,8 @@ def manifest(*, files: tuple[FileRecord, ...] = (), device_data: DeviceData | No
         connections=(Connection(Endpoint("10.0.0.1", 40000), Endpoint("2001:db8::1", 443)),),
         kept="gpucr-kept-0a1b2c3d",
         overruled=(OverruledFinding("process 100 shares GPU memory (P2P)", "it would be lost"),),
+        locks=(FileLock("/srv/töst.log", "POSIX", True, 8, None),),
+        terminals=(3,),
         files=files,
         **more,
     )

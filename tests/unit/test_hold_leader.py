@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 import time
@@ -193,6 +194,26 @@ def test_ranks_that_keep_overtaking_are_released_and_locked_again() -> None:
     lock = hold(job).lock()
     assert set(job.states.values()) == {LOCKED}
     assert lock.attempts > hold_leader.PASSES_BEFORE_A_NEW_START
+
+
+class Crowded(Collectives):
+    """Of more ranks than can run at once, some submit more before they are stopped."""
+
+    at_once = 8
+    chance = random.Random(2)  # noqa: S311 - the same every time
+
+    def _let_go(self, pid: int) -> None:
+        free = sum(state is RUNNING for state in self.states.values()) - len(self.pending)
+        self.pace = {**self.pace, pid: self.chance.randrange(1, 5) if free > self.at_once else 1}
+        super()._let_go(pid)
+
+
+@pytest.mark.parametrize("count", [32, 64])
+def test_many_ranks_are_released_a_few_at_a_time(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    job = Crowded(dict.fromkeys(range(count), 0) | {0: 3}, dict.fromkeys(range(count), 1))
+    hold(job).lock()  # if all were released each time, they would never meet
+    assert set(job.states.values()) == {LOCKED}
 
 
 def test_no_rank_is_released_while_all_have_work_pending() -> None:

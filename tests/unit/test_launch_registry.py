@@ -25,6 +25,7 @@ from gpucr.jobs import registry as registries
 from gpucr.jobs.names import check_name, is_name, near_names, numbered_names
 from gpucr.jobs.record import JobRecord, JobState, decode, state_of
 from gpucr.jobs.registry import Registry
+from gpucr.linux import locks
 from gpucr.model import ProcessId
 from gpucr.records import RecordError, encode
 from tests.unit.children import identity, sleeper, unused_pid
@@ -219,7 +220,13 @@ def test_a_reboot_and_another_machine(tmp_path: Path) -> None:
         assert state_of(rebooted) == JobState("lost")
         assert state_of(replace(rebooted, host="another")) == JobState("elsewhere")
         in_a_container = _record(tmp_path, child.id, pid_namespace=1)
+        assert state_of(replace(in_a_container, status_path="/none/x.status")) == JobState("elsewhere")
+        assert state_of(replace(in_a_container, keeper=None)) == JobState("elsewhere"), "nobody says that it has ended"
+        folder = os.open(Path(in_a_container.status_path).parent, os.O_RDONLY)
+        locks.share(folder)  # as its keeper does
         assert state_of(in_a_container) == JobState("elsewhere")
+        os.close(folder)
+        assert state_of(in_a_container) == JobState("lost")
         Path(rebooted.status_path).write_text('{"exit_code": 0}')
         assert state_of(rebooted) == JobState("ended", exit_code=0)
 

@@ -16,7 +16,7 @@ from gpucr.model import CudaState, DevicePart, StagedExtent
 from gpucr.records import RecordError
 from gpucr.snapshot import manifest as manifests
 from gpucr.snapshot.device import PIECE_BYTES
-from gpucr.snapshot.manifest import DeviceData, FileRecord, Manifest, decode, encode
+from gpucr.snapshot.manifest import DeviceData, FileRecord, Manifest, decode, decode_brief, encode
 from tests.unit import samples
 
 FILE = FileRecord("images/pages-1.img", 70, ("ab" * 32,))
@@ -25,7 +25,7 @@ WHOLE = samples.manifest(files=(FILE, STORED), device_data=samples.DEVICE_DATA, 
 _NULLABLE = (
     "criu_options",
     "cuda_version", "driver_version", "launch", "sandbox", "found_state", "restore_thread", "device_data", "scheduling",
-    "log_path", "cpus", "kept",
+    "log_path", "cpus", "core_filter", "kept",
 )  # fmt: skip
 Body = dict[str, Any]
 
@@ -222,6 +222,7 @@ _PLACES: dict[str, Callable[[Body], Body]] = {
     "endpoint": lambda inner: inner["endpoints"][0],
     "connection": lambda inner: inner["connections"][0],
     "sandbox": lambda inner: inner["sandbox"],
+    "lock": lambda inner: inner["locks"][0],
     "stored extent": lambda inner: inner["processes"][0]["device_data"]["extents"][0],
 }
 _KEYS = [(place, key) for place, find in _PLACES.items() for key in find(body()) if key not in _UNREAD]
@@ -462,3 +463,34 @@ def test_the_largest_numbers_that_fit() -> None:
     inner["files"][0]["size_bytes"] = 2**64 - 1
     assert decode(sealed(inner)).files[0].size_bytes == 2**64 - 1
     assert manifests.MAX_MANIFEST_BYTES >= 1 << 20
+
+
+# --- what a list of snapshots shows ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("argument", ["train.py", "t\udcffst.py", "\N{SNOWMAN}"])
+@pytest.mark.parametrize("is_launched", [True, False])
+def test_a_brief_has_what_the_manifest_has(argument: str, is_launched: bool) -> None:
+    assert WHOLE.launch is not None
+    launch = replace(WHOLE.launch, command=("python", argument)) if is_launched else None
+    first = replace(WHOLE.processes[0], command_line=("python3", argument))
+    brief = decode_brief(encode(replace(WHOLE, launch=launch, processes=(first, *WHOLE.processes[1:]))))
+    assert brief.command_line == ("python" if is_launched else "python3", argument)
+    assert brief.job == (WHOLE.launch.name if is_launched else None)
+    assert brief.gpu_models == tuple(sorted({gpu.name for gpu in WHOLE.gpus if gpu.uuid in WHOLE.device_bytes}))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda inner: inner.update(format="other"),
+        lambda inner: inner.update(format_version=2),
+        lambda inner: inner.pop("processes"),
+        lambda inner: inner["gpus"][0].update(name=7),
+    ],
+)
+def test_a_brief_of_something_else(change: Callable[[Body], object]) -> None:
+    with pytest.raises(RecordError):
+        decode_brief(changed(change))
+    with pytest.raises(RecordError):
+        decode_brief(b"{}")

@@ -19,7 +19,8 @@ ONLY_IN = {
     r"\bF_OFD_\w+LK\b": ("linux/claims.py",),
     # Whoever writes much does it in a way of its own: device memory, the objects of a store, the end of a job's file.
     r"\bos\.f(data)?sync\b": (
-        "linux/durable.py", "linux/cut_back.py", "snapshot/device/folder_sink.py", "store/local.py",
+        "linux/durable.py", "linux/cut_back.py", "snapshot/databases.py", "snapshot/device/folder_sink.py",
+        "store/local.py",
     ),
     r"\bmsgspec\.(convert\(|(json|msgpack)\.([dD]ecode|Decoder))": ("records.py",),
     r"\bos\.replace\(|\bmkstemp\(": (),

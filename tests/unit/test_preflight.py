@@ -7,14 +7,16 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gpucr.diagnosis import preflight
-from gpucr.diagnosis.preflight import Finding, MemoryNeed, room, tree
+from gpucr.diagnosis.preflight import Finding, MemoryNeed, room, undumpable
 from gpucr.errors import NotPermitted, Unsupported
 from gpucr.gpu_state.held import device_bytes_in_use
 from gpucr.linux import cgroups, memory, processes
@@ -287,9 +289,9 @@ def test_a_real_userfaultfd() -> None:
         ("/dev/nvidia0", True, None),
         ("/dev/null", False, None),
         ("/home/user/dev/nvidia0", False, None),
-        ("anon_inode:[perf_event]", False, "has a descriptor that CRIU cannot dump"),
-        ("anon_inode:bpf-prog", False, "has a descriptor that CRIU cannot dump"),
-        ("anon_inode:kvm-vm", False, "has a descriptor that CRIU cannot dump"),
+        ("anon_inode:[perf_event]", False, "has a descriptor or mapping that CRIU cannot dump"),
+        ("anon_inode:bpf-prog", False, "has a descriptor or mapping that CRIU cannot dump"),
+        ("anon_inode:kvm-vm", False, "has a descriptor or mapping that CRIU cannot dump"),
         ("anon_inode:[eventfd]", False, None),
         ("anon_inode:[eventpoll]", False, None),
         ("anon_inode:[io_uring]", True, "has an io_uring ring"),
@@ -297,7 +299,8 @@ def test_a_real_userfaultfd() -> None:
     ],
 )
 def test_descriptors_a_test_cannot_create(target: str, in_gang: bool, says: str | None) -> None:
-    found = tree._judge(process(), [OpenFile(7, 5, target), OpenFile(7, 6, target)], in_gang=in_gang)
+    files = [OpenFile(7, 5, target), OpenFile(7, 6, target)]
+    found = undumpable.check_kinds(process(), files, {}, in_gang=in_gang)
     assert (not found) == (says is None)
     for finding in found:
         assert finding.what == f"process 7 (trainer) {says}"
@@ -498,6 +501,15 @@ def test_a_taken_pid() -> None:
     assert (finding.severity, finding.pid) == ("blocking", child.pid)
     assert finding.what == f"pid {child.pid} is taken by sleep"
     assert "is still running and needs no restore" in finding.remedy
+
+
+def test_a_pid_that_we_have() -> None:
+    with ThreadPoolExecutor() as pool:
+        thread = pool.submit(threading.get_native_id).result()
+        for pid in (os.getpid(), os.getppid(), thread):
+            finding = only(preflight.check_free_pids(uses_of_pids([pid])))
+            assert "is gpucr itself or has started it" in finding.what
+            assert "--isolate" in finding.remedy
 
 
 def test_a_pid_taken_by_a_zombie() -> None:

@@ -435,6 +435,21 @@ def test_the_last_pid_is_clear_of_taken_ones(
     assert not set(range(last + 1, last + 1000)) & set(taken)
 
 
+@pytest.mark.parametrize(
+    ("last", "wanted", "expected"),
+    [(500, [400, 500, 2000], 500), (500, [400, 501], 1501), (500, [1500], 2500), (32_900, [300], 1300), (500, [], 500)],
+)
+def test_new_processes_keep_clear_of_pids(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: int, wanted: list[int], expected: int
+) -> None:
+    (tmp_path / "pid_max").write_text("33000\n")
+    (tmp_path / "last").write_text(f"{last}\n")
+    monkeypatch.setattr(namespaces, "_PID_MAX", tmp_path / "pid_max")
+    monkeypatch.setattr(namespaces, "_LAST_PID", tmp_path / "last")
+    namespaces.keep_clear_of(wanted)
+    assert int((tmp_path / "last").read_text()) == expected
+
+
 def test_pids_of_an_ended_namespace() -> None:
     gone = PidNamespace(2**22 + 1)
     assert gone.inner_pid(os.getpid()) is None

@@ -19,7 +19,6 @@ import pytest
 from msgspec.structs import replace
 
 from gpucr.errors import InvalidRequest, SnapshotDamaged, SnapshotError, SnapshotExists, SnapshotUnfinished
-from gpucr.linux import durable
 from gpucr.snapshot import files
 from gpucr.snapshot import manifest as manifests
 from gpucr.snapshot.folder import MANIFEST_NAME, Snapshot, UnfinishedSnapshot, check_target, completed
@@ -599,25 +598,50 @@ def test_hashing_in_pieces_equals_hashing_the_file(tmp_path: Path, monkeypatch: 
 
 def test_files_are_made_durable_while_they_are_hashed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "images").mkdir()
-    paths = [f"images/{number}" for number in range(5)]
-    for path in paths:
-        (tmp_path / path).write_bytes(path.encode() * 100)
+    paths = [f"images/{number:02}" for number in range(20)]
+    for number, path in enumerate(paths):
+        (tmp_path / path).write_bytes(path.encode() * 100 * number)  # one is empty
     synced: list[str] = []
-    monkeypatch.setattr(durable, "sync", lambda path: synced.append(str(path.relative_to(tmp_path))))
+
+    def note(fd: int) -> None:
+        synced.append(os.path.relpath(os.readlink(f"/proc/self/fd/{fd}"), tmp_path))
+
+    monkeypatch.setattr(os, "fsync", note)
     assert files.record_and_sync(tmp_path, paths) == files.record(tmp_path, paths)
     assert sorted(synced) == [".", "images", *paths]
+    assert set(synced[-2:]) == {".", "images"}, "names last"
+
+
+def test_of_a_large_file_nothing_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "PIECE_BYTES", 1 << 12)
+    for number in range(5):
+        (tmp_path / f"{number}").write_bytes(os.urandom(40_000 + number))
+    names = [f"{number}" for number in range(5)]
+    assert files.record_and_sync(tmp_path, names) == files.record(tmp_path, names)
+    files.verify(tmp_path, files.record(tmp_path, names))
+
+
+def test_without_more_threads_it_is_done_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(5):
+        (tmp_path / f"{number}").write_bytes(b"data")
+
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert len(files.record_and_sync(tmp_path, [f"{number}" for number in range(5)])) == 5
 
 
 def test_a_failed_sync_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_bytes(b"data")
 
-    def fail(path: Path) -> None:
-        raise OSError(errno.EIO, "Input/output error", str(path))
+    def fail(fd: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(durable, "sync", fail)
-    with pytest.raises(OSError, match="Input/output error"):
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match=f"Input/output error: '{tmp_path}/file'"):
         files.record_and_sync(tmp_path, ["file"])
-    assert "image-sync" not in {thread.name for thread in threading.enumerate()}
+    assert "images" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_a_snapshot_can_be_moved(snapshot: Snapshot, tmp_path: Path) -> None:

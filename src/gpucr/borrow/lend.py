@@ -15,13 +15,10 @@ from msgspec import Struct
 
 from gpucr.borrow.policy import Occupant
 from gpucr.diagnosis import preflight
-from gpucr.diagnosis.traps import findings_of_traps
 from gpucr.driver import own_use
 from gpucr.driver.gpus import gpu_processes
 from gpucr.errors import GpucrError, InvalidRequest, JobDamaged, NotACudaProcess, Unsupported, reason_of
 from gpucr.gpu_state import at_work
-from gpucr.gpu_state.held import device_bytes_in_use
-from gpucr.gpu_state.ways import uses_files
 from gpucr.jobs import selection
 from gpucr.jobs.record import JobRecord, Lent
 from gpucr.jobs.registered import registry, registry_in_use
@@ -31,10 +28,11 @@ from gpucr.model import GpuUse, ProcessId
 from gpucr.operations.dump import dump, plan_dump
 from gpucr.operations.restore import restore
 from gpucr.operations.stores import remove_snapshot
-from gpucr.operations.suspend import resume, suspend
+from gpucr.operations.suspend import prepare_suspend, resume, suspend
 from gpucr.snapshot.location import is_store
 from gpucr.store.keys import MAX_KEY_FILE_BYTES, Secret
 from gpucr.undo.cancellation import Cancellation
+from gpucr.undo.protection import Protection
 
 Say = Callable[[str], None]
 _Result = TypeVar("_Result")
@@ -145,20 +143,18 @@ def _host_memory_of(
     With a ``remedy``, that raises instead.
     """
     with selection.claimed_job(job.name) as found:  # its state when nobody works on it
-        uses = gpu_processes()
-        own = preflight.needs_of_suspend(device_bytes_in_use(found.job, uses), in_files=uses_files("auto"))
-        findings = [*preflight.check_states(found.job), *findings_of_traps(found.job, found.driver, uses)]
-    preflight.require_no_blocking(findings)
-    short = [each for each in preflight.check_host_memory([*needs, *own]) if each.severity == "blocking"]
+        found.require_cuda()
+        prepared = prepare_suspend(found, Protection())
+        prepared.work.close()
+    preflight.require_no_blocking(prepared.about_job)
+    short = [each for each in preflight.check_host_memory([*needs, *prepared.needs]) if each.severity == "blocking"]
     if short and remedy is not None:
         raise Unsupported(f"host memory is short: {short[0].sentence()}", hint=remedy, code="GPUCR-HOST-MEMORY")
-    return None if short else own
+    return None if short else prepared.needs
 
 
 def _require_dump(job: Occupant, place: str, key_file: str | None) -> None:
-    with selection.claimed_job(job.name):
-        findings = plan_dump(job.name, place, key=read_key(key_file)).findings
-    preflight.require_no_blocking(findings)
+    preflight.require_no_blocking(plan_dump(job.name, place, key=read_key(key_file)).findings)
 
 
 def lend(way: Way, key_file: str | None, cancel: Cancellation, say: Say) -> None:

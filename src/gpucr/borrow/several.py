@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
@@ -10,20 +11,16 @@ from msgspec import Struct
 from gpucr.borrow.chosen import Target, chosen_jobs, label_of, running_on, suspended_on
 from gpucr.borrow.lend import BUSY_S, when_free
 from gpucr.diagnosis import preflight
-from gpucr.diagnosis.traps import findings_of_traps
-from gpucr.driver.gpus import gpu_processes, list_gpus
 from gpucr.errors import GpucrError, Interrupted, JobDamaged, NotACudaProcess, ProcessNotFound
-from gpucr.gpu_state import suspended
 from gpucr.gpu_state.gpu_choice import GpuRequest
-from gpucr.gpu_state.held import device_bytes_in_use
-from gpucr.gpu_state.placement import place_suspended
-from gpucr.gpu_state.ways import GpuState, may_be_interposed, require_possible, uses_files
+from gpucr.gpu_state.ways import GpuState, require_possible
 from gpucr.jobs import selection
 from gpucr.jobs.selector import JobSelector
-from gpucr.model import CudaState, GpuMap
-from gpucr.operations.suspend import ChangeReport, resume, suspend
+from gpucr.model import GpuMap
+from gpucr.operations.suspend import ChangeReport, prepare_resume, prepare_suspend, resume, suspend
 from gpucr.undo.cancellation import Cancellation
 from gpucr.undo.events import OnProgress
+from gpucr.undo.protection import Protection
 
 _GONE = (ProcessNotFound, NotACudaProcess)
 """Errors of a job that was found but has ended since; ignored unless the user named the job."""
@@ -133,15 +130,13 @@ def plan_suspend(
 
     def look(job: Target) -> JobOutlook:
         with selection.claimed_job(job, only=only, force=force) as found:
-            pids, uses = _require_cuda(found), gpu_processes()
-            held = device_bytes_in_use(found.job, uses)
-            needs.extend(preflight.needs_of_suspend(held, in_files=uses_files(gpu_state)))
-            findings = [
-                *preflight.check_states(found.job),
-                *findings_of_traps(found.job, found.driver, uses, may_share=may_be_interposed(gpu_state)),
-                *preflight.check_host_memory(needs),
-            ]
-        return JobOutlook(label_of(job), pids, _added_up(held.values()), tuple(findings))
+            found.require_cuda()
+            prepared = prepare_suspend(found, Protection(), gpu_state=gpu_state, only=only)
+            with contextlib.closing(prepared.work):
+                findings = prepared.findings(beside=needs)
+            needs.extend(prepared.needs)
+        device_bytes = _added_up(prepared.work.device_bytes.values())
+        return JobOutlook(label_of(job), _cuda_pids(found), device_bytes, tuple(findings))
 
     return tuple(_looked_at(chosen_jobs(jobs, gpus, running_on), look, were_named=jobs is not None))
 
@@ -156,22 +151,14 @@ def plan_resume(
     force: bool = False,
 ) -> tuple[JobOutlook, ...]:
     """What `resume_jobs` would do with the same arguments. Changes nothing; each job is checked separately."""
-    request, here = GpuRequest.of(gpu_map, gpu), list_gpus()
+    request = GpuRequest.of(gpu_map, gpu)
 
     def look(job: Target) -> JobOutlook:
         with selection.claimed_job(job, only=only, force=force) as found:
-            return look_alone(job, found)
-
-    def look_alone(job: Target, found: selection.FoundJob) -> JobOutlook:
-        pids = _require_cuda(found)
-        away = [member for member in found.job.gang if member.found is CudaState.CHECKPOINTED]
-        records = {member.pid: suspended.recall(member.id) for member in away}
-        choice = place_suspended(away, records, request, here, found.job.pids).choice
-        findings = [
-            *preflight.check_states(found.job),
-            *preflight.check_room(choice.needed_bytes, here, choice.gpu_map),
-        ]
-        return JobOutlook(label_of(job), pids, choice.needed_bytes, tuple(findings))
+            found.require_cuda()
+            prepared = prepare_resume(found, request)
+        needed_bytes = prepared.placement.choice.needed_bytes
+        return JobOutlook(label_of(job), _cuda_pids(found), needed_bytes, prepared.findings)
 
     return tuple(_looked_at(chosen_jobs(jobs, gpus, suspended_on), look, were_named=jobs is not None))
 
@@ -223,16 +210,8 @@ def _looked_at(
                 yield JobOutlook(label_of(job), error=e)
 
 
-def _require_cuda(found: selection.FoundJob) -> tuple[int, ...]:
-    pids = tuple(member.pid for member in found.job.gang)
-    if not pids:
-        root = found.job.root
-        raise NotACudaProcess(
-            f"no process in the tree of {root.pid} ({root.name}) uses CUDA",
-            pid=root.pid,
-            hint="`gpucr ps` lists the processes that do",
-        )
-    return pids
+def _cuda_pids(found: selection.FoundJob) -> tuple[int, ...]:
+    return tuple(member.pid for member in found.job.gang)
 
 
 def _added_up(held: Iterable[Mapping[str, int]]) -> dict[str, int]:

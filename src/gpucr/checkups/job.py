@@ -16,15 +16,16 @@ from gpucr.diagnosis import preflight
 from gpucr.diagnosis.preflight.findings import Finding
 from gpucr.diagnosis.preflight.support import processes as facts
 from gpucr.diagnosis.traps import findings_of_traps
-from gpucr.driver.gpus import gpu_processes, list_gpus
+from gpucr.driver.gpus import gpu_processes
 from gpucr.errors import InvalidRequest, Unsupported
-from gpucr.gpu_state import suspended
+from gpucr.gpu_state.gpu_choice import GpuRequest
 from gpucr.gpu_state.held import device_bytes_in_use
 from gpucr.gpu_state.ways import CUSTOM, first_choice
 from gpucr.jobs import registered, selection
 from gpucr.jobs.selector import JobSelector
 from gpucr.linux import processes
-from gpucr.model import CudaState, GangMember, GpuUse, Job
+from gpucr.model import CudaState, GpuUse, Job
+from gpucr.operations.suspend import prepare_resume
 from gpucr.quantities import format_bytes
 from gpucr.snapshot.device import PIECE_BYTES, buffers_bytes
 
@@ -44,18 +45,19 @@ def examine(target: int | str | JobSelector, folder: Path, *, was_named: bool) -
     job = found.job
     uses = gpu_processes() if job.gang else ()
     findings = _summary(job, isolated=found.sandbox is not None)
-    findings += from_findings(
-        "CUDA state", [*preflight.check_states(job), *preflight.check_left_locked(job)], _states(job)
-    )
+    suspended = preflight.check_suspended(job) if job.gang else ()
+    states = [*preflight.check_states(job), *preflight.check_left_locked(job), *suspended]
+    findings += from_findings("CUDA state", states, _states(job))
     findings += from_findings(
         "sharing",
         findings_of_traps(job, found.driver, uses),
         ok("sharing", "nothing shows that would be lost", "environment, mapped and open files, NVML"),
     )
-    findings += _processes(job, isolated=found.sandbox is not None)
+    findings += _processes(found)
     handed_over = _handed_over(found)
     findings += [structs.replace(each, about="device memory") for each in preflight.check_handed_over(handed_over)]
     findings += _room(job, uses, folder, handed_over)
+    findings += _way_back(found)
     return [*findings, *_surroundings(folder, was_named=was_named)]
 
 
@@ -74,39 +76,29 @@ def _states(job: Job) -> Finding:
     )
 
 
-def _processes(job: Job, *, isolated: bool) -> list[Finding]:
-    return [
-        *from_findings(
-            "tracers",
-            preflight.check_tracers(job),
-            ok("tracers", "no debugger or profiler is attached", "TracerPid in /proc/PID/status"),
-        ),
-        *from_findings(
-            "session",
-            [*preflight.check_session(job), *([] if isolated else preflight.check_namespace_init(job))],
-            ok(
-                "session",
-                "CRIU can give back the session of every process",
-                "sessions in /proc/PID/stat, NSsid in status",
-            ),
-        ),
-        *from_findings(
-            "open files",
-            [
-                *preflight.check_open_files(job, is_sandboxed=isolated),
-                *check_deleted_files(_largest_deleted(job)),
-            ],
-            ok("open files", "CRIU can dump them", "/proc/PID/fd"),
-        ),
-        *from_findings(
-            "connections",
-            preflight.check_outside_connections(job),
-            ok("connections", "none leads outside the job", "sock_diag"),
-        ),
-        *from_findings(
-            "terminal", preflight.check_terminal(job), ok("terminal", "it has none", "tty_nr in /proc/PID/stat")
-        ),
+_FINE = {
+    "tracers": ("no debugger or profiler is attached", "TracerPid in /proc/PID/status"),
+    "session": ("CRIU can give back the session of every process", "sessions in /proc/PID/stat, NSsid in status"),
+    "namespaces": ("no process has one that the first one lacks", "/proc/PID/ns"),
+    "left out": ("nothing else is in the job's pid namespace", "/proc/PID/ns/pid of all processes"),
+    "open files": ("CRIU can dump them", "/proc/PID/fd"),
+    "others": ("the job shares nothing with them", "/proc/PID/fd and maps of all processes, kcmp(2), sock_diag"),
+    "connections": ("none leads outside the job", "sock_diag"),
+    "terminal": ("it has none, or CRIU can give it back", "tty_nr in /proc/PID/stat, /proc/PID/fd"),
+}
+"""The text for a part of the job without findings."""
+
+
+def _processes(found: selection.FoundJob) -> list[Finding]:
+    job = found.job
+    findings = [
+        *selection.findings_for_criu(found),
+        *(structs.replace(each, about="open files") for each in check_deleted_files(_largest_deleted(job))),
+        *(structs.replace(each, about="terminal") for each in preflight.check_terminal(job)),
     ]
+    told = {finding.about for finding in findings}
+    fine = [ok(part, what, evidence) for part, (what, evidence) in _FINE.items() if part not in told]
+    return sorted([*findings, *fine], key=lambda finding: list(_FINE).index(finding.about))
 
 
 def _largest_deleted(job: Job) -> Mapping[int, int]:
@@ -158,20 +150,23 @@ def _room(job: Job, uses: Sequence[GpuUse], folder: Path, handed_over: Collectio
         preflight.check_disk(job, folder, device_bytes),
         ok("disk", f"a snapshot fits into {folder}", "statvfs, resident memory and device memory"),
     )
-    away = [member for member in job.gang if member.found is CudaState.CHECKPOINTED]
-    return [*found, *_way_back(away)] if away else found
+    return found
 
 
-def _way_back(away: Sequence[GangMember]) -> list[Finding]:
-    """Whether suspended processes would find room on the GPUs that they had."""
-    needed: dict[str, int] = {}
-    for member in away:
-        record = suspended.recall(member.id)
-        for uuid, size_bytes in record.device_bytes.items() if record is not None else ():
-            needed[uuid] = needed.get(uuid, 0) + size_bytes
+def _way_back(found: selection.FoundJob) -> list[Finding]:
+    """Whether suspended processes would come back onto the GPUs that they had."""
+    if all(member.found is not CudaState.CHECKPOINTED for member in found.job.gang):
+        return []
+    try:
+        prepared = prepare_resume(found, GpuRequest())
+    except (InvalidRequest, Unsupported) as e:
+        there = "what suspend noted"
+        consequence = "`gpucr resume` would be refused"
+        return [Finding("blocking", e.message, there, consequence, e.hint or "", code=e.code, about="GPU memory")]
+    needed = prepared.placement.choice.needed_bytes
     return from_findings(
         "GPU memory",
-        preflight.check_room(needed, list_gpus(), None),
+        prepared.findings,
         ok(
             "GPU memory",
             f"a resume needs {format_bytes(sum(needed.values()))}, which is free",

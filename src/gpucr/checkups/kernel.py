@@ -9,8 +9,9 @@ from msgspec import Struct
 
 from gpucr.checkups.checkup import ok
 from gpucr.diagnosis.preflight.findings import Finding
-from gpucr.linux import sock_diag
+from gpucr.linux import processor, sock_diag
 from gpucr.linux.namespaces import Kind, kinds_here
+from gpucr.linux.processor import Processor
 
 _ABOUT = "kernel"
 _SANDBOX: tuple[Kind, ...] = ("pid", "mnt", "net", "ipc")
@@ -26,6 +27,7 @@ class KernelFacts(Struct, frozen=True):
 
     release: str
     architecture: str
+    processor: Processor
     can_choose_pids: bool
     lists_sockets: bool
     kinds: tuple[Kind, ...]
@@ -38,6 +40,7 @@ def look() -> KernelFacts:
     return KernelFacts(
         release=platform.release(),
         architecture=platform.machine(),
+        processor=processor.here(),
         can_choose_pids=_LAST_PID.exists(),
         lists_sockets=_lists_sockets(),
         kinds=kinds,
@@ -59,6 +62,8 @@ def check(facts: KernelFacts) -> list[Finding]:
                 about=_ABOUT,
             )
         )
+    else:
+        found.append(_processor(facts.processor))
     if facts.can_choose_pids:
         found.append(ok(_ABOUT, f"Linux {facts.release} can give a restored process its pid", f"{_LAST_PID} is there"))
     else:
@@ -84,6 +89,12 @@ def check(facts: KernelFacts) -> list[Finding]:
             )
         )
     return [*found, *_namespaces(facts)]
+
+
+def _processor(processor: Processor) -> Finding:
+    """To label nodes with: jobs can be restored where there is at least as much."""
+    beyond = f"also {', '.join(processor.beyond_level)}" if processor.beyond_level else ""
+    return ok("processor", f"{processor.model} has the instructions of {processor.level}", beyond)
 
 
 def _namespaces(facts: KernelFacts) -> list[Finding]:

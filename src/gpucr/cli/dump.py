@@ -37,6 +37,12 @@ from gpucr.snapshot.folder import Snapshot
 from gpucr.snapshot.location import Compress, is_store
 
 
+class _OfContainer(TypedDict):
+    runtime: Runtime | None
+    runtime_root: Path | None
+    leave_running: bool
+
+
 class _Options(TypedDict):
     leave_running: bool
     persist: Persist
@@ -138,19 +144,18 @@ def command(
       gpucr dump --container web --to /var/snapshots/web
     """  # fmt: skip
     if container is not None:
-        from gpucr.containers.by_runtime import dump_container  # all that containers need: other jobs start without it
+        from gpucr.containers import by_runtime  # all that containers need: other jobs start without it
 
-        refuse_other_options("--container", ("container", "runtime", "runtime_root", "to", "leave_running"))
+        allowed = ("container", "runtime", "runtime_root", "to", "leave_running", "dry_run")
+        refuse_other_options("--container", allowed)
         if is_store(to):
             raise InvalidRequest(f"{to} is a store, and a runtime writes to a folder", hint="name a folder with --to")
-        print_container(
-            "dump",
-            dump_container(
-                container, Path(to), runtime=runtime, runtime_root=runtime_root, leave_running=leave_running
-            ),
-            as_json=as_json,
-            quiet=quiet,
-        )
+        about: _OfContainer = {"runtime": runtime, "runtime_root": runtime_root, "leave_running": leave_running}
+        if dry_run:
+            _show_plan(by_runtime.plan_container_dump(container, Path(to), **about), as_json=as_json, quiet=quiet)
+            return
+        report_of_container = by_runtime.dump_container(container, Path(to), **about)
+        print_container("dump", report_of_container, as_json=as_json, quiet=quiet)
         return
     if job is None or runtime is not None or runtime_root is not None:
         raise click.UsageError("name what to dump: PID, NAME, or --container ID with --runtime and --runtime-root")
@@ -160,9 +165,7 @@ def command(
     }  # fmt: skip
     if dry_run:
         plan = with_key(key_file, lambda key: plan_dump(job, to, **options, key=key, force=force), place=to)
-        _print_plan(plan, as_json=as_json, quiet=quiet)
-        if not force and any(finding.severity == "blocking" for finding in plan.findings):
-            raise SystemExit(Unsupported.exit_code)
+        _show_plan(plan, as_json=as_json, quiet=quiet, force=force)
         return
     listener = progress_printer(quiet=quiet or as_json, verbose=verbose)
     report = with_key(
@@ -196,6 +199,13 @@ def command(
             f"{format_bytes(counts.written_bytes)} of {seen} written: {format_bytes(counts.zero_bytes)} were zero, "
             f"{format_bytes(counts.known_bytes)} known, {saved} saved by compression"
         )
+
+
+def _show_plan(plan: DumpPlan, *, as_json: bool, quiet: bool, force: bool = False) -> None:
+    """Print it. Ends with the exit code of a dump that would be refused."""
+    _print_plan(plan, as_json=as_json, quiet=quiet)
+    if not force and any(finding.severity == "blocking" for finding in plan.findings):
+        raise SystemExit(Unsupported.exit_code)
 
 
 def _print_plan(plan: DumpPlan, *, as_json: bool, quiet: bool) -> None:

@@ -15,6 +15,7 @@ from gpucr.cli.output import print_json, printable, say
 from gpucr.cli.places import open_place
 from gpucr.cli.reports import snapshot_text
 from gpucr.cli.snapshot_tree import as_json_record, tree_of
+from gpucr.linux.processor import Processor
 from gpucr.operations.inspect import inspect
 from gpucr.quantities import counted, format_bytes
 from gpucr.snapshot.manifest import Manifest, ProcessRecord, members
@@ -71,6 +72,7 @@ def _summary(where: str, manifest: Manifest, *, verified: bool) -> list[tuple[st
         ("snapshot", where),
         ("made", f"{manifest.created} by gpucr {manifest.gpucr_version}, CRIU {manifest.criu_version}"),
         ("kernel", f"{manifest.kernel} ({manifest.architecture})"),
+        ("processor", _needed(manifest.processor)),
         ("size", f"{format_bytes(manifest.size_bytes)}: {_parts(manifest)}"),
         ("verified", "yes: every file matches its digests" if verified else "manifest only (--verify reads all data)"),
         ("GPU state", gpu_state),
@@ -82,6 +84,12 @@ def _summary(where: str, manifest: Manifest, *, verified: bool) -> list[tuple[st
         (f"GPU {gpu.index}", f"{gpu.uuid} {gpu.name}, {format_bytes(gpu.memory_total_bytes)}") for gpu in manifest.gpus
     ]
     return rows
+
+
+def _needed(processor: Processor) -> str:
+    """What a processor must have to restore this."""
+    beyond = ", ".join(processor.beyond_level)
+    return f"{processor.model}: restores where there is {processor.level}{beyond and f' with {beyond}'}"
 
 
 def _parts(manifest: Manifest) -> str:

@@ -9,13 +9,14 @@ from gpucr.cli.output import printable
 from gpucr.jobs.record import JobState
 
 
-def state_text(state: JobState, detail: str | None = None) -> str:
-    """``ended (exit code 1)``, ``ended (SIGTERM)``, ``lost``; ``detail``: further information."""
+def state_text(state: JobState, detail: str | None = None, *, word: str | None = None) -> str:
+    """``ended (exit code 1)``, ``ended (SIGTERM)``, ``lost``; ``detail``: further information; ``word``: another."""
     if state.exit_code is not None:
         detail = f"exit code {state.exit_code}"
     elif state.signal is not None:
         detail = _signal_name(state.signal)
-    return state.word if detail is None else f"{state.word} ({printable(detail)})"
+    word = word or state.word
+    return word if detail is None else f"{word} ({printable(detail)})"
 
 
 def state_fields(state: JobState) -> dict[str, Any]:

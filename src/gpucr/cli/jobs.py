@@ -51,7 +51,7 @@ _COLUMNS = (
 
 @click.command("jobs")
 @click.argument("targets", nargs=-1, type=JobTarget(), metavar="[NAME|PID]...")
-@click.option("--all", "show_all", is_flag=True, help="Also show ended jobs.")
+@click.option("--all", "show_all", is_flag=True, help="Also show ended jobs that nothing restarts.")
 @click.option("--all-users", is_flag=True, help="Also show other users' running jobs, as USER/JOB. Root only.")
 @click.option(
     "--forget",
@@ -94,11 +94,10 @@ def command(
                 click.echo(f"{job.name} forgotten ({_state_text(job)}){_kept(job, force=force)}")
             return
     else:
-        if targets:
-            found = [_find(each) for each in dict.fromkeys(targets)]
-        else:
-            found = [job for job in list_jobs(all_users=all_users) if show_all or job.state.word != "ended"]
+        found = [_find(each) for each in dict.fromkeys(targets)] if targets else list_jobs(all_users=all_users)
         more = _more(found)
+        if not targets and not show_all:
+            found = [job for job in found if job.state.word != "ended" or more[job.name].is_wanted]
     if as_json:
         print_json("jobs", {"jobs": [_as_json_record(job, more.get(job.name, _More())) for job in found]})
     else:
@@ -123,7 +122,10 @@ def _kept(job: ListedJob, *, force: bool) -> str:
 
 @dataclass(frozen=True)
 class _More:
-    """Information about a job besides its record. ``state`` and ``supervisor`` are None if it is not supervised."""
+    """Information about a job besides its record. ``state`` and ``supervisor`` are None if it is not supervised.
+
+    ``restart``: its state in words, if it has ended and its supervisor is about to restart it.
+    """
 
     device_bytes: int | None = None
     state: SupervisedState | None = None
@@ -131,6 +133,12 @@ class _More:
     is_lent: bool = False
     waits_for: tuple[str, ...] = ()
     is_dumped: bool = False
+    restart: str | None = None
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether it is to run: a supervisor restarts it, should do so, or has given up."""
+        return self.state is not None and self.state.phase in (*UNFINISHED, "gave-up")
 
     def cells(self, record: JobRecord | None) -> tuple[str, ...]:
         """The optional columns' cells."""
@@ -183,8 +191,12 @@ def _more(found: Sequence[ListedJob]) -> dict[str, _More]:
         with contextlib.suppress(GpucrError):  # whoever needs it reports damage
             if folder.exists():
                 state, supervisor = folder.state(), folder.supervisor()
-        is_dumped = job.state.word == "dumped"
-        more[job.name] = _More(device_bytes, state, supervisor, job.name in lent, lent.get(job.name, ()), is_dumped)
+        is_dumped, restart = job.state.word == "dumped", None
+        if job.state.word in ("ended", "lost") and job.state.exit_code != 0 and supervisor is not None:
+            restart = state_text(job.state, word="restarting")
+        more[job.name] = _More(
+            device_bytes, state, supervisor, job.name in lent, lent.get(job.name, ()), is_dumped, restart
+        )
     return more
 
 
@@ -210,7 +222,7 @@ def _row(job: ListedJob, more: _More) -> tuple[str, ...]:
     return (
         job.name,
         str(record.pid),
-        _state_text(job),
+        more.restart or _state_text(job),
         _age(record.created),
         *more.cells(record),
         "yes" if record.isolated else "no",

@@ -84,19 +84,13 @@ def snapshot_fields(snapshot: StoredSnapshot, *, is_whole: bool = True) -> dict[
 def _manifest_fields(snapshot: StoredSnapshot) -> dict[str, Any]:
     """The manifest's job data; empty if it is not a job's."""
     from gpucr.records import RecordError
-    from gpucr.snapshot.manifest import decode
+    from gpucr.snapshot.manifest import decode_brief
 
     try:
-        manifest = decode(snapshot.manifest)
+        brief = decode_brief(snapshot.manifest)
     except RecordError:
         return {"job": None, "command_line": [], "gpu_models": []}
-    used = {uuid for process in manifest.processes for uuid in process.device_bytes}
-    root = next(process for process in manifest.processes if process.pid == manifest.root_pid)
-    return {
-        "job": manifest.launch.name if manifest.launch is not None else None,
-        "command_line": list(manifest.launch.command if manifest.launch is not None else root.command_line),
-        "gpu_models": sorted({gpu.name for gpu in manifest.gpus if gpu.uuid in used}),
-    }
+    return {"job": brief.job, "command_line": list(brief.command_line), "gpu_models": list(brief.gpu_models)}
 
 
 def _print_table(found: tuple[StoredSnapshot, ...], is_whole: Callable[[StoredSnapshot], bool]) -> None:
@@ -120,6 +114,6 @@ def _row(each: StoredSnapshot, *, is_whole: bool) -> tuple[str, ...]:
         printable(each.host),
         format_bytes(each.size_bytes),
         format_bytes(written) if written is not None else "-",
-        ", ".join(fields["gpu_models"]) or "-",
+        printable(", ".join(fields["gpu_models"])) or "-",
         printable(" ".join(fields["command_line"])) or "-",
     )

@@ -49,8 +49,10 @@ def command(*, listen: str | None, textfile: Path | None, alerts: bool, dashboar
     elif textfile is not None:
         metrics.write_textfile(textfile)
     elif listen is not None:
+        from gpucr.supervise import metrics_server
+
         host, port = _address(listen)
-        click.echo(f"http://{host}:{metrics.serve(host, port)}/metrics")
+        click.echo(f"http://{host}:{metrics_server.serve(host, port)}/metrics")
         sys.stdout.flush()
         threading.Event().wait()
     else:

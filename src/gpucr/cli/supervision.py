@@ -67,7 +67,7 @@ _OPTIONS = (
     ),
     click.option(
         "--max-restarts", type=click.IntRange(min=1), metavar="N",
-        help="Give up after N restarts without a new checkpoint. Default: 10.",
+        help="Give up after N restarts without a checkpoint beyond the last failure. Default: 10.",
     ),
     click.option(
         "--grace", "grace_s", type=Duration(), metavar="TIME",

@@ -6,6 +6,7 @@ the container, handles its folder, and waits until it runs again.
 
 from __future__ import annotations
 
+import platform
 import re
 import shutil
 import time
@@ -15,18 +16,22 @@ from msgspec import Struct
 
 from gpucr.containers import oci, podman, runtime_call
 from gpucr.containers.container import FoundContainer
+from gpucr.containers.dump import findings_of_processes, plan_for_runtime
 from gpucr.containers.record import RUNTIMES, ContainerRecord, Runtime, read_record, write_record
 from gpucr.criu.options import choose_dump_options
+from gpucr.diagnosis import preflight
 from gpucr.errors import CriuError, GpucrError, InvalidRequest, JobDamaged, SnapshotError, Unsupported
 from gpucr.jobs import selection
 from gpucr.jobs.selector import JobSelector
-from gpucr.linux import processes, trusted_paths
+from gpucr.linux import processes, processor, trusted_paths
 from gpucr.model import CudaState, Job, ProcessId
 from gpucr.network.lock import IN_FLIGHT
 from gpucr.network.of_criu import AfterCriu
 from gpucr.network.steps import IN_FLIGHT_LIMIT_S
+from gpucr.operations.dump import DumpPlan
 from gpucr.snapshot import files
 from gpucr.snapshot.folder import GPU_PART_NAME, check_target, completed
+from gpucr.snapshot.machine import findings_of_processor
 from gpucr.undo.cancellation import Cancellation
 from gpucr.undo.operation import all_or_nothing
 from gpucr.undo.roll import Roll
@@ -65,10 +70,10 @@ def dump_container(
     ``runtime`` is detected if not given; ``runtime_root`` is runc's and crun's ``--root``. With ``leave_running`` this
     returns when its GPU state is back. The folder must be missing or empty. Needs root.
 
-    Raises InvalidRequest, SnapshotExists, SnapshotError (another user could replace ``to``), CriuUnavailable (nothing
-    was changed); CriuError (the container is as it was, ``to`` is gone); Interrupted (likewise: Ctrl-C, SIGTERM,
-    ``cancel``); SnapshotError (``to`` cannot be made or written); JobDamaged (its GPU state is not back, or it has
-    ended and ``to`` is not complete).
+    Raises InvalidRequest, SnapshotExists, SnapshotError (another user could replace ``to``), Unsupported,
+    CriuUnavailable (nothing was changed); CriuError, DeadlineExceeded (the container is as it was, ``to`` is gone);
+    Interrupted (likewise: Ctrl-C, SIGTERM, ``cancel``); SnapshotError (``to`` cannot be made or written); JobDamaged
+    (its GPU state is not back, or it has ended and ``to`` is not complete).
     """
     end = time.monotonic() + IN_FLIGHT_LIMIT_S
     while True:
@@ -93,11 +98,14 @@ def _dump(
     _require_ours(to)
     found = _find(container, runtime, runtime_root)
     pid = found.running_pid()
-    job = selection.find_job(pid).job
+    inside = selection.find_job(pid)
+    job = inside.job
+    preflight.require_no_blocking(findings_of_processes(inside), force=None)
     options = choose_dump_options(job.pids, leave_running=leave_running)
     network_lock = runtime_call.choose_network_lock(job.pids)
     root = None if runtime_root is None else str(runtime_root.absolute())
-    record = ContainerRecord(found.runtime, root, found.container, found.bundle, options, network_lock)
+    here = platform.machine(), processor.here()
+    record = ContainerRecord(found.runtime, root, found.container, found.bundle, options, network_lock, *here)
     existed = to.exists()
     checkpoint = podman.checkpoint if found.runtime == "podman" else oci.checkpoint
     with (
@@ -129,15 +137,42 @@ def _dump(
     return _report(to, record, pid, begin, left_running=leave_running)
 
 
+def plan_container_dump(
+    container: str,
+    to: Path,
+    *,
+    runtime: Runtime | None = None,
+    runtime_root: Path | None = None,
+    leave_running: bool = False,
+) -> DumpPlan:
+    """What `dump_container` would do with the same arguments. Changes nothing; raises like it before it has begun."""
+    check_target(to)
+    _require_ours(to)
+    found = _find(container, runtime, runtime_root)
+    inside = selection.find_job(found.running_pid())
+    before: list[str] = []
+    after: list[str] = []
+    if inside.job.gang:
+        disk = next(each for each in [to, *to.absolute().parents] if each.is_dir())
+        before, after, findings = plan_for_runtime(inside, disk, leave_running=leave_running)
+    else:
+        findings = findings_of_processes(inside)
+    end = "keep it running" if leave_running else "end it"
+    by_runtime = f"have {found.runtime} dump the container {container} with CRIU to {to / 'images'}, {end}"
+    steps = (f"make the private folder {to}", *before, by_runtime, *after)
+    return DumpPlan(inside.job.root.pid, steps, tuple(findings))
+
+
 def restore_container(folder: Path, *, cancel: Cancellation | None = None) -> ContainerReport:
     """Have its runtime bring the container of a folder back: same name, same bundle. The folder stays. Needs root.
 
-    Raises SnapshotDamaged, InvalidRequest, CriuUnavailable (nothing was started); CriuError, Interrupted (a signal,
-    ``cancel``): what had been restored has been ended.
+    Raises SnapshotDamaged, InvalidRequest, Unsupported, CriuUnavailable (nothing was started); CriuError, Interrupted
+    (a signal, ``cancel``): what had been restored has been ended.
     """
     begin = time.monotonic()
     _require_ours(folder)
     record = read_record(folder)
+    preflight.require_no_blocking(findings_of_processor(record.architecture, record.processor), force=None)
     images = (folder / "images").resolve()
     restore = podman.restore if record.runtime == "podman" else oci.restore
     with all_or_nothing("restore", folder, cancel, state="the container does not run", at_once=False) as interrupts:

@@ -16,6 +16,7 @@ from typing import Protocol
 from msgspec.structs import replace
 
 from gpucr.criu import abandoned
+from gpucr.criu.progress import Progress
 from gpucr.criu.recovery import EndDump
 from gpucr.diagnosis import preflight
 from gpucr.diagnosis.preflight.support import machine as facts
@@ -88,7 +89,7 @@ def thawed(root_pid: int) -> Iterator[None]:
     if cgroup is None or not any(uses_libcuda(process.pid) for process in processes.tree(root_pid)):
         yield
         return
-    preflight.require_no_blocking(_check_freezer(root_pid), force=False)
+    preflight.require_no_blocking(_check_freezer(root_pid), force=None)
     cgroups.thaw(cgroup)
     try:
         yield
@@ -98,8 +99,47 @@ def thawed(root_pid: int) -> Iterator[None]:
 
 
 def uses_cuda(root_pid: int) -> bool:
-    """Whether any process in the tree of ``root_pid`` uses CUDA. Changes nothing. Raises as `selection.find_job`."""
-    return bool(selection.find_job(root_pid).job.gang)
+    """Whether any process in the tree of ``root_pid`` uses CUDA. Changes nothing.
+
+    Raises as `selection.find_job`, and Unsupported if one uses CUDA in the container that is not in the tree.
+    """
+    found = selection.find_job(root_pid)
+    preflight.require_no_blocking(selection.findings_left_out(found, in_container=True), force=None)
+    return bool(found.job.gang)
+
+
+def findings_of_processes(found: selection.FoundJob) -> list[preflight.Finding]:
+    """What speaks against a dump of a container by its runtime, in its processes.
+
+    What they share with others is a warning: their runtime connects some of it again.
+    """
+    job = found.job
+    shared = preflight.check_ties(job, found.instead_of_without, found.one_tree_instead)
+    return [
+        *preflight.check_tracers(job),
+        *preflight.check_session(job),
+        *preflight.check_namespaces(job),
+        *selection.findings_left_out(found, in_container=True),
+        *(replace(each, severity="warning") for each in shared),
+        *_check_freezer(job.root.pid),
+    ]
+
+
+def plan_for_runtime(
+    found: selection.FoundJob, disk: Path, *, leave_running: bool
+) -> tuple[list[str], list[str], list[preflight.Finding]]:
+    """The steps of `dump_for_runtime` before and after CRIU's, for a job that uses CUDA, and what it would find.
+
+    Changes nothing. ``disk``: a folder where the images will be.
+    """
+    _, cuda, findings = _prepare(found, disk, Protection())
+    try:
+        freeze, thaw = cuda.steps_to_freeze()
+        before: list[Step] = [cuda.allocate(leave_running=True), *freeze]
+        after = thaw if leave_running else []
+        return [step.describe() for step in before], [step.describe() for step in after], findings
+    finally:
+        cuda.close()
 
 
 def clear_target(images: Path, *, may_replace: bool) -> None:
@@ -139,7 +179,7 @@ def dump_for_runtime(root_pid: int, images: Path, hooks: RuntimeHooks, *, claim:
         if not taken.found.job.gang:
             raise JobChanged(f"no process below {root_pid} uses CUDA any more", pids=[root_pid])
         context, cuda, findings = _prepare(taken.found, images, taken.protection)
-        preflight.require_no_blocking(findings, force=False)
+        preflight.require_no_blocking(findings, force=None)
         for finding in findings:
             hooks.say(f"warning: {finding.warning()}")
         network = opened.enter_context(AfterCriu(taken.found.job, str(images.absolute())))
@@ -173,9 +213,7 @@ def _prepare(
         *findings_of_traps(job, found.driver, uses),
         *preflight.check_suspended(job),
         *preflight.check_handed_over(cuda.custom.pids(job.gang)),
-        *preflight.check_tracers(job),
-        *preflight.check_session(job),
-        *_check_freezer(job.root.pid),
+        *findings_of_processes(found),
         *target.findings(job, expected_bytes),
     ]
     # Assume that it is left running: then nothing that the container may still need is discarded early.
@@ -269,8 +307,11 @@ class RuntimeDump:
                 raise self._failure()
 
     def _wait_for_post_dump(self, interrupts: Interrupts) -> None:
+        progress = Progress(self._hooks.criu, runs_scripts=True)
         while not self._hooks.wait_for_call(_LOOK_EVERY_S):
             interrupts.check()
+            if progress.has_stalled():
+                raise progress.error("dump")
             if not processes.is_alive(self._hooks.criu):
                 self._wait_until_thawed()
                 raise self._failure()

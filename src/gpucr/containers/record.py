@@ -19,6 +19,7 @@ from gpucr import records
 from gpucr.criu.options import DumpOptions
 from gpucr.errors import SnapshotDamaged, reason_of
 from gpucr.linux import durable
+from gpucr.linux.processor import Processor
 from gpucr.records import Record
 from gpucr.snapshot.folder import CONTAINER_RECORD_NAME
 
@@ -36,6 +37,7 @@ class ContainerRecord(Record, frozen=True):
     """The runtime and its arguments for a restore. ``runtime_root``: None for the runtime's default.
 
     ``container``: its name for runc and crun, its id for podman. ``bundle``: for podman, its folder of the container.
+    ``architecture`` and ``processor`` are those of the dump.
     """
 
     runtime: Runtime
@@ -44,6 +46,8 @@ class ContainerRecord(Record, frozen=True):
     bundle: str
     criu_options: DumpOptions
     network_lock: NetworkLock
+    architecture: str
+    processor: Processor
     format: str = _FORMAT
     format_version: int = _FORMAT_VERSION
 

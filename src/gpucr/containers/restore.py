@@ -32,7 +32,7 @@ from gpucr.operations.restore_device import RestoreDevice
 from gpucr.snapshot.folder import GPU_PART_NAME, Snapshot
 from gpucr.snapshot.gpus import place_snapshot
 from gpucr.snapshot.loading import LoadDevice
-from gpucr.snapshot.machine import findings_of_room
+from gpucr.snapshot.machine import findings_of_processor, findings_of_room
 from gpucr.snapshot.manifest import Manifest
 from gpucr.snapshot.origin import FolderSource
 from gpucr.undo.interrupts import Interrupts
@@ -53,7 +53,7 @@ def check_gpu_part(images: Path) -> list[preflight.Finding]:
     DriverUnavailable.
     """
     _, _, _, findings = _examine(images)
-    preflight.require_no_blocking(findings, force=False)
+    preflight.require_no_blocking(findings, force=None)
     return findings
 
 
@@ -96,6 +96,7 @@ def _examine(images: Path) -> tuple[Snapshot, Driver, Placement, list[preflight.
     findings = findings_of_room(
         manifest, placement.choice, here, private_bytes=0, buffers_bytes=FolderSource(snapshot).buffers_bytes
     )
+    findings += findings_of_processor(manifest.architecture, manifest.processor)
     return snapshot, driver, placement, findings
 
 

@@ -26,7 +26,8 @@ from gpucr.containers.record import ContainerRecord, NetworkLock
 from gpucr.criu import abandoned
 from gpucr.criu.diagnosis import Diagnosis, diagnose
 from gpucr.criu.install import find_criu, has_feature, provided_folder
-from gpucr.errors import BrokenInstall, CriuError, InvalidRequest, ProcessNotFound
+from gpucr.criu.progress import LOOK_EVERY_S, Progress
+from gpucr.errors import BrokenInstall, CriuError, DeadlineExceeded, InvalidRequest, ProcessNotFound
 from gpucr.linux import iptables, own_python, processes, trusted_paths
 from gpucr.linux.tcp_tables import has_connections
 from gpucr.model import ProcessId
@@ -152,7 +153,7 @@ def call(
     their work half-done: ``interrupts`` call ``end``, which makes CRIU undo and end (by default a dump's). When this
     returns, no CRIU works on the container.
 
-    Raises InvalidRequest, and KeyboardInterrupt if it was ended so.
+    Raises InvalidRequest, KeyboardInterrupt if it was ended so, and DeadlineExceeded if its CRIU gets nowhere.
     """
     try:
         with open(said or os.devnull, "ab") as output:
@@ -168,8 +169,8 @@ def call(
         raise InvalidRequest(f"{command[0]} cannot be started: {e.strerror}", code="GPUCR-RUNTIME") from e
     try:
         with interrupts.allowed():
-            _wait(runtime, interrupts)
-    except KeyboardInterrupt:
+            _wait(runtime, found, interrupts, is_dump=end is abandoned.end_dump)
+    except (KeyboardInterrupt, DeadlineExceeded):
         if _stop(runtime, found, end) != 0:
             raise
         return 0  # complete before CRIU could be stopped
@@ -179,12 +180,23 @@ def call(
     return status
 
 
-def _wait(runtime: subprocess.Popen[bytes], interrupts: Interrupts) -> None:
-    """Wait until it has ended. (After a signal Popen.wait would first wait another quarter of a second.)"""
+def _wait(runtime: subprocess.Popen[bytes], found: Programs, interrupts: Interrupts, *, is_dump: bool) -> None:
+    """Wait until it has ended. (After a signal Popen.wait would first wait another quarter of a second.)
+
+    Raises DeadlineExceeded if a CRIU of it gets nowhere.
+    """
+    watched: dict[ProcessId, Progress] = {}
+    next_look = 0.0
     fd = os.pidfd_open(runtime.pid)
     try:
         while not select.select([fd], [], [], _LOOK_EVERY_S)[0]:
             interrupts.check()
+            if time.monotonic() >= next_look:
+                next_look = time.monotonic() + LOOK_EVERY_S
+                for criu in found.crius():
+                    progress = watched.setdefault(criu, Progress(criu, runs_scripts=is_dump))
+                    if progress.has_stalled():
+                        raise progress.error("dump" if is_dump else "restore")
     finally:
         os.close(fd)
 

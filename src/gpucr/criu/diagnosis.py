@@ -109,6 +109,12 @@ KNOWN_FAILURES: tuple[FailurePattern, ...] = (
         "this snapshot cannot be restored: use another",
     ),
     FailurePattern(
+        "watch",
+        r"Can't dump that handle|Can't find suitable path for handle|Unable to lookup a mount by dev",
+        "a process watches a file (inotify, fanotify) that its file system does not find by its number",
+        "let it watch files elsewhere than on an overlay, or dump when it no longer watches",
+    ),
+    FailurePattern(
         "file-missing",
         r"Can't open file (?P<file>.*?) on restore: No such file or directory"
         r"|Can't open (?:file )?(?P<file2>/?\S+): No such file or directory"
@@ -142,9 +148,9 @@ KNOWN_FAILURES: tuple[FailurePattern, ...] = (
         "restore from a terminal, or start the job without one (setsid, output to a file)",
     ),
     FailurePattern(
-        "nested-pid-namespace",
-        r"[Nn]ested pid namespace",
-        "a process of the job has a pid namespace of its own inside the job",
+        "nested-namespace",
+        r"[Nn]ested (?P<kind>\w+) namespace|Can't restore sub-task in NS",
+        "a process of the job has a namespace of its own ({kind}) inside the job",
         "dump the container as a whole, or start the job without nested containers",
     ),
     FailurePattern(
@@ -208,6 +214,13 @@ KNOWN_FAILURES: tuple[FailurePattern, ...] = (
         "close it before the dump",
     ),
     FailurePattern(
+        "processor",
+        r"FPU (?:xsave area present|feature required by image)|CPU (?:instruction )?capabilities do not match|"
+        r"CPU xsave (?:max )?size mismatch",
+        "this processor cannot hold the job's registers",
+        "restore on a processor with the instructions of that of the dump (`gpucr inspect` shows it)",
+    ),
+    FailurePattern(
         "clocks",
         r"Unable to set a \S+ clock offset: (?:Operation not permitted|Permission denied)",
         "CRIU may not set the clocks of the job",
@@ -221,10 +234,12 @@ KNOWN_FAILURES: tuple[FailurePattern, ...] = (
     ),
 )
 
+_SEIZE = "Unable to interrupt task"
 _LINE = re.compile(r"\b(?P<level>Error|Warn)\s+\([^)]*\): ?(?P<text>.*)")
 
 # Lines that also appear in successful runs, or only say that something failed earlier.
 _NEVER_THE_REASON = re.compile(
+    r"irmap: Can't (?:stat|open) |"
     r"Can't setup RLIMIT_NOFILE|(?:Dumping|Restoring|Pre-dumping) FAILED|RPC client reported script error"
 )
 
@@ -232,14 +247,15 @@ _NEVER_THE_REASON = re.compile(
 def diagnose(log: str, *, otherwise: str = "") -> Diagnosis:
     """The reason in CRIU's log. ``otherwise`` is what is known without it (CRIU's error message in its answer).
 
-    A line that matches a known failure wins over an earlier one that does not, and an error over a warning (CRIU only
-    warns about a task that it cannot seize). Otherwise the first error decides: later ones are its consequences.
+    A line that matches a known failure wins over an earlier one that does not, and an error over a warning. Of these
+    only the one about a task that CRIU cannot seize decides. Otherwise the first error does: later ones are its
+    consequences.
     """
     lines: dict[str, list[str]] = {"Error": [], "Warn": []}
     for match in _LINE.finditer(log):
         if not _NEVER_THE_REASON.search(match["text"]):
             lines[match["level"]].append(match["text"].strip())
-    known = _match_known(lines["Error"]) or _match_known(lines["Warn"])
+    known = _match_known(lines["Error"]) or _match_known([each for each in lines["Warn"] if _SEIZE in each])
     if known is not None:
         return known
     last = [line for line in log.splitlines() if line.strip() and not _NEVER_THE_REASON.search(line)][-1:]

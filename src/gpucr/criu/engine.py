@@ -19,9 +19,10 @@ from gpucr.criu import rpc_pb2
 from gpucr.criu.diagnosis import Diagnosis, diagnose
 from gpucr.criu.install import CriuInstall, run_check
 from gpucr.criu.options import DumpOptions, RestoreOptions
+from gpucr.criu.progress import Progress
 from gpucr.criu.remains import kill_orphans, task_pids
 from gpucr.criu.service import CriuService, Entered, Parent
-from gpucr.errors import CriuError, DeadlineExceeded, ProcessNotFound, SnapshotError, reason_of
+from gpucr.errors import CriuError, DeadlineExceeded, JobDamaged, ProcessNotFound, SnapshotError, reason_of
 from gpucr.linux import processes
 from gpucr.linux.namespaces import PidNamespace
 from gpucr.linux.terminal import foreground_kept
@@ -37,7 +38,9 @@ _LOG_LEVEL = 4
 # How long CRIU may take to undo after it was told to end, before it is killed (then ptrace and the parasite's own exit
 # free the tasks, see docs/adr/0002-criu-by-rpc.md), and how often a restore is told again.
 _UNDO_LIMIT_S = 30.0
+_STALLED_UNDO_LIMIT_S = 5.0  # of one that has done nothing for long
 _RETELL_S = 0.05
+_KILLED_LIMIT_S = 30.0  # after SIGKILL: what hangs in the kernel (state D) does not end
 
 _CHECK_EVERY_S = 0.1
 
@@ -101,9 +104,17 @@ class Criu:
             **self._common_options(options),
         }
         with self._service("dump", images_dir, log_path, deadline=deadline) as service:
-            _announce(service, on_start)
+            progress = Progress(_announce(service, on_start))
             run = _Run(
-                service, "dump", log_path, on_notify, check, deadline, hook_pid=pid, point_of_no_return="post-dump"
+                service,
+                "dump",
+                log_path,
+                on_notify,
+                check,
+                deadline,
+                progress,
+                hook_pid=pid,
+                point_of_no_return="post-dump",
             )
             run.serve(rpc_pb2.DUMP, request_options)
 
@@ -140,7 +151,7 @@ class Criu:
         with self._service(
             "restore", images_dir, log_path, not options.shell_job, tuple(new.values()), deadline
         ) as service:
-            started_ticks = _announce(service, on_start).start_time_ticks
+            criu = _announce(service, on_start)
             run = _Run(
                 service,
                 "restore",
@@ -148,6 +159,7 @@ class Criu:
                 on_notify,
                 check,
                 deadline,
+                Progress(criu),
                 hook_pid=0,
                 point_of_no_return=None if leave_stopped else "pre-resume",
                 sandbox=self._sandbox,
@@ -173,7 +185,7 @@ class Criu:
                 return run.outer(response.restore.pid) or run.told_pid
             except BaseException:
                 if service.end() < 0:  # CRIU cleans up, unless it was killed
-                    kill_orphans(task_pids(images_dir), since_ticks=started_ticks, sandbox=self._sandbox)
+                    kill_orphans(task_pids(images_dir), since_ticks=criu.start_time_ticks, sandbox=self._sandbox)
                 raise
 
     @contextlib.contextmanager
@@ -282,6 +294,7 @@ class _Run:
         on_notify: OnNotify | None,
         check: Check | None,
         deadline: float | None,
+        progress: Progress,
         *,
         hook_pid: int,
         point_of_no_return: str | None,
@@ -293,6 +306,7 @@ class _Run:
         self._on_notify = on_notify
         self._check = check
         self._deadline = deadline
+        self._progress = progress
         self.told_pid = hook_pid
         self._point_of_no_return = point_of_no_return
         self._sandbox = sandbox
@@ -300,6 +314,7 @@ class _Run:
         self._committed = False
         self._stop_reason: BaseException | None = None
         self._undo_deadline = 0.0
+        self._killed_until: float | None = None
 
     def serve(self, kind: rpc_pb2.RequestType, options: Mapping[str, object]) -> rpc_pb2.Response:
         """Send the request, serve the hooks, and return CRIU's final answer."""
@@ -324,41 +339,69 @@ class _Run:
                 if response is None or response.type != rpc_pb2.NOTIFY:
                     return response
                 self._service.send(rpc_pb2.Request(type=rpc_pb2.NOTIFY, notify_success=self._answer(response.notify)))
+                self._progress.restart()
             except TimeoutError:
                 self._on_time_out()
             except KeyboardInterrupt as e:
                 self._stop(e)
 
     def _wait(self) -> int:
+        """Its exit status, once it has ended."""
         while True:
             try:
-                return self._service.wait()
+                if self._service.has_ended(max(self._progress.next_look - time.monotonic(), 0)):
+                    return self._service.wait()
+                self._require_alive()
+                if self._progress.has_stalled():
+                    self._kill()
             except KeyboardInterrupt as e:
                 self._stop(e)
 
-    def _next_wake_up(self) -> float | None:
+    def _next_wake_up(self) -> float:
+        if self._killed_until is not None:
+            return self._killed_until
         if self._committed:
-            return None
+            return self._progress.next_look
         if self._stop_reason is None:
-            look_again = time.monotonic() + _CHECK_EVERY_S if self._check is not None else None
-            return min((each for each in (self._deadline, look_again) if each is not None), default=None)
+            look_again = time.monotonic() + _CHECK_EVERY_S if self._check is not None else self._progress.next_look
+            return min(look_again, self._progress.next_look, self._deadline or look_again)
         if self._phase == "restore":
             return min(self._undo_deadline, time.monotonic() + _RETELL_S)
         return self._undo_deadline
 
     def _on_time_out(self) -> None:
-        if self._stop_reason is None:
+        self._require_alive()
+        if self._committed:
+            if self._progress.has_stalled():
+                self._kill()
+        elif self._stop_reason is None:
             self._look()
         elif time.monotonic() >= self._undo_deadline:
-            self._service.signal(signal.SIGKILL)
-            self._undo_deadline = float("inf")
+            self._kill()
         else:
             self._ask_to_end()
+
+    def _kill(self) -> None:
+        if self._killed_until is None:
+            self._service.signal(signal.SIGKILL)
+            self._killed_until = time.monotonic() + _KILLED_LIMIT_S
+
+    def _require_alive(self) -> None:
+        """Raise JobDamaged if CRIU was killed and does not end: it hangs in the kernel, and holds the job."""
+        if self._killed_until is not None and time.monotonic() >= self._killed_until:
+            self._service.give_up()
+            raise JobDamaged(
+                f"CRIU (process {self._service.pid}) hangs in the kernel, cannot be ended, and holds the job",
+                failures=[f"CRIU has not ended {_KILLED_LIMIT_S:g} s after SIGKILL"],
+                hint="the file system that it waits for must answer; then it ends, and the job runs again",
+            )
 
     def _look(self) -> None:
         """Whether CRIU may continue."""
         if self._deadline is not None and time.monotonic() >= self._deadline:
             self._stop(self._out_of_time())
+        elif self._progress.has_stalled():
+            self._stop(self._progress.error(self._phase), _STALLED_UNDO_LIMIT_S)
         elif self._check is not None:
             try:
                 self._check()
@@ -391,12 +434,12 @@ class _Run:
             hint="allow more time with --timeout, or see where the time went in the log",
         )
 
-    def _stop(self, reason: BaseException) -> None:
+    def _stop(self, reason: BaseException, undo_limit_s: float = _UNDO_LIMIT_S) -> None:
         """Remember why the run must not succeed, and tell CRIU to end. A second reason changes nothing."""
         if self._stop_reason is not None:
             return
         self._stop_reason = reason
-        self._undo_deadline = time.monotonic() + _UNDO_LIMIT_S
+        self._undo_deadline = time.monotonic() + undo_limit_s
         if not self._committed:
             self._ask_to_end()
 

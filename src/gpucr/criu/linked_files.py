@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from gpucr.criu import images_pb2
-from gpucr.criu.image_entries import ImageError, ImageReader, encoded, head, images_in
+from gpucr.criu.image_entries import ImageError, ImageReader, OpenImage, encoded, head, images_in
 from gpucr.criu.images import FilesImage
 from gpucr.linux.sparse import data_ranges
 
@@ -40,7 +40,7 @@ def save_linked_files(
     disagree.
     """
     try:
-        entries = _read_remaps(images_dir)
+        entries = read_remaps(images_in(images_dir))
     except FileNotFoundError:
         return ()
     paths = FilesImage.read(images_dir).paths()
@@ -80,7 +80,7 @@ def passing_ghosts(images_dir: Path) -> tuple[str, ...]:
     Raises OSError, and ImageError for damaged images.
     """
     try:
-        ghosts = [each for each in _read_remaps(images_dir) if each.remap_type == GHOST]
+        ghosts = [each for each in read_remaps(images_in(images_dir)) if each.remap_type == GHOST]
     except FileNotFoundError:
         return ()
     paths = FilesImage.read(images_dir).paths() if ghosts else {}
@@ -88,8 +88,9 @@ def passing_ghosts(images_dir: Path) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def _read_remaps(images_dir: Path) -> list[images_pb2.Remap]:
-    with images_in(images_dir)(REMAP_IMAGE) as stream:
+def read_remaps(open_image: OpenImage) -> list[images_pb2.Remap]:
+    """The files whose names are gone. Raises FileNotFoundError if there are none, OSError, and ImageError."""
+    with open_image(REMAP_IMAGE) as stream:
         image = ImageReader(stream, REMAP_MAGIC, "names that are gone", max_bytes=_MAX_REMAP_BYTES)
         return list(image.entries(images_pb2.Remap))
 

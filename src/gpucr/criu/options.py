@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Annotated
 
 from msgspec import Meta, Struct
@@ -102,14 +101,16 @@ def _ghost_limit(pids: Sequence[int]) -> int:
 
 def deleted_file_sizes(pid: int) -> Iterator[int]:
     """Sizes in bytes of the regular files that ``pid`` has open or mapped and whose last name is gone."""
-    for path, target in _links(Path(f"/proc/{pid}/fd")):
+    for path, target in _links(f"/proc/{pid}/fd"):
         if target.endswith(" (deleted)") and not target.startswith(_UNNAMED_MEMORY):
             yield from _size_if_nameless(path)
-    for line in _lines(Path(f"/proc/{pid}/maps")):
+    for line in _lines(f"/proc/{pid}/maps"):
+        if not line.endswith(" (deleted)"):
+            continue
         parts = line.split(maxsplit=5)
-        if len(parts) == 6 and parts[5].endswith(" (deleted)") and not parts[5].startswith(_UNNAMED_MEMORY):
+        if len(parts) == 6 and not parts[5].startswith(_UNNAMED_MEMORY):
             try:
-                yield from _size_if_nameless(Path(f"/proc/{pid}/map_files/{_map_file_name(parts[0])}"))
+                yield from _size_if_nameless(f"/proc/{pid}/map_files/{_map_file_name(parts[0])}")
             except PermissionError:  # needs CAP_CHECKPOINT_RESTORE: at least what is mapped
                 start, end = (int(address, 16) for address in parts[0].split("-"))
                 yield int(parts[2], 16) + end - start
@@ -120,9 +121,9 @@ def _map_file_name(address_range: str) -> str:
     return "-".join(f"{int(address, 16):x}" for address in address_range.split("-"))
 
 
-def _size_if_nameless(path: Path) -> Iterator[int]:
+def _size_if_nameless(path: str) -> Iterator[int]:
     try:
-        status = path.stat()
+        status = os.stat(path)
     except PermissionError:
         raise
     except OSError:
@@ -131,19 +132,20 @@ def _size_if_nameless(path: Path) -> Iterator[int]:
         yield status.st_size
 
 
-def _links(folder: Path) -> Iterator[tuple[Path, str]]:
+def _links(folder: str) -> Iterator[tuple[str, str]]:
     try:
-        entries = list(folder.iterdir())
+        names = os.listdir(folder)
     except OSError:
         return
-    for path in entries:
+    for name in names:
+        path = f"{folder}/{name}"
         try:
             yield path, os.readlink(path)
         except OSError:
             continue
 
 
-def _lines(path: Path) -> list[str]:
+def _lines(path: str) -> list[str]:
     try:
         return proc_text.lines(path)
     except OSError:

@@ -219,6 +219,16 @@ class CriuService:
         if self._exit_status is None:
             signal.pidfd_send_signal(self._pidfd, number)
 
+    def has_ended(self, timeout_s: float) -> bool:
+        """Wait up to ``timeout_s`` until CRIU has ended: then `wait` returns at once."""
+        poller = select.poll()
+        poller.register(self._pidfd, select.POLLIN)
+        return self._exit_status is not None or bool(poller.poll(timeout_s * 1000))
+
+    def give_up(self) -> None:
+        """Do not wait for its end at the end of the block: it hangs in the kernel."""
+        self._exit_status = -signal.SIGKILL
+
     def wait(self) -> int:
         """Wait until CRIU has ended and reap it. Returns its exit code, negative for a signal.
 

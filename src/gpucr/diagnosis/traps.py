@@ -13,18 +13,23 @@ from gpucr.model import Gpu, GpuMap, GpuUse, Job
 
 
 def findings_of_traps(
-    job: Job, driver: Driver | None, uses: Sequence[GpuUse], *, may_share: bool = True
+    job: Job, driver: Driver | None, uses: Sequence[GpuUse], *, may_share: bool = True, may_measure: bool = True
 ) -> list[preflight.Finding]:
     """Visible reasons why this job may not come back. ``uses``: which process holds memory on which GPU (NVML).
 
-    ``may_share``: their interposers may take their memory, and restore what they share.
+    ``may_share``: their interposers may take their memory, and restore what they share. With ``may_measure``, canaries
+    that decide about this job run now, if they never have on this machine.
     """
     if not job.gang:
         return []
-    from gpucr.diagnosis.probe import measurements  # imported late: not needed without CUDA
+    from gpucr.diagnosis.probe import measurements, measurements_with  # imported late: not needed without CUDA
 
     with nvml_kept_open():
-        return preflight.check_traps(preflight.look(job, uses), measurements(driver), may_share=may_share)
+        traits, measured = preflight.look(job, uses), measurements(driver)
+        missing = preflight.undecided(traits, measured)
+        if missing and may_measure and driver is not None:
+            measured = measurements_with(missing, driver)
+        return preflight.check_traps(traits, measured, may_share=may_share)
 
 
 def findings_of_targets(uuids: Iterable[str], here: Sequence[Gpu], gpu_map: GpuMap | None) -> list[preflight.Finding]:

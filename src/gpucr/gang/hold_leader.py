@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import math
+import os
 import queue
 import random
 import threading
@@ -51,6 +52,15 @@ PASSES_BEFORE_A_NEW_START = 4
 
 Then all are released, for NEW_START_LIMIT_S at most, and locked at once: that probably finds ranks in lockstep in the
 same step.
+"""
+
+TOO_FAR_BEFORE_A_NEW_START = 12
+"""The same if it does not help to release fewer."""
+
+RELEASED_PER_PROCESSOR = 4
+"""At least so many are released at once. More than the processors can run soon run for longer than the hold.
+
+They wait for a processor, and then so does the call that is to stop them: some always pass the others.
 """
 
 NEW_START_LIMIT_S = 0.1
@@ -112,6 +122,7 @@ class _Rank:
         self.is_busy = False  # an order is in progress
         self.is_asked = False  # and its lock call has begun
         self.limit_s = FIRST_CALL_LIMIT_S
+        self.attempt = 0  # the last in which it was released
         self.was_locked = rung is _Rung.LOCKED
         self.stays_locked = False  # it was locked, and its unlock fails
 
@@ -158,6 +169,9 @@ class LeaderHold:
         self._least_patience_s = self._patience_s = FIRST_PATIENCE_S + PATIENCE_PER_PROCESS_S * len(ranks)
         self._base_hold_s = self._hold_s = FIRST_HOLD_S
         self._passes = 0
+        self._fewest_released = RELEASED_PER_PROCESSOR * len(os.sched_getaffinity(0))
+        self._most_released = len(ranks)
+        self._too_far = 0
         self._ahead: list[_Rank] = []  # their locks were pending at the last release
 
     def lock(self) -> GangLock:
@@ -189,16 +203,22 @@ class LeaderHold:
                 self._passes = 0
                 self._base_hold_s = self._hold_s = FIRST_HOLD_S
                 self._let_all_run(time.monotonic() + NEW_START_LIMIT_S, self._check)
-            released = [rank for rank in self._ranks if not rank.is_busy and not rank.stays_locked]
+            released = self._next_in_turn()
             self._ahead = [rank for rank in self._ranks if rank.is_busy]
             hold_s = min(self._hold_s, (self._end - time.monotonic()) / 4)
             # Randomly a bit longer or shorter: otherwise ranks in lockstep could pass each other forever.
             self._release_and_lock(released, max(hold_s, 0.0) * self._chance.uniform(0.5, 1.5))
 
+    def _next_in_turn(self) -> list[_Rank]:
+        """Locked ones that are released next: of too many, those whose last release was longest ago."""
+        locked = [rank for rank in self._ranks if not rank.is_busy and not rank.stays_locked]
+        return sorted(locked, key=lambda rank: rank.attempt)[: self._most_released]
+
     def _release_and_lock(self, ranks: Sequence[_Rank], free_s: float) -> None:
         self._attempt += 1
         self._cut = threading.Event()
         for rank in ranks:
+            rank.attempt = self._attempt
             unlock = rank.rung is _Rung.LOCKED
             self._give(rank, _Order(self._attempt, unlock, True, free_s, rank.limit_s, self._cut))
 
@@ -207,18 +227,34 @@ class LeaderHold:
 
         If all that were ahead are locked and a released one is pending, it has passed them: shorter. If nothing has
         moved: longer, because what they have to submit may be far off. The first rank ahead that gets locked ends a
-        release early, so a long one does little harm.
+        release early, so a long one does little harm. A few of many ranks are released as long as it takes.
         """
         are_locked = [rank.is_locked for rank in ahead]
-        some_came_up = any(rank.is_pending for rank in released)
-        if ahead and all(are_locked) and some_came_up:
+        came_up = sum(rank.is_pending for rank in released)
+        if ahead and all(are_locked) and came_up:
             self._base_hold_s /= 2
             self._passes += 1
-        if any(are_locked) or some_came_up:
-            self._hold_s = self._base_hold_s
-        else:
+        if any(are_locked) and came_up and len(self._ranks) > self._fewest_released:
+            self._release_fewer(len(released))
+        if not any(are_locked) and not came_up:
             self._hold_s = max(2 * self._hold_s, LEAST_GROWING_HOLD_S)
+        elif self._most_released == len(self._ranks):
+            self._hold_s = self._base_hold_s
+        elif came_up == len(released):
+            self._hold_s /= 2
         self._patience_s = max(self._patience_s * PATIENCE_WEARS_OFF, self._least_patience_s)
+
+    def _release_fewer(self, released: int) -> None:
+        """Ranks that were locked with the least are pending, although it has risen: they have submitted more than that.
+
+        With many ranks some always do, so that they never meet. A few that are released at once are stopped in time.
+        """
+        self._too_far += 1
+        if self._too_far == TOO_FAR_BEFORE_A_NEW_START:
+            self._too_far, self._passes, self._most_released = 0, PASSES_BEFORE_A_NEW_START, len(self._ranks)
+        else:
+            self._most_released = max(self._fewest_released, min(self._most_released, released) // 2)
+        self._least_patience_s = FIRST_PATIENCE_S + PATIENCE_PER_PROCESS_S * self._most_released
 
     def _wait(self) -> bool:
         """Wait until all are locked (True), or until it is time for the next release."""

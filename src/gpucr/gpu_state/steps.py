@@ -160,7 +160,7 @@ class CheckpointGang:
             if each.process.pid in errors:
                 meter.note(f"{name} still has the GPUs open that it was forked with: {errors[each.process.pid]}")
             else:
-                meter.note(f"{name} let go of the GPUs that it was forked with: {len(each.fds)} descriptors")
+                meter.note(f"{name} let go of the GPUs that it was forked with: {len(each.all_fds)} descriptors")
 
     def _close_left_behind(self, meter: Meter) -> None:
         """Close open staging files: captures are over, so these were left by a killed gpucr.

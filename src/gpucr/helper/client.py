@@ -40,7 +40,7 @@ from gpucr.helper.messages import (
 )
 from gpucr.helper.opened import OpenedFiles
 from gpucr.helper.place import socket_path
-from gpucr.linux import processes
+from gpucr.linux import processes, sockets
 from gpucr.linux.namespaces import PidNamespace
 from gpucr.model import ProcessId
 
@@ -162,13 +162,15 @@ class HelperCriu(Criu):
         return root_pid
 
 
-def isolate(install: CriuInstall, keeper_fds: Sequence[int], *, network: Network, last_pid: int) -> None:
+def isolate(
+    install: CriuInstall, keeper_fds: Sequence[int], *, network: Network, last_pid: int, terminals: bool
+) -> None:
     """Ask the helper for a sandbox. On return its keeper has been started with these descriptors.
 
     Raises Unsupported if the helper refuses, BrokenInstall.
     """
     with _connected(install.path) as connection:
-        _converse(connection, Isolate(network, last_pid), keeper_fds)
+        _converse(connection, Isolate(network, last_pid, terminals), keeper_fds)
         try:
             reply, _ = connection.receive(Done, Failed, until=time.monotonic() + _ANSWER_S)
         except (HungUp, BadMessage, TimeoutError) as e:
@@ -200,7 +202,7 @@ def _connected(path: Path) -> Connection:
     connected = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
     try:
         connected.settimeout(_ANSWER_S)
-        connected.connect(os.fspath(path))
+        sockets.connect(connected, os.fspath(path), limit_s=_ANSWER_S)
         data = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     except OSError as e:
         connected.close()

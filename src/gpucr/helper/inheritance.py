@@ -11,6 +11,7 @@ import resource
 from collections.abc import Iterator, Sequence
 from typing import Literal, NoReturn
 
+from gpucr.helper import session
 from gpucr.helper.peer import Peer
 from gpucr.helper.rights import Refused
 from gpucr.linux import capabilities, cgroups, credentials, libc, own_python
@@ -77,10 +78,6 @@ def adopt_descendants() -> None:
     libc.check(_prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "prctl")
 
 
-def _lower(limit: int, other: int) -> int:
-    return min((each for each in (limit, other) if each != resource.RLIM_INFINITY), default=resource.RLIM_INFINITY)
-
-
 def become_keeper(peer: Peer, fds: Sequence[int], how: Literal["with-children", "in-sandbox"]) -> NoReturn:
     """Become the peer's for good, and the keeper of this process's children or of the sandbox it is in.
 
@@ -90,10 +87,7 @@ def become_keeper(peer: Peer, fds: Sequence[int], how: Literal["with-children", 
     null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     for fd in (0, 1, 2):
         os.dup2(null, fd)
-    for each, *wanted in peer.limits:
-        most = resource.getrlimit(each)[1]
-        soft, hard = (_lower(limit, most) for limit in wanted)
-        resource.setrlimit(each, (soft, hard))
+    session.hold_self_within(peer.session)
     credentials.take_on(peer.credentials(no_new_privs=how == "in-sandbox"))
     for fd in given:
         os.set_inheritable(fd, True)

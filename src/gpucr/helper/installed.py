@@ -1,4 +1,4 @@
-"""Install and uninstall the helper: root's key, and the systemd units that start a process per request."""
+"""Install and uninstall the helper: root's key, and the systemd units that start its listener when it is needed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from gpucr.criu.install import find_criu
 from gpucr.errors import InvalidRequest
 from gpucr.helper.folders import WORK_FOLDER
 from gpucr.helper.keys import KEYS_FOLDER, Keys
-from gpucr.helper.limits import MAX_REQUESTS, MAX_REQUESTS_PER_USER
 from gpucr.helper.listener import group_id
 from gpucr.helper.place import SOCKET
 from gpucr.helper.served import COPY_FOLDER
@@ -26,13 +25,13 @@ from gpucr.linux.unit_files import (
     write_all,
 )
 
-_SOCKET_UNIT, _SERVICE_UNIT = "gpucr-helper.socket", "gpucr-helper@.service"
+_SOCKET_UNIT, _SERVICE_UNIT = "gpucr-helper.socket", "gpucr-helper.service"
 _MARK = "# Made by `gpucr helper install`."
 
 
 def units(*, keys: Path = KEYS_FOLDER, group: str | None = None) -> Mapping[str, str]:
     """The units by name, for this Python interpreter."""
-    words = (sys.executable, "-I", "-m", "gpucr.helper.entry", str(keys), str(WORK_FOLDER))
+    words = (sys.executable, "-I", "-m", "gpucr", "helper", "listen", "--keys", str(keys), "--work", str(WORK_FOLDER))
     access = f"SocketMode=0660\nSocketGroup={group}" if group is not None else "SocketMode=0666"
     listens = f"""{_MARK}
 [Unit]
@@ -42,9 +41,8 @@ Description=Root's CRIU for jobs of ordinary users (gpucr)
 ListenSequentialPacket={SOCKET}
 DirectoryMode=0755
 {access}
-Accept=yes
-MaxConnections={MAX_REQUESTS}
-MaxConnectionsPerSource={MAX_REQUESTS_PER_USER}
+# The listener counts each user's requests before it starts a process.
+Accept=no
 RemoveOnStop=yes
 
 [Install]
@@ -52,15 +50,14 @@ WantedBy=sockets.target
 """
     serves = f"""{_MARK}
 [Unit]
-Description=A dump or restore by root's CRIU for an ordinary user (gpucr)
+Description=Dumps and restores by root's CRIU for ordinary users (gpucr)
 CollectMode=inactive-or-failed
 
 [Service]
 ExecStart={" ".join(map(quoted, words))}
-StandardInput=socket
 StandardOutput=null
 StandardError=journal
-# Restored jobs are the user's and run in the user's control group.
+# Requests at work finish. Restored jobs are the user's and run in the user's control group.
 KillMode=process
 """
     return {_SOCKET_UNIT: listens, _SERVICE_UNIT: serves}

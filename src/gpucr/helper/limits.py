@@ -1,4 +1,4 @@
-"""How many requests are served at a time. The helper counts them itself, whoever listens (systemd or gpucr)."""
+"""How many requests are served at a time. The listener counts them, and so does each process that serves one."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ MAX_REQUESTS = 32
 MAX_REQUESTS_PER_USER = 8
 """The trees of one job are restored at the same time, with a request for each."""
 
+TOO_MANY_OF_YOURS = f"{MAX_REQUESTS_PER_USER} requests of yours are served already"
 _FOLDER = "helper-requests"
 
 

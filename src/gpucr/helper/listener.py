@@ -1,4 +1,8 @@
-"""The helper's socket without a service manager: one process per request, like systemd's Accept=yes."""
+"""The helper's socket: one process per request, and a limit for each user before one is started.
+
+A service manager may pass the listening socket (sd_listen_fds(3)). systemd's Accept=yes would start a process of root's
+for every connection: before systemd 257 it counts them for all users of a local socket together.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +15,22 @@ import signal
 import socket
 import stat
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 
+from msgspec import Struct
+
 from gpucr.errors import InvalidRequest, NotPermitted
-from gpucr.helper import limits
+from gpucr.helper import limits, peer
+from gpucr.helper.messages import Connection, Failed, HungUp
 from gpucr.helper.served import Settings
 from gpucr.linux import own_python, processes, trusted_paths
 
-_BACKLOG = 16
+_BACKLOG = 128
 _LOOK_EVERY_S = 0.5
+_IDLE_S = 60.0
+_FIRST_PASSED_FD = 3  # SD_LISTEN_FDS_START
 
 
 def require_root() -> None:
@@ -40,11 +50,13 @@ def group_id(name: str) -> int:
 def listen(path: Path, settings: Settings, *, group: str | None, on_ready: Callable[[], None]) -> None:
     """Serve until SIGTERM or SIGINT. ``group``: the group that may connect; None: everybody. Needs root.
 
-    Raises NotPermitted, InvalidRequest.
+    On a socket that a service manager has passed it also ends when nobody has come for a while; ``path`` and ``group``
+    are then that manager's. Raises NotPermitted, InvalidRequest.
     """
     require_root()
     gid = group_id(group) if group is not None else None
-    with _bound(path, gid) as listening:
+    passed = passed_socket()
+    with passed or _bound(path, gid) as listening:
         ends, wakes = socket.socketpair()
         for each in (ends, wakes):
             each.setblocking(False)
@@ -52,30 +64,73 @@ def listen(path: Path, settings: Settings, *, group: str | None, on_ready: Calla
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: None)
         on_ready()
-        _Listener(listening, settings).run(ends)
-    with contextlib.suppress(OSError):
-        path.unlink()
+        _Listener(listening, settings).run(ends, idle_s=None if passed is None else _IDLE_S)
+    if passed is None:
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def passed_socket() -> socket.socket | None:
+    """The listening socket that a service manager has passed to this process; None: it has passed none.
+
+    Raises InvalidRequest for another kind of socket.
+    """
+    if os.environ.get("LISTEN_PID") != str(os.getpid()) or os.environ.get("LISTEN_FDS") != "1":
+        return None
+    passed = socket.socket(fileno=_FIRST_PASSED_FD)
+    passed.set_inheritable(False)
+    listens = passed.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+    if (passed.family, passed.type, listens) != (socket.AF_UNIX, socket.SOCK_SEQPACKET, 1):
+        passed.close()
+        raise InvalidRequest(
+            "the service manager has passed another kind of socket",
+            hint="systemd: ListenSequentialPacket= and Accept=no, as `gpucr helper install` writes them",
+        )
+    return passed
+
+
+class _AtWork(Struct, frozen=True):
+    uid: int
+    process: subprocess.Popen[bytes]
 
 
 class _Listener:
     def __init__(self, listening: socket.socket, settings: Settings) -> None:
         self._listening = listening
         self._settings = settings
-        self._at_work: list[subprocess.Popen[bytes]] = []
+        self._at_work: list[_AtWork] = []
 
-    def run(self, ends: socket.socket) -> None:
+    def run(self, ends: socket.socket, *, idle_s: float | None) -> None:
+        """``idle_s``: end when nobody was served for this time."""
+        last_s = time.monotonic()
         while True:
             ready, _, _ = select.select([self._listening, ends], [], [], _LOOK_EVERY_S)
-            self._at_work = [each for each in self._at_work if each.poll() is None]
+            self._at_work = [each for each in self._at_work if each.process.poll() is None]
             if ends in ready:
                 return
             if self._listening in ready:
                 with contextlib.suppress(OSError):
                     self._serve(self._listening.accept()[0])
+            if self._at_work or self._listening in ready:
+                last_s = time.monotonic()
+            elif idle_s is not None and time.monotonic() - last_s > idle_s:
+                return
+
+    def _why_not(self, uid: int) -> str | None:
+        """Why no more of this user's requests is served now."""
+        if sum(each.uid == uid for each in self._at_work) >= limits.MAX_REQUESTS_PER_USER:
+            return limits.TOO_MANY_OF_YOURS
+        if len(self._at_work) >= limits.MAX_REQUESTS:
+            return f"{limits.MAX_REQUESTS} requests are served already"
+        return None
 
     def _serve(self, connected: socket.socket) -> None:
         with connected:
-            if len(self._at_work) >= limits.MAX_REQUESTS:
+            uid = peer.uid_of(connected)
+            if (why_not := self._why_not(uid)) is not None:
+                connected.setblocking(False)
+                with contextlib.suppress(HungUp):
+                    Connection(connected).send(Failed("refused", why_not))
                 return
             started = subprocess.Popen(
                 own_python.command("gpucr.helper.entry", self._settings.keys, self._settings.work),
@@ -85,7 +140,7 @@ class _Listener:
                 cwd="/",
                 start_new_session=True,
             )
-        self._at_work.append(started)
+        self._at_work.append(_AtWork(uid, started))
 
 
 def _bound(path: Path, gid: int | None) -> socket.socket:

@@ -60,14 +60,15 @@ class Dump(_Message, frozen=True):
     keeper: Number
 
 
-class Isolate(_Message, frozen=True):
+class Isolate(_Message, frozen=True, omit_defaults=True):
     """Make a sandbox. Descriptors: the three of its keeper, whose pid `Done` returns.
 
-    ``network``: its own, or the machine's. Its pids start above ``last_pid``.
+    ``network``: its own, or the machine's. Its pids start above ``last_pid``. ``terminals``: it has a /dev/pts.
     """
 
     network: Network
     last_pid: Annotated[int, Meta(ge=0, le=_MAX_PID)]
+    terminals: bool = False
 
 
 class Restore(_Message, frozen=True):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
 import signal
 import socket
 import struct
@@ -12,14 +11,14 @@ from collections.abc import Mapping
 
 from msgspec import Struct
 
+from gpucr.helper import session
 from gpucr.helper.rights import Refused, Rights, label_of, require_no_special, rights_of
-from gpucr.linux import proc_text
+from gpucr.helper.session import Session
 from gpucr.linux.capabilities import Capabilities
 from gpucr.linux.credentials import Credentials
 
 _SO_PEERPIDFD = 77  # include/uapi/asm-generic/socket.h, from Linux 6.5 on
 _CREDENTIALS = struct.Struct("3i")
-_LIMIT_NAME_COLUMNS = 26  # of a line in /proc/PID/limits
 KINDS = ("user", "pid", "mnt", "net", "ipc", "uts", "cgroup")
 """Namespaces that the peer and its jobs must share with the helper, or with a sandbox that the helper has made.
 
@@ -28,10 +27,7 @@ KINDS = ("user", "pid", "mnt", "net", "ipc", "uts", "cgroup")
 
 
 class Peer(Struct, frozen=True):
-    """``supplementary``: its supplementary groups. ``label``: its LSM label, empty for none.
-
-    ``limits``: each resource with its soft and hard limits.
-    """
+    """``supplementary``: its supplementary groups. ``label``: its LSM label, empty for none."""
 
     pid: int
     uid: int
@@ -39,7 +35,7 @@ class Peer(Struct, frozen=True):
     supplementary: frozenset[int]
     bounding: int
     label: str
-    limits: tuple[tuple[int, int, int], ...]
+    session: Session
 
     @property
     def groups(self) -> frozenset[int]:
@@ -76,29 +72,16 @@ def of(connected: socket.socket) -> Peer:
     pidfd = _pidfd(connected, pid)
     try:
         rights, label = rights_of(pid, pid), label_of(pid)
-        limits = _limits(pid)
+        found = session.of(pid)
         require_here(pid, "the caller")
         signal.pidfd_send_signal(pidfd, 0)  # the process is still alive, so all of this was about it
     except OSError as e:
         raise Refused("the caller has ended") from e
     finally:
         os.close(pidfd)
-    peer = Peer(pid, uid, gid, rights.groups, rights.bounding, label, limits)
+    peer = Peer(pid, uid, gid, rights.groups, rights.bounding, label, found)
     _require_ordinary(rights, peer)
     return peer
-
-
-def _limits(pid: int) -> tuple[tuple[int, int, int], ...]:
-    """From /proc, in numerical order: prlimit(2) needs CAP_SYS_RESOURCE for another user's process."""
-    found = []
-    for number, line in enumerate(proc_text.lines(f"/proc/{pid}/limits")[1:]):
-        soft, hard = line[_LIMIT_NAME_COLUMNS:].split()[:2]
-        found.append((number, _limit(soft), _limit(hard)))
-    return tuple(found)
-
-
-def _limit(text: str) -> int:
-    return resource.RLIM_INFINITY if text == "unlimited" else int(text)
 
 
 def require_here(pid: int, name: str, instead: Mapping[str, int] | None = None) -> None:

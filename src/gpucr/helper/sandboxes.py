@@ -15,7 +15,7 @@ from typing import NoReturn
 from msgspec import Struct
 
 from gpucr.helper.inheritance import as_peer_with, become_keeper
-from gpucr.helper.messages import Network
+from gpucr.helper.messages import Isolate, Network
 from gpucr.helper.peer import Peer
 from gpucr.helper.rights import Refused
 from gpucr.linux import capabilities, namespaces, proc_text, processes
@@ -113,7 +113,7 @@ def held(keeper_pid: int, peer: Peer) -> Iterator[Sandbox]:
 # --- making one --------------------------------------------------------------------------------------------------
 
 
-def make(peer: Peer, network: Network, last_pid: int, keeper_fds: Sequence[int]) -> ProcessId:
+def make(peer: Peer, wanted: Isolate, keeper_fds: Sequence[int]) -> ProcessId:
     """Make a sandbox whose keeper is the peer's. Needs root and its own process, whose children go into the sandbox.
 
     Returns the keeper, which is recorded. Raises Refused, OSError.
@@ -127,12 +127,12 @@ def make(peer: Peer, network: Network, last_pid: int, keeper_fds: Sequence[int])
     if pid == 0:
         os.close(told)
         os.close(go)
-        _become_first(peer, network, last_pid, keeper_fds, goes, tells)
+        _become_first(peer, wanted, keeper_fds, goes, tells)
     os.close(tells)
     os.close(goes)
     try:
         _require_made(told)
-        keeper = _noted(pid, peer, network)
+        keeper = _noted(pid, peer, wanted.network)
         os.write(go, b"g")
         _require_made(told)
     except BaseException:
@@ -165,13 +165,11 @@ def _require_made(told: int) -> None:
         raise Refused(f"the sandbox cannot be made: {said.decode(errors='replace') or 'its first process has ended'}")
 
 
-def _become_first(
-    peer: Peer, network: Network, last_pid: int, keeper_fds: Sequence[int], goes: int, tells: int
-) -> NoReturn:
+def _become_first(peer: Peer, wanted: Isolate, keeper_fds: Sequence[int], goes: int, tells: int) -> NoReturn:
     """In the child, pid 1 of the sandbox: set up the rest of it, and become the peer's for good."""
     try:
         os.setsid()
-        own_network: tuple[Kind, ...] = ("net",) if network == "own" else ()
+        own_network: tuple[Kind, ...] = ("net",) if wanted.network == "own" else ()
         with as_peer_with(peer, capabilities.mask("SYS_ADMIN")):
             namespaces.make_new("mnt", "ipc", *own_network)
         os.write(tells, b"ok")
@@ -179,10 +177,12 @@ def _become_first(
             namespaces.follow_host_mounts()
             namespaces.mount_proc()
             namespaces.mount_shared_memory()
+            if wanted.terminals:
+                namespaces.mount_terminals()
             if own_network:
                 namespaces.bring_loopback_up()
-            if last_pid:
-                namespaces.set_last_pid(last_pid)
+            if wanted.last_pid:
+                namespaces.set_last_pid(wanted.last_pid)
             os.write(tells, b"ok")
             become_keeper(peer, keeper_fds, "in-sandbox")
     except BaseException as e:  # noqa: BLE001 - this process must not continue as a second helper

@@ -24,7 +24,7 @@ from gpucr.criu.linked_files import REMAP_IMAGE
 from gpucr.criu.options import DumpOptions, RestoreOptions
 from gpucr.criu.service import Entered
 from gpucr.errors import CriuError, CriuUnavailable, GpucrError
-from gpucr.helper import folders, inspected, limits, peer, sandboxes, terminals
+from gpucr.helper import folders, inspected, limits, peer, sandboxes, session, terminals
 from gpucr.helper.inheritance import (
     adopt_descendants,
     as_peer_with,
@@ -88,7 +88,7 @@ def serve(connected: socket.socket, settings: Settings, announce: folders.Announ
         try:
             with limits.place_of(peer.uid_of(connected)) as is_free, descriptor_limit.raised():
                 if not is_free:
-                    raise Refused(f"{limits.MAX_REQUESTS_PER_USER} requests of yours are served already")
+                    raise Refused(limits.TOO_MANY_OF_YOURS)
                 _Request(connection, settings, announce).run()
         except (HungUp, BadMessage, Stopped, TimeoutError) as e:
             _tell(connection, Failed("stopped", _cut(str(e)) or type(e).__name__))
@@ -154,7 +154,7 @@ class _Request:
     def _isolate(self, request: Isolate, fds: Sequence[int]) -> None:
         self._leave_for_peer()
         self._connection.send(self._myself())
-        keeper = sandboxes.make(self._peer, request.network, request.last_pid, fds)
+        keeper = sandboxes.make(self._peer, request, fds)
         self._connection.send(Done(keeper.pid))
 
     def _here(self) -> None:
@@ -328,9 +328,12 @@ class _Request:
         return inherited
 
     def _on_restoring(self, hook: str, pid: int, sandbox: Sandbox | None) -> None:
-        """Check the job's privileges with the kernel before its first instruction runs."""
+        """Check the job's privileges with the kernel, and lower its limits, before its first instruction runs."""
         if hook == "pre-resume":
             require_owned(pid, self._peer, sandbox)
+            for each in processes.tree(pid):
+                with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a zombie has nothing any more
+                    session.hold_within(each.pid, self._peer.session)
         self._ask(hook, pid)
 
     # --- both ---

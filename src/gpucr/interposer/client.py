@@ -12,9 +12,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import TypeVar
 
 from msgspec import Struct
 
+from gpucr.interposer import place
 from gpucr.interposer.protocol import (
     MOST_BLOCKS,
     MOST_BYTES,
@@ -32,19 +34,22 @@ from gpucr.interposer.protocol import (
     parse,
     request,
 )
-from gpucr.linux import proc_text
+from gpucr.linux import sockets
 
-_LISTENS_AGAIN_S, _POLL_S = 5.0, 0.02  # native/agent.c looks every half second
-FOLDER_VARIABLE = "GPUCR_INTERPOSER_DIR"
+_LISTENS_AGAIN_S, _POLL_S = 5.0, 0.02
 _ANSWER_S = 30.0
 _BUSY_S = 1.0
-"""How long to wait for another client: one that only queries is soon done."""
+"""How long to wait for another client. One that holds nothing can be replaced after half a second (native/serve.c)."""
 
 _FILLED_AT_ONCE = 4
 """At 7 GiB/s an answer about blocks of 1 GiB comes well within its limit."""
 
-_LOOK_S = 2.0
+LOOK_S, _LOOKS = 2.0, 3
+"""How long a look may take. Without an answer the process is treated as one without an interposer."""
+
 _TRY_AGAIN_S = 0.01
+
+_Seen = TypeVar("_Seen")
 
 
 class Held(Struct):
@@ -81,89 +86,60 @@ class Closed(Struct, frozen=True):
         return "captured a stream" if self.captures else "was inside the driver"
 
 
-def socket_path(pid: int) -> Path:
-    """The path of the agent's socket, seen from here. It may not exist, or not yet after a restore.
-
-    Raises OSError if the process is gone or may not be inspected.
-    """
-    process = Path("/proc") / str(pid)
-    status = proc_text.status_fields(process / "status")
-    own_pid, owner = int(status["NSpid"].split()[-1]), int(status["Uid"].split()[1])
-    folder = _environment(process).get(FOLDER_VARIABLE) or f"/tmp/gpucr-interposer-{owner}"  # noqa: S108 (0700, checked)
-    namespace = (process / "ns" / "pid").stat().st_ino
-    return process / "root" / folder.lstrip("/") / f"{own_pid}.{namespace}"
-
-
 def ask_status(pid: int) -> Status | None:
     """The current counters of the process's interposer; None: it has none, or does not answer.
 
     The agent answers at once, also while it has another client. So with `ask_blocks`.
     """
-    try:
-        with Agent(pid, answer_s=_LOOK_S, only_asks=True) as agent:
-            return agent.status()
-    except (OSError, Refused, BadAnswer):
-        return None
+    return _looked(pid, Agent.status)
 
 
 def ask_blocks(pid: int) -> list[Block] | None:
     """The blocks of this process, as `Agent.blocks`; None: it does not answer."""
-    try:
-        return _listed(lambda first: _ask_list(pid, first))
-    except (OSError, Refused, BadAnswer):
-        return None
+    return _looked(pid, Agent.blocks)
 
 
-def _ask_list(pid: int, first: int) -> Answer:
-    with Agent(pid, answer_s=_LOOK_S, only_asks=True) as agent:
-        return agent.list_from(first)
-
-
-def _listed(ask: Callable[[int], Answer]) -> list[Block]:
-    found: list[Block] = []
-    first, last = 0, 0
-    while not last:
-        answer = ask(first)
-        listed = answer.blocks()
-        found += listed
-        if (not listed and not answer.b) or len(found) > MOST_BLOCKS:
-            raise BadAnswer("the agent's list has no end")
-        first, last = answer.a, answer.b
-    return found
+def _looked(pid: int, ask: Callable[[Agent], _Seen]) -> _Seen | None:
+    for _ in range(_LOOKS):
+        try:
+            with Agent(pid, answer_s=LOOK_S, looks=True) as agent:
+                return ask(agent)
+        except ConnectionError:  # it hangs up on everybody when its client has gone
+            continue
+        except (OSError, Refused, BadAnswer):
+            return None
+    return None
 
 
 def _new_socket() -> socket.socket:
     return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
 
 
-def _environment(process: Path) -> dict[str, str]:
-    entries = os.fsdecode((process / "environ").read_bytes()).split("\0")
-    return dict(entry.split("=", 1) for entry in entries if "=" in entry)
+class _NotPrivate(PermissionError):
+    """Somebody else can use the folder of the socket."""
 
 
 class Agent:
-    """A connection to the agent of process ``pid``, which serves one client at a time.
+    """A connection to the agent of process ``pid``, which has one client at a time that may change something.
 
-    When it is closed, or this process dies, a closed gate opens, unless memory is away.
+    When it is closed, or this process dies, a closed gate opens, unless memory is away. ``looks``: it is not the
+    client, and may only ask for `status` and `blocks`, whoever else is connected.
     """
 
-    def __init__(self, pid: int, *, answer_s: float = _ANSWER_S, only_asks: bool = False) -> None:
+    def __init__(self, pid: int, *, answer_s: float = _ANSWER_S, looks: bool = False) -> None:
         """Connect. The timeout applies to each answer.
-
-        ``only_asks``: for one question (STATUS or LIST), which the agent
-        answers at once, also while it has a client.
 
         Raises OSError if nobody listens, PermissionError if another process does, Refused if it is busy.
         """
         self.pid = pid
         self._answer_s = answer_s
-        self._only_asks = only_asks
+        self._looks = looks
         until = time.monotonic() + _BUSY_S
         while True:
             try:
                 self._open()
                 return
-            except (Refused, ConnectionResetError) as e:  # reset: it listens again, and the old socket is gone
+            except (Refused, ConnectionError) as e:  # reset: it listens again, and the old socket is gone
                 if (isinstance(e, Refused) and e.code != Code.BUSY) or time.monotonic() > until:
                     raise
                 time.sleep(_TRY_AGAIN_S)
@@ -173,40 +149,49 @@ class Agent:
         try:
             self._socket.settimeout(self._answer_s)
             self._find()
-            if not self._only_asks:
-                hello = self._ask(Operation.HELLO)
-                self.own_pid, self.thread = hello.a, hello.b
+            if not self._looks:
+                self._ask(Operation.HELLO)
         except BaseException:
             self._socket.close()
             raise
 
     def _find(self) -> None:
-        """Retry: an agent that CRIU has just restored, or whose name a clone has taken, soon listens again."""
+        """Retry: an agent that has lost its names listens again when it is made to."""
         from gpucr.interposer.presence import is_interposed  # code that reads manifests imports this module too
 
         end, pause_s = time.monotonic() + _LISTENS_AGAIN_S, _POLL_S
-        while True:
-            try:
-                return self._connect()
-            except (FileNotFoundError, ConnectionRefusedError, PermissionError):
-                if time.monotonic() > end or not is_interposed(self.pid):
-                    raise
-            self._socket.close()
-            self._socket = _new_socket()
-            self._socket.settimeout(self._answer_s)
+        while errors := self._try_all():
+            no_use = all(isinstance(each, _NotPrivate) for each in errors)
+            if no_use or time.monotonic() > end or not is_interposed(self.pid):
+                raise errors[0]
+            place.make_it_listen_again(self.pid)
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 8 * _POLL_S)  # do not flood a listener that does not accept
 
-    def _connect(self) -> None:
+    def _try_all(self) -> list[OSError]:
+        """Connect by one of its names. Returns why not, for each of them."""
+        errors: list[OSError] = []
+        for path in place.paths(self.pid):
+            try:
+                self._connect(path)
+                return []
+            except (FileNotFoundError, ConnectionRefusedError, PermissionError) as e:
+                errors.append(e)
+            self._socket.close()
+            self._socket = _new_socket()
+            self._socket.settimeout(self._answer_s)
+        return errors
+
+    def _connect(self, path: Path) -> None:
         """Through a descriptor of the folder: its path may be too long for a socket, and nobody can replace it."""
-        path = socket_path(self.pid)
         owner = (Path("/proc") / str(self.pid)).stat().st_uid
         folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             status = os.fstat(folder)
             if stat.S_IMODE(status.st_mode) & 0o077 or status.st_uid not in (owner, 0):
-                raise PermissionError(f"{path.parent} is not the private folder of the owner of process {self.pid}")
-            self._socket.connect(f"/proc/self/fd/{folder}/{path.name}")
+                raise _NotPrivate(f"{path.parent} is not the private folder of the owner of process {self.pid}")
+            where = f"/proc/self/fd/{folder}/{path.name}"
+            sockets.connect(self._socket, where, limit_s=min(self._answer_s, _LISTENS_AGAIN_S))
         finally:
             os.close(folder)
         peer = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
@@ -347,11 +332,16 @@ class Agent:
 
     def blocks(self) -> list[Block]:
         """All of the process's blocks, including those away, by index."""
-        return _listed(self.list_from)
-
-    def list_from(self, first: int) -> Answer:
-        """Some of the blocks, from this number on; its ``a`` and ``b``: the next number, and whether that was all."""
-        return self._ask(Operation.LIST, first)
+        found: list[Block] = []
+        first, last = 0, 0
+        while not last:
+            answer = self._ask(Operation.LIST, first)
+            listed = answer.blocks()
+            found += listed
+            if (not listed and not answer.b) or len(found) > MOST_BLOCKS:
+                raise BadAnswer("the agent's list has no end")
+            first, last = answer.a, answer.b
+        return found
 
     def open_to_tracers(self, *, is_open: bool) -> None:
         """Let processes of its user trace this one despite Yama; False: restore the program's own choice.

@@ -85,6 +85,7 @@ class Code(enum.IntEnum):
     NOT_HERE = 12
     TOO_SLOW = 13
     GATE_IS_CLOSED = 14
+    CLOSED_BY_PROGRAM = 15
 
 
 class Flag(enum.IntFlag):

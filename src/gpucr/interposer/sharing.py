@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from gpucr.linux import open_file
+from gpucr.linux import kcmp
 
 if TYPE_CHECKING:
     from gpucr.interposer.protocol import Block
@@ -89,7 +89,7 @@ def ask(pids: Iterable[int]) -> Sharing | None:
     blocks: dict[int, Sequence[Block]] = {}
     try:
         for pid in pids:
-            with Agent(pid) as agent:
+            with Agent(pid, looks=True) as agent:
                 blocks[pid] = agent.blocks()
         return find(blocks)
     except (OSError, Refused, BadAnswer):  # ended, busy, or just closed the identifying descriptor
@@ -97,7 +97,7 @@ def ask(pids: Iterable[int]) -> Sharing | None:
 
 
 def _order(one: Place, other: Place) -> int:
-    return open_file.order(one.pid, one.block.descriptor, other.pid, other.block.descriptor)
+    return kcmp.file_order(one.pid, one.block.descriptor, other.pid, other.block.descriptor)
 
 
 def _search(exported: Sequence[Place], wanted: Place) -> Place | None:

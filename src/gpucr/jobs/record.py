@@ -15,7 +15,7 @@ from msgspec import Meta, Struct
 from gpucr import records
 from gpucr.errors import InvalidRequest
 from gpucr.jobs.names import is_name
-from gpucr.linux import processes
+from gpucr.linux import locks, processes
 from gpucr.model import ProcessId
 from gpucr.records import (
     DEFAULT_PRIORITY,
@@ -33,6 +33,8 @@ FORMAT_VERSION = 1
 MAX_RECORD_BYTES = 16 << 20
 """The arguments and the environment of a process can take 6 MiB (execve(2), three quarters of the largest stack)."""
 _MAX_STATUS_BYTES = 4096
+_LOOK_LIMIT_S = 0.05
+"""How long others who look whether a keeper lives may hold the lock."""
 
 Network = Literal["own", "host"]
 """The network that an isolated job has: a loopback of its own, or the machine's."""
@@ -115,8 +117,8 @@ class JobState(Struct, frozen=True):
 
     ``running``: its first process exists; ``suspended`` if its CUDA state is known to be CHECKPOINTED. ``ended``: with
     ``exit_code``, or by ``signal``; with neither if nobody waited for it. ``dumped``: it is in a snapshot. ``lost``: it
-    ended without a trace, by a reboot or together with its keeper. ``elsewhere``: started on another machine or in
-    another container. ``damaged``: the record is unreadable, ``problem`` says why.
+    ended without a trace, by a reboot or together with its keeper or its container. ``elsewhere``: started on another
+    machine or in another container, where it may run. ``damaged``: the record is unreadable, ``problem`` says why.
     """
 
     word: StateWord
@@ -149,12 +151,33 @@ def state_of(record: JobRecord) -> JobState:
     if ended is not None:
         return ended
     if not is_here:
-        same_boot = record.boot_id == boot_id()
-        return JobState("elsewhere" if same_boot or record.host != os.uname().nodename else "lost")
+        return JobState("elsewhere" if _may_run_elsewhere(record) else "lost")
     if record.keeper is None:
         return JobState("ended")
     # Its first process has just ended, and its keeper is about to record how.
     return JobState("running") if processes.is_alive(record.keeper) else _read_status(record) or JobState("lost")
+
+
+def _may_run_elsewhere(record: JobRecord) -> bool:
+    """Whether a job of another machine, boot or pid namespace may still run there.
+
+    In another namespace of this machine it does as long as its keeper does, which shares a lock on its folder.
+    """
+    if record.boot_id != boot_id():
+        return record.host != os.uname().nodename
+    if record.keeper is None:
+        return True
+    try:
+        fd = os.open(os.path.dirname(record.status_path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        return True
+    try:
+        locks.lock(fd, wait_s=_LOOK_LIMIT_S)
+    except OSError:
+        return True
+    finally:
+        os.close(fd)
+    return False
 
 
 def _read_status(record: JobRecord) -> JobState | None:

@@ -215,6 +215,7 @@ class StartSandbox:
             lineage=plan.lineage,
             last_pid=_last_pid(self._source),
             network=plan.network,
+            terminals=bool(self._source.snapshot.manifest.terminals),
             helper=self._install if self._install.origin == "helper" else None,
             ends_with_caller=self._ends_with_caller,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -14,8 +14,9 @@ from gpucr import gang
 from gpucr.diagnosis import preflight
 from gpucr.driver.api import Driver
 from gpucr.driver.cuda import load_driver
-from gpucr.errors import DriverUnavailable, GpucrError, InvalidRequest, ProcessNotFound
+from gpucr.errors import DriverUnavailable, GpucrError, InvalidRequest, NotACudaProcess, ProcessNotFound
 from gpucr.jobs import registered, sandbox
+from gpucr.jobs.left_out import left_out
 from gpucr.jobs.one_job import require_one_job
 from gpucr.jobs.sandbox import Sandbox
 from gpucr.jobs.selector import JobSelector
@@ -59,6 +60,19 @@ class FoundJob(Struct, frozen=True):
             or (not leave_running and any(map(makes_terminals, self.job.pids)))
         )
 
+    def require_cuda(self) -> None:
+        """Raise NotACudaProcess if none of its processes uses CUDA."""
+        if self.job.gang:
+            return
+        root, count = self.job.root, len(self.job.processes)
+        raise NotACudaProcess(
+            f"process {root.pid} ({root.name}) does not use CUDA"
+            if count == 1
+            else f"none of the {count} processes in the tree of {root.pid} ({root.name}) uses CUDA",
+            pid=root.pid,
+            hint="`gpucr ps` lists the processes that do; `gpucr dump` also takes jobs without a GPU",
+        )
+
     def require_without_us(self) -> None:
         """Raise InvalidRequest if the job cannot be stopped as a whole because this gpucr is in it."""
         if self.has_us:
@@ -83,15 +97,35 @@ class FoundJob(Struct, frozen=True):
 
     def one_tree_instead(self) -> str:
         """What to do if several trees cannot be dumped: their launcher may be the job."""
-        lines = [processes.ancestors(pid) for pid in self.job.root_pids]
-        for pid in sorted(set.intersection(*lines), key=lambda each: -len(processes.ancestors(each))):
-            with contextlib.suppress(GpucrError):
-                (tree,) = _trees_of(JobSelector(pid), only=False, force=False)
-                return f"dump the process that started them, with all that it started: {pid} ({tree[0].name})"
+        above = _job_above(self.job.root_pids)
+        if above is not None:
+            return f"dump the process that started them, with all that it started: {above.pid} ({above.name})"
         return (
             "start them under one parent (`gpucr run -- sh -c 'FIRST & SECOND & wait'`), or dump each tree by itself; "
             "`gpucr suspend --as-one` frees the GPUs of all"
         )
+
+    def instead_of_without(self, other: int) -> str:
+        """What to do if the job cannot be dumped without this process, which is not a part of it."""
+        above = _job_above((*self.job.root_pids, other))
+        if above is not None and above.pid in self.job.root_pids:  # adopted by the job's keeper
+            name = f"{above.pid} ({above.name})"
+            return f"keep what starts {other} running: it has lost its parent, so it is not below {name}"
+        if above is not None:
+            return f"dump the process that started both, with all that it started: {above.pid} ({above.name})"
+        return "start both with one command (`gpucr run -- sh -c 'FIRST | SECOND'`), and dump that"
+
+
+def _job_above(pids: Sequence[int]) -> ProcessInfo | None:
+    """The lowest process that has all of these below it, or is one of them, and can be a job. No login shell."""
+    lines = [{pid, *processes.ancestors(pid)} for pid in pids]
+    for pid in sorted(set.intersection(*lines), key=lambda each: -len(processes.ancestors(each))):
+        stat = processes.read_stat(pid)
+        if stat is not None and not (stat.terminal and stat.session_id == pid):
+            with contextlib.suppress(GpucrError):
+                (tree,) = _trees_of(JobSelector(pid), only=False, force=False)
+                return tree[0]
+    return None
 
 
 def find_job(
@@ -205,6 +239,45 @@ def deadline_after(timeout_s: float | None) -> float | None:
             hint=f"give a number of seconds above 0 and up to {LONGEST_TIMEOUT_S:.0f}, or none at all",
         )
     return time.monotonic() + timeout_s
+
+
+def findings_for_criu(
+    found: FoundJob, tcp: preflight.TcpMode = "close", *, leave_running: bool = False, is_frozen: bool = False
+) -> list[preflight.Finding]:
+    """What CRIU would refuse in the job's processes, or lose without a word: for dump, plan and doctor alike.
+
+    What is frozen does not answer. Each says which part of the job it is `about`.
+    """
+    job, sandbox = found.job, found.sandbox
+    keeper = () if sandbox is None else (sandbox.keeper.pid,)
+    by_part: dict[str, Iterable[preflight.Finding]] = {
+        "suspended": preflight.check_suspended(job) if job.gang and not is_frozen else (),
+        "tracers": [*preflight.check_tracers(job), *preflight.check_limits(job)],
+        "session": [
+            *(finding for tree in job.trees for finding in preflight.check_session(tree)),
+            *(preflight.check_namespace_init(job) if sandbox is None else ()),
+        ],
+        "namespaces": preflight.check_namespaces(job, is_sandboxed=sandbox is not None),
+        "left out": findings_left_out(found),
+        "open files": [
+            *preflight.check_open_files(job, is_sandboxed=sandbox is not None),
+            *preflight.check_foreign_files(job),
+            *preflight.check_squashed_files(job),
+            *preflight.check_watches(job),
+        ],
+        "others": preflight.check_ties(job, found.instead_of_without, found.one_tree_instead, apart_from=keeper),
+        "connections": preflight.check_outside_connections(job, tcp, left_running=leave_running),
+        "terminal": [*preflight.check_foreign_terminals(job), *preflight.check_interrupted(job)],
+    }
+    return [replace(finding, about=part) for part, findings in by_part.items() for finding in findings]
+
+
+def findings_left_out(found: FoundJob, *, in_container: bool = False) -> list[preflight.Finding]:
+    """Processes that end with the job, and are in no snapshot."""
+    keeper = () if found.sandbox is None else (found.sandbox.keeper.pid,)
+    others = left_out(found.job, in_container=in_container, apart_from=keeper)
+    with_cuda = {member.pid for member in (gang.discover(found.driver, others) if found.driver is not None else ())}
+    return preflight.check_left_out(others, with_cuda, "container" if in_container else "pid namespace")
 
 
 def findings_before_freeze(job: Job, needs: Sequence[preflight.MemoryNeed]) -> list[preflight.Finding]:

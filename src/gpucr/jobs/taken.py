@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from msgspec import Struct
 
 from gpucr.driver.gpus import nvml_kept_open
-from gpucr.errors import NotACudaProcess
 from gpucr.jobs import selection
 from gpucr.jobs.selection import FoundJob
 from gpucr.jobs.selector import JobSelector
@@ -26,16 +25,8 @@ class TakenJob(Struct, frozen=True, kw_only=True):
 
     def cuda(self) -> tuple[FoundJob, Protection]:
         """The job and its guard. Raises NotACudaProcess."""
-        if self.found.job.gang:
-            return self.found, self.protection
-        root, count = self.found.job.root, len(self.found.job.processes)
-        raise NotACudaProcess(
-            f"process {root.pid} ({root.name}) does not use CUDA"
-            if count == 1
-            else f"none of the {count} processes in the tree of {root.pid} ({root.name}) uses CUDA",
-            pid=root.pid,
-            hint="`gpucr ps` lists the processes that do; `gpucr dump` also takes jobs without a GPU",
-        )
+        self.found.require_cuda()
+        return self.found, self.protection
 
 
 @contextlib.contextmanager

@@ -141,6 +141,11 @@ def _limits_of(folder: Path, version: Literal[1, 2]) -> Iterator[MemoryLimit]:
         yield MemoryLimit(folder / name, limit_bytes, max(0, limit_bytes - unreclaimable_bytes), is_hard)
 
 
+def name_of(pid: int) -> tuple[str, ...]:
+    """What distinguishes the cgroup of a process from others: the kernel's lines about it. Raises OSError."""
+    return tuple(_lines_of(str(pid)))
+
+
 def assigned_cpus(pid: int) -> str | None:
     """The CPUs of a process's cgroup (cpuset), as the kernel lists them; None if there is no such limit."""
     for version, level in _levels(pid, "cpuset"):

@@ -55,10 +55,15 @@ def write_below(
     os.fsync(folder)
 
 
-def sync(path: Path) -> None:
+def sync(path: str | os.PathLike[str]) -> None:
     """Make a file or folder that others have written durable. Raises OSError."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        os.fsync(fd)
+        sync_open(fd)
     finally:
         os.close(fd)
+
+
+def sync_open(fd: int) -> None:
+    """The same for an open one: what was written through any descriptor of the file."""
+    os.fsync(fd)

@@ -6,15 +6,13 @@ import contextlib
 import os
 import stat
 from collections.abc import Collection, Iterable, Iterator
-from pathlib import Path
 
 from msgspec import Struct
 
 from gpucr.linux import proc_text
 from gpucr.linux.processes import PROC, all_pids
 
-_DELETED = " (deleted)"
-
+_GONE = " (deleted)"
 Inode = tuple[int, int]
 """Device and inode number, which identify a file regardless of its path."""
 
@@ -42,11 +40,11 @@ def files_in_use(pids: Iterable[int]) -> Iterator[FileInUse]:
     """
     seen: set[tuple[str, bool]] = set()
     for pid in pids:
-        for path in _entries(PROC / str(pid) / "fd"):
+        for path in _entries(f"{PROC}/{pid}/fd"):
             found = _look(path)
             if found is not None:
                 target, status = found
-                yield _in_use(target, status, is_written=_is_open_for_writing(pid, path.name), is_mapped=False)
+                yield _in_use(target, status, is_written=_is_open_for_writing(path), is_mapped=False)
         for mapping in _mappings(pid):
             is_shared_and_writable = mapping.is_shared_and_writable
             if (mapping.key, is_shared_and_writable) in seen:
@@ -58,16 +56,24 @@ def files_in_use(pids: Iterable[int]) -> Iterator[FileInUse]:
                 yield _in_use(target, status, is_written=is_shared_and_writable, is_mapped=True)
 
 
-def nameless_files(pids: Iterable[int]) -> Iterator[tuple[str, Inode]]:
-    """The files of `files_in_use` that have lost the name with which they are used: that path, and the inode."""
-    for pid in pids:
-        links = _entries(PROC / str(pid) / "fd")
-        lost = (each for each in _mappings(pid) if each.path.endswith(_DELETED))
-        links += (PROC / str(pid) / "map_files" / _map_file_name(each.address_range) for each in lost)
-        for link in links:
-            with contextlib.suppress(PermissionError):
-                if (found := _look(link)) is not None and found[0].endswith(_DELETED):
-                    yield found[0].removesuffix(_DELETED), (found[1].st_dev, found[1].st_ino)
+def linked_files(pid: int) -> Iterator[FileInUse]:
+    """Those of `files_in_use` whose opened name is gone while another one is left: few of many, so they are sought.
+
+    Raises as `files_in_use`.
+    """
+    for path in _entries(f"{PROC}/{pid}/fd"):
+        if _is_gone(path) and (found := _look(path)) is not None:
+            yield _in_use(*found, is_written=_is_open_for_writing(path), is_mapped=False)
+    for mapping in _mappings(pid, with_part=_GONE):
+        if (found := _look_at_mapped(pid, mapping)) is not None:
+            yield _in_use(*found, is_written=mapping.is_shared_and_writable, is_mapped=True)
+
+
+def _is_gone(link: str) -> bool:
+    try:
+        return os.readlink(link).endswith(_GONE)
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def holders(inodes: Collection[Inode], *, apart_from: Collection[int] = ()) -> dict[Inode, int]:
@@ -82,7 +88,7 @@ def holders(inodes: Collection[Inode], *, apart_from: Collection[int] = ()) -> d
         if pid in apart_from or pid == os.getpid():
             continue
         with contextlib.suppress(PermissionError):
-            for path in _entries(PROC / str(pid) / "fd"):
+            for path in _entries(f"{PROC}/{pid}/fd"):
                 status = _stat(path)
                 if status is not None and (status.st_dev, status.st_ino) in inodes:
                     found.setdefault((status.st_dev, status.st_ino), pid)
@@ -92,9 +98,9 @@ def holders(inodes: Collection[Inode], *, apart_from: Collection[int] = ()) -> d
     return found
 
 
-def _entries(folder: Path) -> list[Path]:
+def _entries(folder: str) -> list[str]:
     try:
-        return [folder / name for name in os.listdir(folder)]
+        return [f"{folder}/{name}" for name in os.listdir(folder)]
     except (FileNotFoundError, ProcessLookupError):
         return []
 
@@ -113,12 +119,13 @@ class _Mapping(Struct, frozen=True):
         return int(self.key.split()[1])
 
 
-def _mappings(pid: int) -> Iterator[_Mapping]:
+def _mappings(pid: int, *, with_part: str = "") -> Iterator[_Mapping]:
+    """``with_part``: only lines with it."""
     try:
-        lines = proc_text.lines(PROC / str(pid) / "maps", errors="surrogateescape")
+        lines = proc_text.lines(f"{PROC}/{pid}/maps", errors="surrogateescape")
     except (FileNotFoundError, ProcessLookupError):
         return
-    for line in lines:
+    for line in lines if not with_part else [line for line in lines if with_part in line]:
         fields = line.split(maxsplit=5)
         if len(fields) >= 5 and fields[4] != "0":
             is_shared_and_writable = fields[1][1] == "w" and fields[1][3] == "s"
@@ -128,17 +135,17 @@ def _mappings(pid: int) -> Iterator[_Mapping]:
 
 def _look_at_mapped(pid: int, mapping: _Mapping) -> tuple[str, os.stat_result] | None:
     try:
-        return _look(PROC / str(pid) / "map_files" / _map_file_name(mapping.address_range))
+        return _look(f"{PROC}/{pid}/map_files/{_map_file_name(mapping.address_range)}")
     except PermissionError:
         # Only the path remains. The device is not compared: maps and stat(2) report it differently on some file
         # systems.
-        status = _stat(Path(f"{PROC}/{pid}/root{mapping.path}")) if mapping.path.startswith("/") else None
+        status = _stat(f"{PROC}/{pid}/root{mapping.path}") if mapping.path.startswith("/") else None
     if status is None or not stat.S_ISREG(status.st_mode) or status.st_ino != mapping.inode_number:
         return None
     return mapping.path, status
 
 
-def _look(link: Path) -> tuple[str, os.stat_result] | None:
+def _look(link: str) -> tuple[str, os.stat_result] | None:
     """The target of the /proc link, if that is a regular file with a name."""
     status = _stat(link)
     if status is None or not stat.S_ISREG(status.st_mode) or status.st_nlink == 0:
@@ -150,9 +157,9 @@ def _look(link: Path) -> tuple[str, os.stat_result] | None:
     return (target, status) if target.startswith("/") else None
 
 
-def _stat(link: Path) -> os.stat_result | None:
+def _stat(link: str) -> os.stat_result | None:
     try:
-        return link.stat()
+        return os.stat(link)
     except PermissionError:
         raise
     except OSError:  # closed meanwhile, or its file system is gone
@@ -163,9 +170,10 @@ def _in_use(target: str, status: os.stat_result, *, is_written: bool, is_mapped:
     return FileInUse(target, (status.st_dev, status.st_ino), status.st_size, is_written, is_mapped)
 
 
-def _is_open_for_writing(pid: int, fd: str) -> bool:
+def _is_open_for_writing(link: str) -> bool:
+    """``link``: of the descriptor, in ``/proc/PID/fd``."""
     try:
-        lines = proc_text.lines(PROC / str(pid) / "fdinfo" / fd)
+        lines = proc_text.lines(link.replace("/fd/", "/fdinfo/"))
     except (FileNotFoundError, ProcessLookupError):
         return False
     flags = next((int(line.split()[1], 8) for line in lines if line.startswith("flags:")), os.O_RDONLY)

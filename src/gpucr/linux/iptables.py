@@ -7,7 +7,6 @@ nftables.py, it never ends by itself.
 from __future__ import annotations
 
 import shutil
-import subprocess
 from collections.abc import Collection, Iterator
 
 from gpucr.linux.nftables import CRIU_MARK
@@ -107,6 +106,8 @@ def _restore(version: int, *lines: str) -> None:
 
 
 def _run(command: list[str], said: str) -> str:
+    import subprocess  # hardly any machine has no nftables
+
     try:
         done = subprocess.run(
             command, input=said, capture_output=True, text=True, errors="replace", timeout=_LIMIT_S, check=False

@@ -17,7 +17,7 @@ _LIMIT_S = 5.0
 
 
 def let_go(inherited: Iterable[InheritedDevices]) -> dict[int, OSError]:
-    """Replace what the owners have closed since: descriptors by /dev/null, and mappings of NVIDIA devices by memory.
+    """Replace what the owners have closed since, and what is nobody's: descriptors by /dev/null, mappings by memory.
 
     A number that were free could become another file's, and a late ``close`` or ``ioctl`` of the process would meet
     that one. All processes at once. Returns the error of each (by pid) that kept it from being done there: tracing is
@@ -56,8 +56,11 @@ class _Task(threading.Thread):
 def _replace(thread: TracedThread, inherited: InheritedDevices) -> None:
     pid, owner_pid = inherited.process.pid, inherited.owner_pid
     # Meanwhile the process may have closed some itself, and have other files at their numbers.
-    still_open, open_in_owner = devices_of(pid) & set(inherited.fds), devices_of(owner_pid)
-    stale = sorted(fd for fd in still_open if not (fd in open_in_owner and is_same_file(pid, owner_pid, fd)))
+    still_open = devices_of(pid)
+    stale = sorted(still_open & set(inherited.of_nobody))
+    if owner_pid is not None:
+        owned = still_open & set(inherited.fds) & devices_of(owner_pid)
+        stale += sorted(still_open & set(inherited.fds) - {fd for fd in owned if is_same_file(pid, owner_pid, fd)})
     if not stale:
         return
     scratch = scratch_address(thread)

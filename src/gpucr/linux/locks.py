@@ -8,24 +8,30 @@ import time
 _POLL_S = 0.01
 
 
-def lock(fd: int, *, wait_s: float | None = 0.0) -> None:
+def lock(fd: int, *, wait_s: float | None = 0.0, is_shared: bool = False) -> None:
     """Lock this open file against all others who lock it.
 
     ``wait_s``: how long to wait for another holder; None: until it is free. Raises BlockingIOError if it is not free by
-    then, and OSError if its file system has no locks.
+    then, and OSError if its file system has no locks. ``is_shared``: against those who lock it for themselves alone.
     """
+    kind = fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX
     if wait_s is None:
-        fcntl.flock(fd, fcntl.LOCK_EX)
+        fcntl.flock(fd, kind)
         return
     deadline = time.monotonic() + wait_s
     while True:
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(fd, kind | fcntl.LOCK_NB)
             return
         except BlockingIOError:
             if time.monotonic() >= deadline:
                 raise
         time.sleep(_POLL_S)
+
+
+def share(fd: int) -> None:
+    """Lock this open file together with others who share it: `lock` waits for all of them. Raises OSError."""
+    fcntl.flock(fd, fcntl.LOCK_SH)
 
 
 def unlock(fd: int) -> None:

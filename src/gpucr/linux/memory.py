@@ -269,7 +269,12 @@ def free_disk_bytes(folder: Path) -> int:
 
 
 def lies_in_memory(folder: Path) -> bool:
-    """Whether files in this folder use host memory: tmpfs and ramfs (``f_type`` of statfs(2))."""
+    """Whether files in this folder use host memory: tmpfs and ramfs."""
+    return file_system_of(folder) in _MEMORY_FILE_SYSTEMS
+
+
+def file_system_of(path: str | os.PathLike[str]) -> int:
+    """The kind of file system that this path lies on (``f_type`` of statfs(2)). Raises OSError."""
     found = (ctypes.c_long * 32)()  # struct statfs: 120 bytes on 64-bit machines, the type first
-    libc.check(_statfs(os.fsencode(folder), found), "", str(folder))
-    return found[0] in _MEMORY_FILE_SYSTEMS
+    libc.check(_statfs(os.fsencode(path), found), "", str(path))
+    return found[0]

@@ -14,7 +14,7 @@ import os
 import socket
 import struct
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeVar, get_args
 
@@ -42,7 +42,9 @@ _NS_GET_USERNS = 0xB701  # include/uapi/linux/nsfs.h
 _INTERFACE_FLAGS = struct.Struct("16sh22x")  # struct ifreq
 
 _PID_MAX = Path("/proc/sys/kernel/pid_max")
+_TERMINALS, _OF_TERMINALS = "/dev/pts", ("uid=", "gid=", "mode=", "ptmxmode=")
 _LAST_PID = Path("/proc/sys/kernel/ns_last_pid")
+_NEXT = 1000  # as many processes and threads may start before a restore has made its own
 
 T = TypeVar("T")
 
@@ -62,6 +64,13 @@ def namespace_id(pid: int | Literal["self"], kind: Kind | Literal["user"]) -> in
     Raises FileNotFoundError or ProcessLookupError if it has ended, PermissionError if the caller may not look.
     """
     return os.stat(PROC / str(pid) / "ns" / kind).st_ino
+
+
+def is_same(pid: int, other_pid: int, kind: Kind) -> bool:
+    """Whether both are in one namespace. False if one has ended, or the caller may not look."""
+    with contextlib.suppress(OSError):
+        return namespace_id(pid, kind) == namespace_id(other_pid, kind)
+    return False
 
 
 def kinds_here() -> tuple[Kind, ...]:
@@ -219,6 +228,14 @@ def mount_shared_memory() -> None:
     _mount("gpucr-shm", "/dev/shm", "tmpfs", _MS_NOSUID | _MS_NODEV, "mode=1777")  # noqa: S108 - where the C library puts it
 
 
+def mount_terminals() -> None:
+    """Mount a /dev/pts without pseudoterminals for this mount namespace, with the options of the one that is there."""
+    there = [mount for mount in proc_text.mounts() if (mount.point, mount.kind) == (_TERMINALS, "devpts")]
+    if there:
+        kept = [each for each in there[-1].options.split(",") if each.startswith(_OF_TERMINALS)]
+        _mount("devpts", _TERMINALS, "devpts", _MS_NOSUID | _MS_NOEXEC, ",".join(["newinstance", *kept]))
+
+
 def bring_loopback_up() -> None:
     """Bring up the loopback interface, the only one of a new network namespace: 127.0.0.1 and ::1 work."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as any_socket:
@@ -232,7 +249,7 @@ def set_last_pid(pid: int) -> None:
     _LAST_PID.write_text(str(pid))
 
 
-def last_pid_clear_of(taken: Sequence[int], room: int = 1000) -> int:
+def last_pid_clear_of(taken: Sequence[int], room: int = _NEXT) -> int:
     """A value for `set_last_pid` that is followed by ``room`` ids not in ``taken``, within the machine's limit.
 
     Raises ValueError if there is none.
@@ -245,6 +262,14 @@ def last_pid_clear_of(taken: Sequence[int], room: int = 1000) -> int:
         raise ValueError(f"no {room} ids in a row are free below {end}")
     low, high = gaps[-1]
     return low + min(room, high - low - room)
+
+
+def keep_clear_of(wanted: Collection[int]) -> None:
+    """If the next processes here would get one of these ids, let them get others, where this is permitted."""
+    with contextlib.suppress(OSError, ValueError):
+        last, end = int(_LAST_PID.read_text()), int(_PID_MAX.read_text())
+        if any((pid - last - 1) % end < _NEXT for pid in wanted):
+            set_last_pid(last_pid_clear_of(sorted(wanted), _NEXT))
 
 
 def _mount(source: str | None, target: str, kind: str | None, flags: int, data: str | None = None) -> None:

@@ -1,6 +1,6 @@
 """Messages of netlink sockets (netlink(7)): their frames, attributes and answers. The kernel answers while it is sent.
 
-Users: sock_diag.py, nftables.py.
+Users: sock_diag.py, unix_diag.py, nftables.py.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ from collections.abc import Iterator
 
 REQUEST, ACK, DUMP, CREATE, APPEND = 0x1, 0x4, 0x300, 0x400, 0x800
 """NLM_F_* of include/uapi/linux/netlink.h."""
+
+SOCK_DIAG, SOCK_DIAG_BY_FAMILY = 4, 20
+"""A protocol, and its question (sock_diag(7)). Nothing of it needs privileges."""
 
 _ERROR_KIND, _DONE_KIND = 2, 3  # NLMSG_ERROR, NLMSG_DONE
 _HEADER = struct.Struct("=IHHII")  # struct nlmsghdr: length, type, flags, sequence, port

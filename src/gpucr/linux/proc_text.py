@@ -22,13 +22,17 @@ _ESCAPED = re.compile(r"\\([0-7]{3})")
 
 
 class Mount(NamedTuple):
-    """A line of ``/proc/PID/mountinfo`` (proc_pid_mountinfo(5)). ``root``: what of the file system is mounted."""
+    """A line of ``/proc/PID/mountinfo`` (proc_pid_mountinfo(5)). ``root``: what of the file system is mounted.
+
+    ``device`` is that of the file system, as stat(2) has it in ``st_dev``; btrfs has others for its files.
+    """
 
     number: int
     root: str
     point: str
     kind: str
     options: str
+    device: int
 
 
 def lines(path: str | os.PathLike[str], *, errors: str = "replace") -> list[str]:
@@ -54,16 +58,18 @@ def status_fields(path: str | os.PathLike[str]) -> dict[str, str]:
 
 def in_status(data: bytes) -> dict[str, str]:
     """The fields in the content of a ``/proc/PID/status``."""
-    return {name: value.strip() for name, _, value in (line.partition(":") for line in in_lines(data))}
+    return {name: value.strip(" \t") for name, _, value in [line.partition(":") for line in in_lines(data)]}
 
 
 def mounts(path: str | os.PathLike[str] = MOUNTINFO) -> Iterator[Mount]:
     """The mounts of a mount namespace, in the kernel's order. Raises OSError."""
     for line in lines(path, errors="surrogateescape"):
         before, _, after = line.partition(" - ")  # the optional fields end at a lone hyphen
-        number, _, _, root, point = before.split(" ")[:5]
+        number, _, device, root, point = before.split(" ")[:5]
         kind, _, options = after.split(" ", 2)
-        yield Mount(int(number), _unescaped(root), _unescaped(point), kind, options)
+        major, _, minor = device.partition(":")
+        numbers = os.makedev(int(major), int(minor))
+        yield Mount(int(number), _unescaped(root), _unescaped(point), kind, options, numbers)
 
 
 def unix_socket_names(pid: int) -> dict[str, tuple[str, ...]]:

@@ -31,7 +31,10 @@ _CAP_NET_ADMIN, _CAP_SYS_PTRACE, _CAP_SYS_ADMIN, _CAP_SYS_TIME = 12, 19, 21, 25 
 
 
 class Stat(Struct, frozen=True):
-    """The fields of ``/proc/PID/stat`` that gpucr uses (proc_pid_stat(5))."""
+    """The fields of ``/proc/PID/stat`` that gpucr uses (proc_pid_stat(5)).
+
+    ``processor_ticks``: the processor time of the process, and of its children that it has waited for.
+    """
 
     name: str
     status: str
@@ -40,6 +43,7 @@ class Stat(Struct, frozen=True):
     terminal: int
     flags: int
     start_time_ticks: int
+    processor_ticks: int = 0
 
     @property
     def is_kernel_thread(self) -> bool:
@@ -82,6 +86,7 @@ def read_stat(pid: int) -> Stat | None:
         terminal=int(fields[4]),
         flags=int(fields[6]),
         start_time_ticks=int(fields[19]) - _clock_offset_ticks(),
+        processor_ticks=sum(map(int, fields[11:15])),
     )
 
 
@@ -125,7 +130,7 @@ def presence(pid: int) -> Presence:
             return Presence.GONE
         if stat.status in "ZX":
             return Presence.ZOMBIE
-        os.readlink(PROC / str(pid) / "ns" / "pid")
+        os.readlink(f"{PROC}/{pid}/ns/pid")
     except PermissionError:  # hidepid=2 hides other users' processes altogether
         return Presence.NOT_PERMITTED
     except (FileNotFoundError, ProcessLookupError):
@@ -197,7 +202,8 @@ def describe(pid: int) -> ProcessInfo:
         )
     try:
         status = _status_fields(pid)
-        command = (PROC / str(pid) / "cmdline").read_bytes()
+        with open(f"{PROC}/{pid}/cmdline", "rb") as file:
+            command = file.read()
     except (FileNotFoundError, ProcessLookupError) as e:
         raise ProcessNotFound(f"process {pid} ended while it was looked at", pid=pid) from e
     return ProcessInfo(
@@ -336,15 +342,17 @@ def tracer_pid(pid: int) -> int:
 
 def open_files(pid: int) -> tuple[OpenFile, ...]:
     """The process's descriptors. Empty if it has ended; PermissionError if the caller may not look."""
-    folder = PROC / str(pid) / "fd"
+    folder = f"{PROC}/{pid}/fd"  # paths as text: for hundreds of processes, objects of them take most of the time
     found: list[OpenFile] = []
     try:
         names = os.listdir(folder)
     except (FileNotFoundError, ProcessLookupError):
         return ()
     for name in names:
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # closed meanwhile
-            found.append(OpenFile(pid, int(name), os.readlink(folder / name)))
+        try:
+            found.append(OpenFile(pid, int(name), os.readlink(f"{folder}/{name}")))
+        except (FileNotFoundError, ProcessLookupError):  # closed meanwhile
+            continue
     return tuple(found)
 
 
@@ -370,7 +378,7 @@ def environment(pid: int) -> dict[str, str] | None:
 def threads(pid: int) -> tuple[int, ...]:
     """The thread ids of a process; empty if it has ended."""
     try:
-        return tuple(sorted(int(name) for name in os.listdir(PROC / str(pid) / "task")))
+        return tuple(sorted(map(int, os.listdir(f"{PROC}/{pid}/task"))))
     except (FileNotFoundError, ProcessLookupError):
         return ()
 
@@ -513,5 +521,4 @@ def kill_tree(root_pid: int, *, including_root: bool, timeout_s: float = 10.0) -
 
 def _status_fields(pid: int, tid: int | None = None) -> dict[str, str]:
     """``/proc/PID/status``, or that of one thread, as a dictionary (proc_pid_status(5))."""
-    folder = PROC / str(pid) if tid is None else PROC / str(pid) / "task" / str(tid)
-    return proc_text.status_fields(folder / "status")
+    return proc_text.status_fields(f"{PROC}/{pid}/status" if tid is None else f"{PROC}/{pid}/task/{tid}/status")

@@ -6,7 +6,6 @@ CPU lists use the kernel's format: ``0-3,8`` (cpuset(7), Formats).
 from __future__ import annotations
 
 import ctypes
-import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -23,6 +22,8 @@ _CPU_LIST = re.compile(r"\d{1,4}(-\d{1,4})?(,\d{1,4}(-\d{1,4})?)*", re.ASCII)
 _IOPRIO_SET, _IOPRIO_GET = 251, 252  # arch/x86/entry/syscalls/syscall_64.tbl
 _IOPRIO_WHO_PROCESS, _IOPRIO_CLASS_SHIFT = 1, 13  # include/uapi/linux/ioprio.h
 
+_ALL_CPUS = b"\xff" * (CPU_LIMIT // 8)
+_sched_setaffinity = libc.function("sched_setaffinity", ctypes.c_int, ctypes.c_size_t, ctypes.c_char_p)
 _syscall = libc.function("syscall", *(ctypes.c_long,) * 4, result=ctypes.c_long)
 
 
@@ -51,19 +52,26 @@ def cpu_list(cpus: Iterable[int]) -> str:
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)
 
 
-def usable_cpus(pid: int) -> frozenset[int]:
-    """The CPUs that a process gets if it asks for all: online and in its cgroup's cpuset.
+class UsableCpus:
+    """The CPUs that a process gets if it asks for all: online and in its cgroup's cpuset. Each cgroup is read once."""
 
-    Raises OSError if the kernel does not report them.
-    """
-    online = cpus_in(_ONLINE.read_text().strip())
-    assigned = cgroups.assigned_cpus(pid)
-    return online if assigned is None else online & cpus_in(assigned)
+    def __init__(self) -> None:
+        """Raises OSError if the kernel does not report them."""
+        self._online = cpus_in(_ONLINE.read_text().strip())
+        self._of_cgroups: dict[tuple[str, ...], frozenset[int]] = {}
+
+    def of(self, pid: int) -> frozenset[int]:
+        """Those of this process. Raises OSError."""
+        cgroup = cgroups.name_of(pid)
+        if cgroup not in self._of_cgroups:
+            assigned = cgroups.assigned_cpus(pid)
+            self._of_cgroups[cgroup] = self._online if assigned is None else self._online & cpus_in(assigned)
+        return self._of_cgroups[cgroup]
 
 
 def allow_all_cpus(tid: int) -> None:
     """Let a thread run on every CPU that its cgroup allows. Raises OSError."""
-    os.sched_setaffinity(tid, range(CPU_LIMIT))
+    libc.check(_sched_setaffinity(tid, len(_ALL_CPUS), _ALL_CPUS), "sched_setaffinity", f"thread {tid}")
 
 
 def io_priority(tid: int) -> int:

@@ -19,8 +19,7 @@ from gpucr.linux import netlink
 from gpucr.linux.processes import open_files
 from gpucr.model import Connection, Endpoint
 
-_NETLINK_SOCK_DIAG = 4
-_SOCK_DIAG_BY_FAMILY, _SOCK_DESTROY = 20, 21  # include/uapi/linux/sock_diag.h
+_SOCK_DESTROY = 21  # include/uapi/linux/sock_diag.h
 _REQUEST = struct.Struct("=BBBxI48s")  # struct inet_diag_req_v2: family, protocol, extensions, states, id
 _MESSAGE = struct.Struct("=BBxx48sIIIII")  # struct inet_diag_msg: family, state, id, expires, queues, uid, inode
 _ID = struct.Struct(">HH16s16s12s")  # struct inet_diag_sockid: ports, addresses, interface and cookie
@@ -87,7 +86,7 @@ class TcpSocket(Struct, frozen=True):
 
 def tcp_sockets() -> tuple[TcpSocket, ...]:
     """All TCP sockets of the caller's network namespace. Needs no privileges. Raises OSError."""
-    with _open() as diag:
+    with netlink.opened(netlink.SOCK_DIAG) as diag:
         found = [parsed for family in (socket.AF_INET, socket.AF_INET6) for parsed in _dump(diag, family)]
     return tuple(found)
 
@@ -97,7 +96,7 @@ def destroy(left_over: Iterable[TcpSocket]) -> None:
 
     Needs CAP_NET_ADMIN and CONFIG_INET_DIAG_DESTROY; OSError (EPERM, EOPNOTSUPP) if one of the two is missing.
     """
-    with _open() as diag:
+    with netlink.opened(netlink.SOCK_DIAG) as diag:
         for each in left_over:
             request = _REQUEST.pack(each.family, socket.IPPROTO_TCP, 0, _ALL_STATES, each.key)
             diag.send(netlink.message(_SOCK_DESTROY, netlink.ACK, request))
@@ -170,13 +169,9 @@ def endpoint(raw_address: bytes, port: int) -> Endpoint:
     return Endpoint(str(mapped or address), port)
 
 
-def _open() -> socket.socket:
-    return netlink.opened(_NETLINK_SOCK_DIAG)
-
-
 def _dump(diag: socket.socket, family: int) -> Iterator[TcpSocket]:
     request = _REQUEST.pack(family, socket.IPPROTO_TCP, 0, _ALL_STATES, bytes(_ID.size))
-    diag.send(netlink.message(_SOCK_DIAG_BY_FAMILY, netlink.DUMP, request))
+    diag.send(netlink.message(netlink.SOCK_DIAG_BY_FAMILY, netlink.DUMP, request))
     for body in netlink.answers(diag):
         yield _parse(body)
 

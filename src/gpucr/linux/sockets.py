@@ -1,10 +1,12 @@
-"""Local sockets that are bound to a path."""
+"""Local sockets."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import re
+import socket
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -12,6 +14,24 @@ from gpucr.linux import proc_text
 from gpucr.linux.processes import PROC, open_files
 
 _SOCKET = re.compile(r"^socket:\[(\d+)\]$")
+_TRY_AGAIN_S = 0.01
+
+
+def connect(connecting: socket.socket, address: str, *, limit_s: float) -> None:
+    """Connect a local socket, after others that wait for the same listener.
+
+    A socket with a time limit of its own waits for no room in a full queue: connect(2) fails with EAGAIN at once (seen
+    on Linux 6.18). Raises TimeoutError, and OSError for any other failure.
+    """
+    until = time.monotonic() + limit_s
+    while True:
+        try:
+            connecting.connect(address)
+            return
+        except BlockingIOError as e:
+            if time.monotonic() > until:
+                raise TimeoutError("too many others wait for it") from e
+        time.sleep(_TRY_AGAIN_S)
 
 
 def bound_socket_paths(pids: Iterable[int], *, is_sandboxed: bool = False) -> tuple[Path, ...]:
@@ -39,8 +59,8 @@ def abstract_names(pid: int) -> tuple[str, ...]:
 
 def sees_our_files(pid: int) -> bool:
     """Whether paths mean the same to the process as to this one: it has the same mounts and root folder."""
-    same_mounts = os.readlink(PROC / str(pid) / "ns" / "mnt") == os.readlink(PROC / "self" / "ns" / "mnt")
-    return same_mounts and os.readlink(PROC / str(pid) / "root") == os.readlink(PROC / "self" / "root")
+    same_mounts = os.readlink(f"{PROC}/{pid}/ns/mnt") == os.readlink(f"{PROC}/self/ns/mnt")
+    return same_mounts and os.readlink(f"{PROC}/{pid}/root") == os.readlink(f"{PROC}/self/root")
 
 
 def _bound(pid: int, inodes: set[str]) -> Iterable[Path]:

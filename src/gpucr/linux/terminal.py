@@ -7,6 +7,11 @@ import os
 import signal
 from collections.abc import Iterator
 
+from gpucr.linux import proc_text
+
+MASTER = "/ptmx"
+"""What a master leads to ends so: /dev/ptmx, or /dev/pts/ptmx."""
+
 
 @contextlib.contextmanager
 def foreground_kept() -> Iterator[None]:
@@ -44,10 +49,24 @@ def _give(terminal: int, group: int) -> None:
 
 def makes_terminals(pid: int) -> bool:
     """Whether the process has the master side of a pseudoterminal open. False if the caller may not look."""
-    folder = f"/proc/{pid}/fd"
-    with contextlib.suppress(OSError):  # it has ended, or is another user's
+    return bool(made_by(pid))
+
+
+def made_by(pid: int) -> frozenset[int]:
+    """The numbers in /dev/pts of the pseudoterminals whose master side the process has open.
+
+    Empty if it has ended, or the caller may not look.
+    """
+    folder, found = f"/proc/{pid}/fd", set()
+    with contextlib.suppress(OSError):
         for name in os.listdir(folder):
             with contextlib.suppress(FileNotFoundError):  # closed meanwhile
-                if os.readlink(f"{folder}/{name}").endswith("/ptmx"):  # /dev/ptmx or /dev/pts/ptmx
-                    return True
-    return False
+                if os.readlink(f"{folder}/{name}").endswith(MASTER):
+                    found.add(_index(f"/proc/{pid}/fdinfo/{name}"))
+    return frozenset(found)
+
+
+def _index(fdinfo: str) -> int:
+    """-1 on a kernel that does not tell (before 4.14)."""
+    fields = (line.partition(":") for line in proc_text.lines(fdinfo))
+    return next((int(value) for name, _, value in fields if name == "tty-index"), -1)

@@ -126,7 +126,8 @@ class _Dump:
     ) -> DumpReport:
         meeting = self._meeting
         found = selection.find_job(pid, force=force)
-        preflight.require_no_blocking(preflight.check_between_nodes(found.job), force=force)
+        for_criu = selection.findings_for_criu(found)  # before the freeze: the save would refuse it with all stopped
+        preflight.require_no_blocking([*preflight.check_between_nodes(found.job), *for_criu], force=force)
         not_over_yet()
         frozen = freeze(
             pid,

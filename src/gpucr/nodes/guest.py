@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 
 from gpucr.errors import DeadlineExceeded, NodeFailed
+from gpucr.linux.visitors import Visitors
 from gpucr.nodes.meeting import LAST_STEPS, LOOK_S, Meeting, Step, as_text, lost, node_failed, tell, too_late
 from gpucr.nodes.rendezvous import Rendezvous, connect
 from gpucr.nodes.wire import Channel, Failed, Hello, Here, Together, Welcome, WrongSecret, open_as_guest
@@ -79,7 +80,7 @@ class Guest(Meeting):
             connection: socket.socket | None = None
             try:
                 connection = connect(self.rendezvous, _ATTEMPT_S)
-                return open_as_guest(connection, self.rendezvous.secret)
+                return self._opened(connection)
             except WrongSecret as e:
                 _close(connection)
                 raise NodeFailed(
@@ -99,6 +100,13 @@ class Guest(Meeting):
                         code="GPUCR-RENDEZVOUS",
                     ) from e
                 time.sleep(LOOK_S)
+
+    def _opened(self, connection: socket.socket) -> Channel:
+        """Within one limit for all of it: whoever listens there may send byte after byte."""
+        only = Visitors(1, 1, _ATTEMPT_S)
+        only.admit(connection, connection.getpeername()[0])
+        with only.served(connection):
+            return open_as_guest(connection, self.rendezvous.secret)
 
     def _not_welcomed(self) -> DeadlineExceeded | NodeFailed:
         return NodeFailed(

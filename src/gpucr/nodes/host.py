@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 
 from gpucr.errors import NodeFailed
+from gpucr.linux.visitors import Visitors
 from gpucr.nodes.meeting import LAST_STEPS, LOOK_S, Meeting, Step, as_text, lost, node_failed, tell, too_late
 from gpucr.nodes.rendezvous import Rendezvous, listen, notice_its_end
 from gpucr.nodes.wire import Channel, Failed, Hello, Here, Together, Welcome, WrongSecret, open_as_host
@@ -16,7 +17,7 @@ from gpucr.records import RecordError
 from gpucr.undo.cancellation import Cancellation
 
 _HANDSHAKE_S = 10.0
-_MOST_STRANGERS = 64
+_MOST_STRANGERS, _MOST_OF_ONE = 64, 32
 _FAREWELL_S = 5.0
 _STEPS = ("frozen", "saved", "ready")
 
@@ -30,7 +31,7 @@ class Host(Meeting):
         self._guests: dict[int, Channel] = {}
         self._here: dict[str, dict[int, str]] = {step: {} for step in _STEPS}
         self._refused: list[str] = []
-        self._strangers = 0
+        self._strangers = Visitors(_MOST_STRANGERS, _MOST_OF_ONE, _HANDSHAKE_S)
         self._sending = threading.Lock()
         self._readers: list[threading.Thread] = []
         self._listener = listen(rendezvous)
@@ -101,10 +102,7 @@ class Host(Meeting):
                 connection, address = self._listener.accept()
             except OSError:
                 return  # closed
-            with self._changed:
-                is_full = self._strangers >= _MOST_STRANGERS
-                self._strangers += not is_full
-            if is_full:
+            if not self._strangers.admit(connection, str(address[0])):
                 connection.close()
                 continue
             threading.Thread(
@@ -112,12 +110,11 @@ class Host(Meeting):
             ).start()
 
     def _receive_from(self, connection: socket.socket, address: str) -> None:
-        channel: Channel | None = None
         try:
-            connection.settimeout(_HANDSHAKE_S)
-            notice_its_end(connection)
-            channel = open_as_host(connection, self.rendezvous.secret)
-            hello = channel.receive()
+            with self._strangers.served(connection):
+                notice_its_end(connection)
+                channel = open_as_host(connection, self.rendezvous.secret)
+                hello = channel.receive()
         except (WrongSecret, RecordError, EOFError, OSError) as e:
             # Apparently not ours: it must not be able to end a meeting to which it does not belong.
             with self._changed:
@@ -125,9 +122,6 @@ class Host(Meeting):
                     self._refused.append(f"{address} has another secret")
             connection.close()
             return
-        finally:
-            with self._changed:
-                self._strangers -= 1
         node = self._admit(hello, channel)
         if node is not None:
             self._listen_to(node, channel)
@@ -165,7 +159,6 @@ class Host(Meeting):
 
     def _listen_to(self, node: int, channel: Channel) -> None:
         try:
-            channel.limit(None)
             while True:
                 message = channel.receive()
                 if isinstance(message, Failed):

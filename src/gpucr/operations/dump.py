@@ -189,22 +189,23 @@ def plan_dump(
     force: bool = False,
 ) -> DumpPlan:
     """What `dump` would do with the same arguments. Changes nothing; raises like `dump` before its first step."""
+    require_possible(gpu_state)
     place = find_target(to, compress=compress, encrypt=encrypt, trust_store=trust_store, key=key)
-    found = selection.find_job(pid, force=force)
-    prepared = prepare(
-        found,
-        place,
-        Protection(),
-        leave_running=leave_running,
-        persist=persist,
-        tcp=tcp,
-        only=only,
-        gpu_state=gpu_state,
-        deadline=None,
-    )
-    steps = tuple(step.describe() for step in prepared.steps)
-    if prepared.context.cuda is not None:
-        prepared.context.cuda.close()
+    with selection.claimed_job(pid, force=force) as found:
+        prepared = prepare(
+            found,
+            place,
+            Protection(),
+            leave_running=leave_running,
+            persist=persist,
+            tcp=tcp,
+            only=only,
+            gpu_state=gpu_state,
+            deadline=None,
+        )
+        steps = tuple(step.describe() for step in prepared.steps)
+        if prepared.context.cuda is not None:
+            prepared.context.cuda.close()
     return DumpPlan(prepared.context.job.root.pid, steps, prepared.findings)
 
 
@@ -299,16 +300,10 @@ def prepare(
         *(findings_of_spool(cuda, needs(), target.disk) if cuda is not None and not is_frozen else ()),
         *selection.findings_before_freeze(job, needs()),
         *(findings_of_traps(job, found.driver, uses, may_share=may_be_interposed(gpu_state)) if not is_frozen else ()),
-        *(preflight.check_suspended(job) if job.gang and not is_frozen else ()),
         *(preflight.check_handed_over(cuda.custom.pids(job.gang)) if cuda is not None and not is_frozen else ()),
-        *preflight.check_tracers(job),
-        *(each for tree in job.trees for each in preflight.check_session(tree)),
         *preflight.check_dump_by_user(job, criu.install, in_sandbox=found.sandbox is not None),
-        *(preflight.check_namespace_init(job) if found.sandbox is None else ()),
-        *(preflight.check_between_trees(job, found.one_tree_instead()) if job.other_root_pids else ()),
-        *preflight.check_open_files(job, is_sandboxed=found.sandbox is not None),
-        *preflight.check_outside_connections(job, tcp, left_running=leave_running),
-        *(preflight.check_databases(job) if leave_running else ()),
+        *selection.findings_for_criu(found, tcp, leave_running=leave_running, is_frozen=is_frozen),
+        *preflight.check_databases(job, leave_running=leave_running),
         *(each for tree in job.trees for each in preflight.check_terminal(tree) if leave_running and is_stopped),
         *target.findings(job, held_bytes),
     )

@@ -23,7 +23,7 @@ from gpucr.jobs import selection
 from gpucr.jobs.recorded import process_record, sandbox_record
 from gpucr.jobs.registered import DumpNote
 from gpucr.jobs.sandbox import Sandbox
-from gpucr.linux import oom, processes, tcp_tables
+from gpucr.linux import oom, processes, processor, tcp_tables
 from gpucr.model import GangMember, Job, ProcessId, ProcessInfo
 from gpucr.network.lock import IN_FLIGHT, JobNetwork
 from gpucr.quantities import counted, format_bytes
@@ -41,7 +41,7 @@ from gpucr.snapshot.manifest import (
 from gpucr.surroundings.folders import socket_folders
 from gpucr.surroundings.observe import Outside, TreeFiles, look_at_files, look_outside, remove_names
 from gpucr.surroundings.recovery import RemoveLinkRemaps, link_remaps
-from gpucr.surroundings.scheduling import scheduling_of
+from gpucr.surroundings.scheduling import with_scheduling
 from gpucr.undo.interrupts import Interrupts
 from gpucr.undo.logs import log_kept_on_failure
 from gpucr.undo.protection import Protection
@@ -423,7 +423,7 @@ def _draft(context: OwnDump, tree: Sequence[ProcessInfo], outside: Outside) -> M
     draft = draft_of_gang(context, tree, context.criu.install.version_text, context.options)
     return replace(
         draft,
-        processes=tuple(replace(r, scheduling=scheduling_of(r.pid, r.threads)) for r in draft.processes),
+        processes=with_scheduling(draft.processes),
         folders=socket_folders(tree, is_sandboxed=sandbox is not None),
         launch=context.launch,
         sandbox=sandbox_record(sandbox),
@@ -432,6 +432,9 @@ def _draft(context: OwnDump, tree: Sequence[ProcessInfo], outside: Outside) -> M
         shared_files=outside.shared_files,
         endpoints=outside.endpoints,
         connections=outside.connections,
+        databases=outside.databases,
+        locks=outside.locks,
+        terminals=outside.terminals,
         kept=context.network.kept_name if outside.connections else None,
     )
 
@@ -459,6 +462,7 @@ def draft_of_gang(
         criu_options=criu_options,
         kernel=platform.release(),
         architecture=platform.machine(),
+        processor=processor.here(),
         gpucr_version=__version__,
         left_running=context.leave_running,
         shares=cuda.interposers.shares if cuda is not None else (),

@@ -136,9 +136,8 @@ def findings_of(pid: int) -> tuple[preflight.Finding, ...]:
         )
         return (
             *selection.findings_before_freeze(found.job, needs),
-            *findings_of_traps(found.job, found.driver, uses),
-            *preflight.check_tracers(found.job),
-            *preflight.check_open_files(found.job, is_sandboxed=found.sandbox is not None),
+            *findings_of_traps(found.job, found.driver, uses, may_measure=False),
+            *selection.findings_for_criu(found),
         )
     except (GpucrError, OSError) as e:
         message, hint = (e.message, e.hint or "") if isinstance(e, GpucrError) else (str(e), "")

@@ -33,16 +33,18 @@ from gpucr.network import kept
 from gpucr.network.steps import LetKeptGo
 from gpucr.operations.engines import install_for_restore
 from gpucr.operations.restore_steps import CriuRestore, WaitForOthers
+from gpucr.snapshot.databases import state_now
 from gpucr.snapshot.folder import Snapshot
 from gpucr.snapshot.gpus import place_snapshot
 from gpucr.snapshot.job_snapshot import JobSnapshot
 from gpucr.snapshot.location import Place, open_snapshot, source_of
-from gpucr.snapshot.machine import findings_of_machine
+from gpucr.snapshot.machine import files_to_open, findings_of_machine
 from gpucr.snapshot.manifest import Manifest
 from gpucr.snapshot.origin import ProvideFiles, RestoreSource
 from gpucr.snapshot.shared_files import ROOT, names_in_use
+from gpucr.surroundings.databases import PutBackDatabases
 from gpucr.surroundings.folders import MakeFolders
-from gpucr.surroundings.steps import AdaptFiles, FreePorts, PutBackSharedFiles, endpoints_to_bind, steps_before_criu
+from gpucr.surroundings.steps import AdaptFiles, StepBeforeCriu, endpoints_to_bind, steps_before_criu
 from gpucr.undo.cancellation import Cancellation
 from gpucr.undo.events import OnProgress
 from gpucr.undo.operation import TO_MOVE, Operation, operation
@@ -167,7 +169,7 @@ def restore(
             in_our_network = plan is None or plan.network == "host"
             record = kept.find(snapshot.manifest.kept) if in_our_network and not clone else None
             tcp = tcp or ("keep" if record is not None else "close")
-            findings += _findings_outside(snapshot, files, tcp, plan)
+            findings += _findings_outside(source, files, tcp, plan)
             findings += check_clone(snapshot.manifest) if clone else []
             preflight.require_no_blocking(findings, force=force)
             driver = _driver_for(snapshot)
@@ -239,7 +241,7 @@ def restore(
 def _run(
     source: RestoreSource,
     start: StartSandbox | StartKeeper,
-    around: Sequence[PutBackSharedFiles | FreePorts | AdaptFiles],
+    around: Sequence[StepBeforeCriu],
     criu: CriuRestore,
     keep: KeepJob,
     gang: Gang | None,
@@ -272,7 +274,9 @@ def _run(
             if each is not None:
                 with contextlib.suppress(GpucrError, OSError):  # hides neither a success nor a failure
                     each.close()
-    warnings = [warning for each in around if isinstance(each, AdaptFiles) for warning in each.warnings]
+    warnings = [
+        warning for each in around if isinstance(each, AdaptFiles | PutBackDatabases) for warning in each.warnings
+    ]
     restored = criu.tree.value
     warnings += gpu.tell() if gpu is not None else []
     return RestoreReport(
@@ -307,15 +311,21 @@ def _require_modes(files: str, tcp: str) -> None:
 
 
 def _findings_outside(
-    snapshot: JobSnapshot, files: preflight.FilesMode, tcp: preflight.TcpMode, plan: SandboxPlan | None
+    source: RestoreSource, files: preflight.FilesMode, tcp: preflight.TcpMode, plan: SandboxPlan | None
 ) -> list[preflight.Finding]:
-    manifest = snapshot.manifest
+    manifest = source.snapshot.manifest
     replaced = {str(path) for path in plan.outputs} if plan is not None else set()
     in_our_network = plan is None or plan.network == "host"
     opened = [file for file in manifest.open_files if file.path not in replaced]
+    saved = [state_now(database) for database in manifest.databases]
+    members = {member for database in saved for member in database.members}
+    opening, making = files_to_open(source, apart_from=replaced)
     return [
-        *preflight.check_files(opened, manifest.open_folders, files),
-        *preflight.check_changed_databases(opened, manifest.created, rewind=files == "rewind"),
+        *preflight.check_files(opened, manifest.open_folders, files, members),
+        *preflight.check_reopened(opening, making),
+        *preflight.check_locks([lock for lock in manifest.locks if lock.path not in replaced]),
+        *preflight.check_changed_databases(opened, manifest.created, rewind=files == "rewind", saved=saved),
+        *(preflight.check_own_terminals(manifest.terminals) if plan is None else ()),
         *(preflight.check_shared_files(names_in_use(ROOT, manifest.shared_files)) if plan is None else ()),
         *(preflight.check_ports(endpoints_to_bind(manifest, tcp)) if in_our_network else ()),
         *preflight.check_kept_connections(manifest.connections, tcp, manifest.kept, in_our_network=in_our_network),

@@ -139,16 +139,16 @@ class CriuRestore:
         if hook == "post-restore" and number + 1 < len(self._images):
             self._restore_tree(number + 1, interrupts)
         elif hook == "pre-resume":
+            tree = processes.tree(pid)
             if not self._site.value.criu.install.is_unprivileged:  # so that it opens nothing that its user could not
                 folder = self._images[number].folder
                 with images_read_from(folder):
                     names = FilesImage.read(folder).paths().values()
-                pids = [process.pid for process in processes.tree(pid)]
-                require_as_recorded(pids, {*names, *map(str, self._site.value.outputs.values())})
+                require_as_recorded([each.pid for each in tree], {*names, *map(str, self._site.value.outputs.values())})
             self._root_pids[number] = pid
             if not self._is_left_stopped:
                 self._take_stock()  # CRIU lets it run now, and it may end at once
-            self.warnings += tuple(restore_scheduling(self._manifest, pid))
+            self.warnings += tuple(restore_scheduling(self._manifest, tree))
             if not self._is_left_stopped:
                 interrupts.commit()
 

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from msgspec import Struct
 
 from gpucr.diagnosis import preflight
 from gpucr.diagnosis.traps import findings_of_traps
+from gpucr.driver.api import Driver
 from gpucr.driver.gpus import gpu_processes, list_gpus
 from gpucr.errors import GpucrError
 from gpucr.gang import Gang
 from gpucr.gpu_state import staging, suspended
-from gpucr.gpu_state.cuda_work import cuda_work
+from gpucr.gpu_state.cuda_work import CudaWork, cuda_work
 from gpucr.gpu_state.custom_storage.suspended import SuspendedStorage, needed_with_carrier, require_way_back
 from gpucr.gpu_state.gpu_choice import GpuRequest
 from gpucr.gpu_state.held import device_bytes_in_use
 from gpucr.gpu_state.interposed.hooks import call
+from gpucr.gpu_state.interposed.line import require_free
 from gpucr.gpu_state.interposed.suspended import SuspendedBlocks
-from gpucr.gpu_state.placement import gpus_of, place_suspended
+from gpucr.gpu_state.placement import Placement, gpus_of, place_suspended
 from gpucr.gpu_state.recovery import GangProtection
 from gpucr.gpu_state.steps import RestoreGang, UnlockGang
 from gpucr.gpu_state.ways import GpuState, may_be_interposed, require_possible, uses_files
@@ -33,6 +35,7 @@ from gpucr.model import CudaState, GangLock, GangMember, GpuMap
 from gpucr.undo.cancellation import Cancellation
 from gpucr.undo.events import OnProgress
 from gpucr.undo.operation import TO_CHANGE, Operation, operation
+from gpucr.undo.protection import Protection
 from gpucr.undo.steps import Phase, Step
 
 
@@ -93,25 +96,11 @@ def suspend(
         deadline = selection.deadline_after(timeout_s)
         taken = opened.enter_context(taken_job(running, pid, TO_CHANGE, only=only, force=force))
         found, protection = taken.cuda()
-        uses = gpu_processes()
-        held = device_bytes_in_use(found.job, uses)
-        use_files = uses_files(gpu_state)
-        findings = selection.findings_before_freeze(found.job, preflight.needs_of_suspend(held, in_files=use_files))
-        findings += findings_of_traps(found.job, found.driver, uses, may_share=may_be_interposed(gpu_state))
-        preflight.require_no_blocking(findings, force=force)
-        work = cuda_work(
-            found.driver,
-            found.job,
-            protection,
-            held,
-            None,
-            deadline=deadline,
-            gpu_state=gpu_state,
-            to_host=True,
-            whole_tree=not only,
-        )
+        prepared = prepare_suspend(found, protection, gpu_state=gpu_state, only=only, deadline=deadline)
+        work = prepared.work
         opened.callback(work.close)
-        findings += preflight.check_handed_over(work.custom.pids(found.job.gang))
+        findings = prepared.findings()
+        preflight.require_no_blocking(findings, force=force)
         work.staging.prepare(work.sizes)
         work.staging.settle()  # while the job runs: it is stopped only for the copy
         phases = running.run(work.steps_off_gpu(), roll=taken.roll, deadline=deadline, protection=protection)
@@ -119,7 +108,7 @@ def suspend(
         work.custom.release()
         for member in gang.members:
             has_hooks = member.id in work.hooks.processes
-            suspended.remember(member, held.get(member.pid, {}), has_hooks=has_hooks)
+            suspended.remember(member, work.device_bytes.get(member.pid, {}), has_hooks=has_hooks)
         taken.roll.require_gang("the rest of the job is suspended")
         warnings = tuple(finding.warning() for finding in findings)
         return replace(
@@ -127,6 +116,57 @@ def suspend(
             warnings=(*warnings, *work.hooks.warnings),
             lock=gang.first_lock,
         )
+
+
+@dataclass(frozen=True)
+class PreparedSuspend:
+    """A suspend that may begin, and what was found before any change. ``needs``: of host memory."""
+
+    work: CudaWork
+    needs: tuple[preflight.MemoryNeed, ...]
+    about_job: tuple[preflight.Finding, ...]
+
+    def findings(self, beside: Sequence[preflight.MemoryNeed] = ()) -> list[preflight.Finding]:
+        """All findings. ``beside``: host memory that other jobs will take before."""
+        return [*self.about_job, *preflight.check_host_memory([*beside, *self.needs])]
+
+
+def prepare_suspend(
+    found: selection.FoundJob,
+    protection: Protection,
+    *,
+    gpu_state: GpuState = "auto",
+    only: bool = False,
+    deadline: float | None = None,
+) -> PreparedSuspend:
+    """Inspect a job that uses CUDA. Changes nothing; `CudaWork.close` ends it. The one way, also for a dry run.
+
+    Raises Unsupported if its device memory cannot leave as ``gpu_state`` insists.
+    """
+    if may_be_interposed(gpu_state):
+        require_free(member.pid for member in found.job.gang)
+    uses = gpu_processes()
+    held = device_bytes_in_use(found.job, uses)
+    about_job = [
+        *preflight.check_states(found.job),
+        *findings_of_traps(found.job, found.driver, uses, may_share=may_be_interposed(gpu_state)),
+    ]
+    work = cuda_work(
+        found.driver,
+        found.job,
+        protection,
+        held,
+        None,
+        deadline=deadline,
+        gpu_state=gpu_state,
+        to_host=True,
+        whole_tree=not only,
+    )
+    return PreparedSuspend(
+        work=work,
+        needs=tuple(preflight.needs_of_suspend(held, in_files=uses_files(gpu_state))),
+        about_job=(*about_job, *preflight.check_handed_over(work.custom.pids(found.job.gang))),
+    )
 
 
 def resume(
@@ -180,31 +220,17 @@ def _resume(
     taken: TakenJob, deadline: float | None, request: GpuRequest, running: Operation, *, force: bool
 ) -> ChangeReport:
     (found, protection), roll = taken.cuda(), taken.roll
-    assert found.driver is not None  # noqa: S101 - it has processes with CUDA
-    gang = Gang(found.driver, found.job.gang, deadline=deadline)
-    records = {member.pid: suspended.recall(member.id) for member in gang.members}
-
-    def before_suspend(member: GangMember) -> CudaState:
-        record = records[member.pid]
-        return record.found if record is not None else CudaState.RUNNING
-
-    away = [m for m in gang.members if m.found is CudaState.CHECKPOINTED and before_suspend(m) is not m.found]
-    require_way_back(member.pid for member in away)
-    here = list_gpus()
-    placement = place_suspended(away, records, request, here, [member.pid for member in gang.members])
-    choice = placement.choice
-    findings = preflight.check_states(found.job)
-    needed_bytes = needed_with_carrier(choice.needed_bytes, [member.pid for member in away])
-    findings += preflight.check_room(needed_bytes, here, choice.gpu_map)
-    if choice.gpu_map is not None:
-        findings += preflight.check_driver(gang.driver.capabilities(), choice.gpu_map)
-    preflight.require_no_blocking(findings, force=force)
+    prepared = prepare_resume(found, request)
+    preflight.require_no_blocking(prepared.findings, force=force)
+    records, away, placement = prepared.records, prepared.away, prepared.placement
+    before_suspend, choice = prepared.before_suspend, placement.choice
+    gang = Gang(prepared.driver, found.job.gang, deadline=deadline)
     steps: list[Step] = []  # none for a running job: do not announce what is not done
     maps = placement.maps(gang)
     ids = {member.pid: member.id for member in gang.members}
 
     def uuids_of(pid: int) -> list[str]:
-        return [gpu.uuid for gpu in placement.visible(pid) or gpus_of(ids[pid], here, used={}).visible]
+        return [gpu.uuid for gpu in placement.visible(pid) or gpus_of(ids[pid], placement.here, used={}).visible]
 
     guarded = GangProtection(protection)
     before = {pid: record.device_bytes for pid, record in records.items() if record is not None}
@@ -233,6 +259,55 @@ def _resume(
     warnings = call(Hooks.AFTER_RESTORE, told)
     report = change_report(found.job.root.pid, gang, phases, lambda member: min(member.found, before_suspend(member)))
     return replace(report, warnings=tuple(warnings), gpu_map=choice.gpu_map, gpu_reasons=choice.reasons)
+
+
+@dataclass(frozen=True)
+class PreparedResume:
+    """A resume that may begin, and what was found before any change. ``away``: the processes that come back.
+
+    ``records``: what their suspend noted, by pid.
+    """
+
+    driver: Driver
+    away: tuple[GangMember, ...]
+    records: Mapping[int, suspended.SuspendedRecord | None]
+    placement: Placement
+    findings: tuple[preflight.Finding, ...]
+
+    def before_suspend(self, member: GangMember) -> CudaState:
+        """The state to which a resume brings it."""
+        return _before_suspend(self.records[member.pid])
+
+
+def prepare_resume(found: selection.FoundJob, request: GpuRequest) -> PreparedResume:
+    """Inspect a job that uses CUDA. Changes nothing. The one way, also for a dry run.
+
+    Raises InvalidRequest for a request that does not fit, Unsupported if its memory cannot come back here.
+    """
+    assert found.driver is not None  # noqa: S101 - it has processes with CUDA
+    members = found.job.gang
+    records = {member.pid: suspended.recall(member.id) for member in members}
+    away = tuple(
+        member
+        for member in members
+        if member.found is CudaState.CHECKPOINTED and _before_suspend(records[member.pid]) is not member.found
+    )
+    pids = [member.pid for member in away]
+    require_way_back(pids)
+    placement = place_suspended(away, records, request, list_gpus(), [member.pid for member in members])
+    choice = placement.choice
+    findings = [
+        *preflight.check_states(found.job),
+        *preflight.check_room(needed_with_carrier(choice.needed_bytes, pids), placement.here, choice.gpu_map),
+    ]
+    if choice.gpu_map is not None:
+        findings += preflight.check_driver(found.driver.capabilities(), choice.gpu_map)
+    require_free(member.pid for member in members)
+    return PreparedResume(found.driver, away, records, placement, tuple(findings))
+
+
+def _before_suspend(record: suspended.SuspendedRecord | None) -> CudaState:
+    return record.found if record is not None else CudaState.RUNNING
 
 
 def change_report(

@@ -6,12 +6,14 @@ because every Python has it and modern processors have instructions for it.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import stat
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from gpucr.errors import SnapshotDamaged
 from gpucr.linux import durable
@@ -20,12 +22,31 @@ from gpucr.snapshot.manifest import FileRecord
 PIECE_BYTES = 64 << 20
 _BLOCK_BYTES = 4 << 20  # the threads that read device memory need the interpreter's lock as often as these
 _THREADS = min(16, os.cpu_count() or 1)
+_SYNCING = 8
+"""How many threads wait for the disk at once.
+
+The file system makes durable together what waits for it. Seen with ext4: 3,500 small files take 0.4 s with eight
+threads, 3.3 s with one.
+"""
+
+_Item = TypeVar("_Item")
 
 
 def record(folder: Path, relative_paths: Iterable[str]) -> tuple[FileRecord, ...]:
     """Size and digests of these files of the folder. Raises OSError if one cannot be read."""
-    sizes = {path: (folder / path).stat().st_size for path in relative_paths}
-    digests = _digest_all(folder, [(path, offset) for path, size in sizes.items() for offset in _offsets(size)])
+    return _record(folder, relative_paths, sync=False)
+
+
+def record_and_sync(folder: Path, relative_paths: Sequence[str]) -> tuple[FileRecord, ...]:
+    """`record` and `sync` at once: while one thread hashes, others wait for the disk."""
+    records = _record(folder, relative_paths, sync=True)
+    _sync_folders(folder, relative_paths)
+    return records
+
+
+def _record(folder: Path, relative_paths: Iterable[str], *, sync: bool) -> tuple[FileRecord, ...]:
+    sizes = {path: os.stat(f"{folder}/{path}").st_size for path in relative_paths}
+    digests = _digest_all(folder, sizes, sync=sync)
     return tuple(
         FileRecord(path, size, tuple(digests[path, offset] for offset in _offsets(size)))
         for path, size in sorted(sizes.items())
@@ -39,9 +60,8 @@ def verify(folder: Path, records: Sequence[FileRecord], check: Callable[[], None
     """
     for file in records:
         _check_shape(folder, file)
-    pieces = [(file.path, offset) for file in records for offset in _offsets(file.size_bytes)]
     try:
-        digests = _digest_all(folder, pieces, check)
+        digests = _digest_all(folder, {file.path: file.size_bytes for file in records}, check)
     except OSError as e:
         raise SnapshotDamaged(f"{e.filename} cannot be read: {e.strerror}", path=str(e.filename)) from e
     for file in records:
@@ -57,33 +77,42 @@ def verify(folder: Path, records: Sequence[FileRecord], check: Callable[[], None
 
 def sync(folder: Path, relative_paths: Iterable[str]) -> None:
     """Make these files and their parent folders durable (fsync)."""
-    folders = {folder}
-    for path in relative_paths:
-        durable.sync(folder / path)
-        folders.update(parent for parent in (folder / path).parents if folder in parent.parents)
-    for each in folders:
+    paths = list(relative_paths)
+    _in_threads(_SYNCING, durable.sync, [f"{folder}/{path}" for path in paths])
+    _sync_folders(folder, paths)
+
+
+def _sync_folders(folder: Path, relative_paths: Iterable[str]) -> None:
+    folders = {folder} | {folder / os.path.dirname(path) for path in relative_paths}
+    above = {parent for each in folders for parent in each.parents if folder in parent.parents}
+    for each in folders | above:
         durable.sync(each)
 
 
-def record_and_sync(folder: Path, relative_paths: Sequence[str]) -> tuple[FileRecord, ...]:
-    """`record` and `sync` at once: while one thread hashes, another one waits for the disk."""
-    failures: list[BaseException] = []
+def _in_threads(count: int, work: Callable[[_Item], object], items: Iterable[_Item]) -> None:
+    """Do this work for each item, in this and up to ``count - 1`` other threads. Raises the first failure."""
+    left, failures = iter(list(items)), list[BaseException]()
 
-    def sync_them() -> None:
+    def work_on() -> None:
         try:
-            sync(folder, relative_paths)
-        except BaseException as e:  # noqa: BLE001 - raised by who waits for it
+            for item in left:  # a list's iterator gives each item to one thread only
+                if failures:
+                    return
+                work(item)
+        except BaseException as e:  # noqa: BLE001 - raised below
             failures.append(e)
 
-    syncing = threading.Thread(target=sync_them, name="image-sync")
-    syncing.start()
-    try:
-        records = record(folder, relative_paths)
-    finally:
-        syncing.join()
+    others: list[threading.Thread] = []
+    with contextlib.suppress(RuntimeError, MemoryError):  # no more threads: fewer will do
+        for _ in range(count - 1):
+            thread = threading.Thread(target=work_on, name="images")
+            thread.start()
+            others.append(thread)
+    work_on()
+    for thread in others:
+        thread.join()
     if failures:
         raise failures[0]
-    return records
 
 
 def _offsets(size_bytes: int) -> range:
@@ -91,56 +120,62 @@ def _offsets(size_bytes: int) -> range:
 
 
 def _check_shape(folder: Path, file: FileRecord) -> None:
-    path = folder / file.path
+    path = f"{folder}/{file.path}"
     hint = "the snapshot was changed after it was written: restore from another snapshot or copy"
-    for parent in path.parents:
-        if parent == folder:
-            break
-        if parent.is_symlink():
-            raise SnapshotDamaged(f"{file.path} leads through a symbolic link", path=str(path), hint=hint)
+    above = os.path.dirname(file.path)
+    while above:
+        if os.path.islink(f"{folder}/{above}"):
+            raise SnapshotDamaged(f"{file.path} leads through a symbolic link", path=path, hint=hint)
+        above = os.path.dirname(above)
     try:
-        found = path.lstat()
+        found = os.lstat(path)
     except OSError as e:
-        raise SnapshotDamaged(f"{file.path} is missing", path=str(path), hint=hint) from e
+        raise SnapshotDamaged(f"{file.path} is missing", path=path, hint=hint) from e
     if not stat.S_ISREG(found.st_mode):
-        raise SnapshotDamaged(f"{file.path} is not a plain file", path=str(path), hint=hint)
+        raise SnapshotDamaged(f"{file.path} is not a plain file", path=path, hint=hint)
     if found.st_size != file.size_bytes:
         raise SnapshotDamaged(
-            f"{file.path} has {found.st_size} bytes where {file.size_bytes} were written", path=str(path), hint=hint
+            f"{file.path} has {found.st_size} bytes where {file.size_bytes} were written", path=path, hint=hint
         )
     if len(file.sha256) != len(_offsets(file.size_bytes)):
-        raise SnapshotDamaged(f"the manifest has too few or too many digests for {file.path}", path=str(path))
+        raise SnapshotDamaged(f"the manifest has too few or too many digests for {file.path}", path=path)
 
 
 def _digest_all(
-    folder: Path, pieces: Sequence[tuple[str, int]], check: Callable[[], None] = lambda: None
+    folder: Path, sizes: Mapping[str, int], check: Callable[[], None] = lambda: None, *, sync: bool = False
 ) -> dict[tuple[str, int], str]:
-    def digest(piece: tuple[str, int]) -> str:
+    """The digests of all pieces of these files, by path and offset. ``sync``: also make the files durable."""
+    own = threading.local()  # a buffer: its pages are made only once
+    largest_bytes = max(1, min(_BLOCK_BYTES, max(sizes.values(), default=0)))
+    found: dict[tuple[str, int], str] = {}
+
+    def digest(piece: tuple[str, int]) -> None:
         check()
-        return _digest(folder / piece[0], piece[1])
+        if (buffer := getattr(own, "buffer", None)) is None:
+            buffer = own.buffer = memoryview(bytearray(largest_bytes))
+        fd = os.open(f"{folder}/{piece[0]}", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            found[piece] = _digest(fd, piece[1], buffer)
+            if sync and piece[1] == 0:  # of the whole file, while others hash its other pieces
+                durable.sync_open(fd)
+        except OSError as e:
+            e.filename = f"{folder}/{piece[0]}"  # a call on a descriptor does not know it
+            raise
+        finally:
+            os.close(fd)
 
-    sizes = {path: (folder / path).stat().st_size for path, _ in pieces}
-    if sum(sizes.values()) <= PIECE_BYTES:
-        return {piece: digest(piece) for piece in pieces}
-    from concurrent.futures import ThreadPoolExecutor  # a small snapshot need not wait for its import
+    threads = _THREADS if sum(sizes.values()) > PIECE_BYTES else 1
+    pieces = [(path, offset) for path, size in sizes.items() for offset in _offsets(size)]
+    _in_threads(min(max(threads, _SYNCING) if sync else threads, len(pieces)), digest, pieces)
+    empty = [f"{folder}/{path}" for path, size in sizes.items() if sync and not size]
+    _in_threads(min(_SYNCING, len(empty)), durable.sync, empty)
+    return found
 
-    with ThreadPoolExecutor(_THREADS, "digest") as pool:
-        return dict(zip(pieces, pool.map(digest, pieces), strict=True))
 
-
-def _digest(path: Path, offset: int) -> str:
+def _digest(fd: int, offset: int, buffer: memoryview) -> str:
     digest = hashlib.sha256()
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        # No larger than the file: most of CRIU's are small, and every page of the buffer is touched when it is made.
-        buffer = memoryview(bytearray(max(1, min(_BLOCK_BYTES, os.fstat(fd).st_size))))
-        position, end = offset, offset + PIECE_BYTES
-        while position < end:
-            count = os.preadv(fd, [buffer[: min(_BLOCK_BYTES, end - position)]], position)
-            if count == 0:
-                break
-            digest.update(buffer[:count])
-            position += count
-    finally:
-        os.close(fd)
+    position, end = offset, offset + PIECE_BYTES
+    while position < end and (count := os.preadv(fd, [buffer[: end - position]], position)):
+        digest.update(buffer[:count])
+        position += count
     return digest.hexdigest()

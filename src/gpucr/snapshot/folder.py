@@ -5,7 +5,7 @@
     DIR/                 0700
       images/            CRIU's image files, 0600; those of a job's further trees are in images-1/ and so on
       device/            device memory of the CUDA processes, 0600 (see device/): only where CRIU's images lack it
-      shared/            files of shared memory, 0600 (see shared_files.py): only where the job has any
+      shared/            files of shared memory, copies of databases, 0600: only where the job has any
       manifest.json      0600, written last: without it there is no snapshot
 """
 
@@ -16,7 +16,7 @@ import errno
 import os
 import shutil
 import stat
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count, takewhile
 from pathlib import Path
@@ -27,8 +27,8 @@ from gpucr.errors import InvalidRequest, SnapshotDamaged, SnapshotError, Snapsho
 from gpucr.linux import durable, locks, trusted_paths
 from gpucr.linux.held_folder import HeldFolder
 from gpucr.records import RecordError
-from gpucr.snapshot import device, files, manifest, shared_files
-from gpucr.snapshot.manifest import FileRecord, Manifest, SharedFileRecord, images_name
+from gpucr.snapshot import databases, device, files, manifest, shared_files
+from gpucr.snapshot.manifest import FileRecord, Manifest, SavedDatabase, SharedFileRecord, images_name
 
 MANIFEST_NAME = "manifest.json"
 IMAGES_NAME = images_name(0)
@@ -208,6 +208,13 @@ class UnfinishedSnapshot:
         with self.filled():
             return shared_files.save(root, self.held.path, inodes=inodes)
 
+    def save_databases(
+        self, found: Mapping[str, Mapping[str, tuple[int, int]]], first_number: int
+    ) -> tuple[SavedDatabase, ...]:
+        """Copy these databases, as they are now (see databases.py)."""
+        with self.filled():
+            return databases.save(found, self.held.path, first_number)
+
     def filled(self) -> contextlib.AbstractContextManager[None]:
         """For a block that writes into the folder: failed writes become SnapshotError."""
         return completed(str(self.path), hint=_NO_SPACE_HINT)
@@ -219,15 +226,13 @@ class UnfinishedSnapshot:
 
     def _seal_images(self) -> tuple[FileRecord, ...]:
         if self._sealed is None:
-            paths = [
-                f"{folder.name}/{entry.name}"
-                for folder in (*self.image_folders, self.shared)
-                if folder.exists()
-                for entry in os.scandir(folder)
-                if entry.is_file(follow_symlinks=False)
-            ]
-            for path in paths:
-                (self.held.path / path).chmod(0o600)
+            paths: list[str] = []
+            for folder in (*self.image_folders, self.shared):
+                for entry in os.scandir(folder) if folder.exists() else ():
+                    if entry.is_file(follow_symlinks=False):
+                        paths.append(f"{folder.name}/{entry.name}")
+                        if entry.stat(follow_symlinks=False).st_mode & 0o7777 != 0o600:
+                            os.chmod(entry.path, 0o600)
             self._sealed = files.record_and_sync(self.held.path, paths)
         return self._sealed
 

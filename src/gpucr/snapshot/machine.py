@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import platform
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path, PurePath, PurePosixPath
 
-from gpucr.criu.credentials import capabilities_in, uids_in
+from gpucr.criu.credentials import credentials_in
 from gpucr.criu.image_entries import ImageError
 from gpucr.criu.images import MAX_IMAGE_BYTES, FilesImage, have_clocks
 from gpucr.criu.images import NAME as FILES_IMAGE
 from gpucr.criu.install import CriuInstall
 from gpucr.criu.pids import pids_in
+from gpucr.criu.reopened import Reopened, reopened
 from gpucr.diagnosis import preflight
 from gpucr.diagnosis.preflight.support import gpu_use, machine
 from gpucr.diagnosis.traps import findings_of_targets
@@ -20,8 +21,10 @@ from gpucr.errors import BrokenInstall
 from gpucr.gpu_state.backend import CUSTOM_STORAGE, INTERPOSED
 from gpucr.gpu_state.gpu_choice import GpuChoice
 from gpucr.interposer.build import LIBRARY
-from gpucr.linux import capabilities
+from gpucr.linux import capabilities, processor
+from gpucr.linux.namespaces import keep_clear_of
 from gpucr.linux.pid_uses import wait_for_reaping
+from gpucr.linux.processor import Processor
 from gpucr.linux.sock_diag import TcpSocket, outside_connections
 from gpucr.model import Gpu
 from gpucr.snapshot.manifest import Manifest
@@ -36,7 +39,8 @@ def findings_of_machine(
 ) -> list[preflight.Finding]:
     """Findings about this machine against a restore. ``here``: its GPUs.
 
-    Waits for parents to reap zombies, and installs the interposer's library where the job had it, if it is gpucr's own.
+    Waits for parents to reap zombies, keeps later processes of gpucr's off the job's pids, and installs the
+    interposer's library where the job had it, if it is gpucr's own.
     """
     manifest = source.snapshot.manifest
     libraries = [path for file in manifest.open_files if (path := PurePosixPath(file.path)).name == LIBRARY]
@@ -46,6 +50,7 @@ def findings_of_machine(
         with contextlib.suppress(BrokenInstall):  # that it is missing is found below
             put_back(each)
     pids = _pids_needed_here(source) if not in_sandbox else set()
+    keep_clear_of(pids)
     findings = preflight.check_free_pids(wait_for_reaping(pids, REAPING_TIMEOUT_S))
     paths = [PurePosixPath(file.path) for file in manifest.files]
     findings += preflight.check_clocks(are_in_images=have_clocks(path.name for path in paths))
@@ -53,8 +58,9 @@ def findings_of_machine(
     with contextlib.suppress(OSError, ImageError):  # a damaged image is an error of its own, when it is provided
         for folder, open_image in zip(manifest.image_folders, source.openers, strict=True):
             names = [path.name for path in paths if path.parent.name == folder]
-            wanted |= capabilities_in(names, open_image)
-            uids |= uids_in(names, open_image)
+            capabilities_of_tree, uids_of_tree = credentials_in(names, open_image)
+            wanted |= capabilities_of_tree
+            uids |= uids_of_tree
         findings += preflight.check_capabilities(wanted, capabilities.own().after_exec())
     connected = install.is_unprivileged and not install.has_network and _has_connections_inside(source)
     findings += preflight.check_restore_by_user(install, uids, in_sandbox=in_sandbox, has_connections=connected)
@@ -62,11 +68,27 @@ def findings_of_machine(
         manifest, choice, here, private_bytes=private_bytes_of(manifest), buffers_bytes=source.buffers_bytes
     )
     findings += _check_interposer(manifest, libraries)
-    if manifest.architecture != platform.machine():
-        findings.append(
-            machine.ARCHITECTURE.seen(f"this one is {platform.machine()}", architecture=manifest.architecture)
-        )
-    return findings
+    return findings + findings_of_processor(manifest.architecture, manifest.processor)
+
+
+def findings_of_processor(architecture: str, dumped: Processor) -> list[preflight.Finding]:
+    """Whether programs that were dumped on such a processor can run on this machine's."""
+    here = platform.machine()
+    if architecture != here:
+        return [machine.ARCHITECTURE.seen(f"this one is {here}", architecture=architecture)]
+    return preflight.check_processor(dumped, processor.here())
+
+
+def files_to_open(source: RestoreSource, *, apart_from: Collection[str]) -> tuple[list[Reopened], list[str]]:
+    """The files and folders that CRIU opens again, and the folders in which it makes deleted ones."""
+    files: list[Reopened] = []
+    folders: list[str] = []
+    with contextlib.suppress(OSError, ImageError):  # a damaged image is an error of its own, when it is provided
+        for open_image in source.openers:
+            opened, made = reopened(open_image)
+            files += [each for each in opened if each.path not in apart_from]
+            folders += made
+    return files, folders
 
 
 def _check_interposer(manifest: Manifest, libraries: Sequence[PurePath]) -> list[preflight.Finding]:

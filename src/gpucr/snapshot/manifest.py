@@ -21,8 +21,20 @@ from msgspec.structs import replace
 from gpucr import records
 from gpucr.criu.options import DumpOptions
 from gpucr.interposer.sharing import Share
+from gpucr.linux.processor import Processor
 from gpucr.linux.scheduling import IO_PRIORITY_LIMIT, cpus_in
-from gpucr.model import KIND_NAME, Connection, CudaState, DevicePart, Endpoint, Extent, Gpu, JobFile, StagedExtent
+from gpucr.model import (
+    KIND_NAME,
+    Connection,
+    CudaState,
+    DevicePart,
+    Endpoint,
+    Extent,
+    FileLock,
+    Gpu,
+    JobFile,
+    StagedExtent,
+)
 from gpucr.records import Count, Pid, Priority, Record, RecordError, Text
 
 FORMAT = "gpucr-snapshot"
@@ -31,10 +43,12 @@ MAX_MANIFEST_BYTES = 64 << 20
 """Digests of 1 TiB of device memory in pieces of 4 MiB take 20 MiB."""
 
 PAGE_BYTES = 4096
+_LOCKS = frozenset(("FLOCK", "POSIX", "OFDLCK"))
 _MAX_PIECE_BYTES = 1 << 30
 _MAX_DEVICE_BYTES = 1 << 48
 _ABOUT = {"format", "format_version", "has_gpu_state"}
 """Members of the JSON that are not in `Manifest`."""
+_NOT_A_NAME = frozenset({"", ".", ".."})
 _STATES = {state.word: state for state in (CudaState.RUNNING, CudaState.CHECKPOINTED)}
 
 Sha256 = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
@@ -57,8 +71,7 @@ def check_absolute(path: str) -> None:
 
 def check_inside(path: str) -> None:
     """Raise RecordError if this is not a relative path in its shortest form that stays below its folder."""
-    pure = PurePosixPath(path)
-    if pure.is_absolute() or ".." in pure.parts or not pure.parts or "\0" in path or str(pure) != path:
+    if "\0" in path or not _NOT_A_NAME.isdisjoint(path.split("/")):
         raise RecordError(f"the path {path!r} leads outside the snapshot")
     try:
         os.fsencode(path)
@@ -117,6 +130,40 @@ class SharedFileRecord(Record, frozen=True):
             raise RecordError("`names` is empty, or has one twice")
         for path in (*self.names, self.stored):
             check_inside(path)
+
+
+class SavedFile(Record, frozen=True):
+    """A copy of one of the job's files, whose content is in the snapshot as ``stored``. ``mode``: 12 bits.
+
+    ``inode``: the number of the file on its file system.
+    """
+
+    path: str
+    size_bytes: Size
+    mode: Mode
+    uid: Owner
+    gid: Owner
+    modified_ns: Size
+    inode: Size
+    stored: str
+
+
+class SavedDatabase(Record, frozen=True):
+    """All files of a database at the dump, in one folder: the one at ``path``, and those beside it."""
+
+    path: str
+    files: tuple[SavedFile, ...]
+
+    def __post_init__(self) -> None:
+        check_absolute(self.path)
+        paths = [file.path for file in self.files]
+        if self.path not in paths or len(set(paths)) != len(paths):
+            raise RecordError("`files` lacks the database, or has a file twice")
+        for file in self.files:
+            check_absolute(file.path)
+            check_inside(file.stored)
+            if PurePosixPath(file.path).parent != PurePosixPath(self.path).parent:
+                raise RecordError(f"{file.path!r} is in another folder than its database")
 
 
 class DeviceData(Record, frozen=True):
@@ -180,7 +227,8 @@ class ProcessRecord(Record, frozen=True):
     of its device memory from the driver (None: it has none, or CRIU's images hold it, kind ``plain``), ``above`` the
     parts of backends above the driver's, lowest first. ``visible_gpus`` are the UUIDs of the GPUs that it can use,
     ``known_gpus`` of those that the driver knows for it (both empty without CUDA). ``scheduling`` has every one of its
-    threads (None: not known). ``has_hooks``: its program has functions to call when it runs again.
+    threads (None: not known). ``has_hooks``: its program has functions to call when it runs again. ``core_filter``:
+    which memory a core dump of it has (core(5); None: not known).
     """
 
     pid: Pid
@@ -200,6 +248,7 @@ class ProcessRecord(Record, frozen=True):
     scheduling: tuple[ThreadRecord, ...] | None = None
     above: tuple[DeviceData, ...] = ()
     has_hooks: bool = False
+    core_filter: Annotated[int, Meta(ge=0, lt=1 << 32)] | None = None
 
     @property
     def device_parts(self) -> dict[DevicePart, DeviceData]:
@@ -278,6 +327,7 @@ class Manifest(Record, frozen=True):
     criu_options: DumpOptions | None
     kernel: str
     architecture: str
+    processor: Processor
     gpucr_version: str
     left_running: bool
     folders: tuple[FolderRecord, ...] = ()
@@ -294,6 +344,9 @@ class Manifest(Record, frozen=True):
     other_root_pids: tuple[Pid, ...] = ()
     was_frozen: bool = False
     shares: tuple[Share, ...] = ()
+    databases: tuple[SavedDatabase, ...] = ()
+    locks: tuple[FileLock, ...] = ()
+    terminals: tuple[Count, ...] = ()
 
     @property
     def root_pids(self) -> tuple[int, ...]:
@@ -399,6 +452,62 @@ def decode(data: bytes) -> Manifest:
     return manifest
 
 
+class Brief(msgspec.Struct, frozen=True):
+    """What a list of snapshots shows of a manifest: the job's name, its command, and the GPUs with its memory."""
+
+    job: str | None
+    command_line: tuple[str, ...]
+    gpu_models: tuple[str, ...]
+
+
+class _SomeOfLaunch(msgspec.Struct, frozen=True):
+    name: str
+    command: tuple[str, ...]
+
+
+class _SomeOfProcess(msgspec.Struct, frozen=True):
+    pid: int
+    command_line: tuple[str, ...]
+    device_bytes: dict[str, int]
+
+
+class _SomeOfGpu(msgspec.Struct, frozen=True):
+    uuid: str
+    name: str
+
+
+class _Some(msgspec.Struct, frozen=True):
+    format: Literal["gpucr-snapshot"]
+    format_version: Literal[1]
+    root_pid: int
+    processes: tuple[_SomeOfProcess, ...]
+    gpus: tuple[_SomeOfGpu, ...]
+    launch: _SomeOfLaunch | None
+
+
+class _SomeSealed(msgspec.Struct, frozen=True):
+    manifest: _Some
+
+
+def decode_brief(data: bytes) -> Brief:
+    """A few members of manifest.json, checked only for their types. Raises RecordError.
+
+    It takes a tenth of the time of `decode`, for a list of thousands. What it does not read, `decode` decides about.
+    """
+    found: _Some | Manifest
+    try:
+        found = records.decoder(_SomeSealed).decode(data).manifest
+    except records.UNREADABLE:  # also for a text that is not UTF-8
+        found = decode(data)
+    root = next((each.command_line for each in found.processes if each.pid == found.root_pid), ())
+    used = {uuid for process in found.processes for uuid in process.device_bytes}
+    return Brief(
+        found.launch.name if found.launch is not None else None,
+        found.launch.command if found.launch is not None else root,
+        tuple(sorted({gpu.name for gpu in found.gpus if gpu.uuid in used})),
+    )
+
+
 class _Sealed(Record, frozen=True):
     sha256: str
     manifest: dict[str, Any]
@@ -442,12 +551,10 @@ def _check_consistency(manifest: Manifest) -> None:
         raise RecordError("it has several trees, which were not frozen")
     if len(pids) != len(manifest.processes):
         raise RecordError("two processes have the same pid")
-    sizes = {file.path: file.size_bytes for file in manifest.files}
-    for shared in manifest.shared_files:
-        if sizes.get(shared.stored) != shared.size_bytes:
-            raise RecordError(f"the shared file {shared.names[0]!r} has no file of its size in the snapshot")
+    _check_copies(manifest)
     for path in (*(file.path for file in manifest.open_files), *manifest.open_folders):
         check_absolute(path)
+    _check_locks(manifest.locks)
     _check_shares(manifest.shares, pids)
     for part, data in manifest.device_parts.items():
         _check_extents(data, f"device_data of process {part.pid}")
@@ -456,6 +563,24 @@ def _check_consistency(manifest: Manifest) -> None:
             endpoint.require_valid()
         except ValueError as e:
             raise RecordError(str(e)) from e
+
+
+def _check_locks(locks: Sequence[FileLock]) -> None:
+    for lock in locks:
+        check_absolute(lock.path)
+        if lock.kind not in _LOCKS or lock.start < 0 or (lock.end is not None and lock.end < lock.start):
+            raise RecordError(f"{lock.path!r} cannot have had such a lock")
+
+
+def _check_copies(manifest: Manifest) -> None:
+    """Whether the content of shared memory and databases is in the snapshot."""
+    sizes = {file.path: file.size_bytes for file in manifest.files}
+    for shared in manifest.shared_files:
+        if sizes.get(shared.stored) != shared.size_bytes:
+            raise RecordError(f"the shared file {shared.names[0]!r} has no file of its size in the snapshot")
+    for saved in (file for database in manifest.databases for file in database.files):
+        if sizes.get(saved.stored) != saved.size_bytes:
+            raise RecordError(f"the copy of {saved.path!r} has no file of its size in the snapshot")
 
 
 def _check_shares(shares: Sequence[Share], pids: Collection[int]) -> None:

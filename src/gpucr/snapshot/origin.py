@@ -131,6 +131,7 @@ class FolderSource(RestoreSource):
     def __init__(self, snapshot: Snapshot) -> None:
         super().__init__(snapshot, snapshot.held.path, ("verify", f"verify {snapshot.path}"))
         self._snapshot = snapshot
+        self._images: dict[str, OpenImage] = {}
         self._pool: ThreadPoolExecutor | None = None
         self._verified: Future[None] | None = None
         self._is_closed = False
@@ -170,10 +171,12 @@ class FolderSource(RestoreSource):
 
     def open_image(self, folder: str, name: str) -> BinaryIO:
         """An image of the snapshot, or of the container whose images surround this GPU part."""
-        images = self.folder / folder
-        around = self.folder if self._snapshot.is_scattered else self.folder.resolve().parent
-        is_part = not images.exists() and (around / "pstree.img").is_file()
-        return images_in(around if is_part else images)(name)
+        if folder not in self._images:
+            images = self.folder / folder
+            around = self.folder if self._snapshot.is_scattered else self.folder.resolve().parent
+            is_part = not images.exists() and (around / "pstree.img").is_file()
+            self._images[folder] = images_in(around if is_part else images)
+        return self._images[folder](name)
 
     def close(self) -> None:
         """Nothing to remove: the folder is the snapshot."""

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from gpucr.linux.sparse import data_ranges
+from gpucr.linux.sparse import copy_data
 from gpucr.linux.trusted_paths import make_folder_in
 from gpucr.snapshot.manifest import SharedFileRecord
 
@@ -31,8 +31,6 @@ _REMAP = re.compile(r"(^|/)link_remap\.\d+$")
 
 _OTHERS_WORK = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.EIO)
 
-_BLOCK_BYTES = 1 << 20
-_ZEROS = bytes(_BLOCK_BYTES)
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -170,7 +168,7 @@ class SharedFiles:
             else:
                 size_bytes, mode, owner = wanted.st_size, stat.S_IMODE(wanted.st_mode), (wanted.st_uid, wanted.st_gid)
                 modified_ns = wanted.st_mtime_ns
-            _copy(source, fd, size_bytes)
+            copy_data(source, fd, size_bytes)
             os.fchown(fd, *owner)
             os.fchmod(fd, mode)
             os.utime(fd, ns=(modified_ns, modified_ns))
@@ -309,7 +307,7 @@ def _save_one(root: Path, snapshot: Path, stored: str, names: list[str]) -> Shar
         status = os.fstat(source)
         target = os.open(snapshot / stored, _CREATE, 0o600)
         try:
-            _copy(source, target, status.st_size)
+            copy_data(source, target, status.st_size)
         finally:
             os.close(target)
     finally:
@@ -323,24 +321,6 @@ def _save_one(root: Path, snapshot: Path, stored: str, names: list[str]) -> Shar
         modified_ns=status.st_mtime_ns,
         stored=stored,
     )
-
-
-def _copy(source: int, target: int, size_bytes: int) -> None:
-    """Copy this many bytes, except zeros."""
-    os.ftruncate(target, size_bytes)
-    for begin, end in data_ranges(source, size_bytes):
-        position = begin
-        while block := os.pread(source, min(_BLOCK_BYTES, end - position), position):
-            if block != _ZEROS[: len(block)]:
-                _write_all(target, block, position)
-            position += len(block)
-
-
-def _write_all(target: int, block: bytes, position: int) -> None:
-    view = memoryview(block)
-    while view:
-        written = os.pwrite(target, view, position)
-        view, position = view[written:], position + written
 
 
 def _temporary_name(mark: str) -> str:

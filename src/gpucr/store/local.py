@@ -64,7 +64,8 @@ class LocalBackend:
     def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
         """See `Backend.read`."""
         with self._opened(name) as fd:
-            wanted = max(0, os.fstat(fd).st_size - offset) if length is None else length
+            there = max(0, os.fstat(fd).st_size - offset)
+            wanted = there if length is None else min(length, there)
             parts = []
             while wanted > 0 and (part := os.pread(fd, min(wanted, 64 << 20), offset)):
                 parts.append(part)
@@ -86,10 +87,12 @@ class LocalBackend:
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """See `Backend.list`. Files with invalid object names are skipped."""
-        folder = self._held.path / prefix.rpartition("/")[0]
+        below = prefix.rpartition("/")[0]
         found = [
             ObjectInfo(name, at.st_size, at.st_mtime)
-            for name, at in _walk(folder, self._held.path, is_shared=self.group is not None)
+            for name, at in _walk(
+                self._held.path / below, f"{below}/" if below else "", is_shared=self.group is not None
+            )
             if name.startswith(prefix)
         ]
         return iter(sorted(found, key=lambda info: info.name))
@@ -276,7 +279,8 @@ def _transfer(call: Callable[[int, list[memoryview], int], int], fd: int, data: 
     return done
 
 
-def _walk(folder: Path, root: Path, *, is_shared: bool) -> Iterator[tuple[str, os.stat_result]]:
+def _walk(folder: str | os.PathLike[str], before: str, *, is_shared: bool) -> Iterator[tuple[str, os.stat_result]]:
+    """The files below, with ``before`` and their path below ``folder`` as their names."""
     try:
         entries = list(os.scandir(folder))
     except (FileNotFoundError, NotADirectoryError):
@@ -287,9 +291,9 @@ def _walk(folder: Path, root: Path, *, is_shared: bool) -> Iterator[tuple[str, o
         if entry.is_dir(follow_symlinks=False):
             # A member could replace his own folder by a link while root works below it.
             if not is_shared or entry.stat(follow_symlinks=False).st_uid == 0:
-                yield from _walk(Path(entry.path), root, is_shared=is_shared)
+                yield from _walk(entry.path, f"{before}{entry.name}/", is_shared=is_shared)
         elif entry.is_file(follow_symlinks=False):
-            name = str(Path(entry.path).relative_to(root))
+            name = f"{before}{entry.name}"
             with contextlib.suppress(FileNotFoundError, ValueError):
                 check_name(name)
                 yield name, entry.stat(follow_symlinks=False)

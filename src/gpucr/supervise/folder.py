@@ -30,7 +30,7 @@ from gpucr.supervise.settings import Supervision
 Phase = Literal["supervised", "draining", "finished", "gave-up", "stopped", "left", "taken-away"]
 """``supervised``: a supervisor has it, or should have. ``draining``: a last dump ends it, or has ended it; it will
 come back. ``finished``: it ended with exit code 0. ``stopped``: `gpucr stop` ended it. ``left``: it was left to itself.
-``taken-away``: somebody else has dumped and ended it."""
+``taken-away``: somebody else has dumped and ended it, or restored it elsewhere."""
 
 UNFINISHED: frozenset[Phase] = frozenset({"supervised", "draining"})
 """The states that `gpucr supervise --all` resumes."""
@@ -42,10 +42,14 @@ _ENDED_S = 2.0
 
 
 class Taken(Record, frozen=True):
-    """A snapshot of the job. ``failures``: when the job failed after a restore from it, in seconds since 1970."""
+    """A snapshot of the job. ``failures``: when the job failed after a restore from it, in seconds since 1970.
+
+    ``worked_s``: how long the job had worked since its start.
+    """
 
     id: Text
     created_s: Moment
+    worked_s: Duration
     failures: tuple[Moment, ...] = ()
 
 
@@ -54,8 +58,9 @@ class SupervisedState(Record, frozen=True):
 
     Times are seconds since 1970, or durations in seconds; counters start with the supervision. ``snapshots``, oldest
     first, are those that were taken and are whole. ``restored_from``: the snapshot that the job was last restored from.
-    ``restarts_in_a_row``: without a new checkpoint. ``failed_checkpoint_in_a_row``: the same. ``downtime_s`` and
-    ``checkpoint_s``: how long the job stands still for a checkpoint, and how long the whole takes.
+    ``restarts_in_a_row``: without progress. ``failed_checkpoints_in_a_row``: without a new checkpoint. ``downtime_s``
+    and ``checkpoint_s``: how long the job stands still for a checkpoint, and how long the whole takes. ``worked_s``:
+    how long it had worked since its start, at ``worked_at_s``; ``failed_at_s``: the most that it had when it failed.
     """
 
     phase: Phase = "supervised"
@@ -75,6 +80,9 @@ class SupervisedState(Record, frozen=True):
     snapshot_bytes: Mapping[Text, Count] = {}
     bad_gpus: tuple[Text, ...] = ()
     started_over: Count = 0
+    worked_s: Duration = 0.0
+    worked_at_s: Moment | None = None
+    failed_at_s: Duration = 0.0
 
 
 class SupervisedFolder:

@@ -11,9 +11,9 @@ from typing import Literal, Protocol
 from msgspec import Struct
 
 from gpucr.driver.gpus import gpu_processes, list_gpus
-from gpucr.errors import GpucrError, StoreDamaged
+from gpucr.errors import GpucrError, InvalidRequest, StoreDamaged
 from gpucr.gpu_state.gpu_choice import GpuRequest
-from gpucr.jobs.record import JobRecord, JobState
+from gpucr.jobs.record import JobRecord, JobState, state_of
 from gpucr.jobs.registered import registry
 from gpucr.linux import processes, trusted_paths
 from gpucr.model import ProcessId
@@ -38,10 +38,11 @@ class Look(Struct, frozen=True):
     """The current state of a job. ``reason`` says how it ended, in words; ``kind`` is the reason of its restart.
 
     ``running``; ``lent``: a borrower has its GPUs, and brings it back; ``done``: exit code 0; ``failed``;
-    ``dumped``: a dump has ended it, and a snapshot has it.
+    ``dumped``: a dump has ended it, and a snapshot has it; ``elsewhere``: it may run on another machine or in another
+    container, where it was started or restored.
     """
 
-    word: Literal["running", "lent", "done", "failed", "dumped"]
+    word: Literal["running", "lent", "done", "failed", "dumped", "elsewhere"]
     reason: str = ""
     kind: Literal["exit", "signal", "lost"] = "lost"
 
@@ -101,19 +102,49 @@ class RegisteredJob:
         self._settings = settings
         self._key = key
         self._known: tuple[ProcessId, ...] = ()
+        self._last: JobRecord | None = None
 
     def look(self) -> Look:
         """From the registry; remembers its tree, so that killing it later misses nothing."""
-        listed = registry().look(self._name)
-        if listed is None or listed.record is None:
-            return Look("failed", "its record is gone" if listed is None else "its record is damaged")
-        if listed.record.lent is not None:
+        record = self._latest()
+        if record is None:
+            return Look("failed", "its record is gone or damaged")
+        if record.lent is not None:
             return Look("lent")
-        if listed.state.word in ("running", "suspended"):
+        state = state_of(record)
+        if state.word == "running":
             with contextlib.suppress(GpucrError):
-                self._known = tuple(each.id for each in processes.tree(listed.record.pid))
+                self._known = tuple(each.id for each in processes.tree(record.pid))
             return Look("running")
-        return _ended(listed.state)
+        return _ended(state)
+
+    def require_here(self) -> None:
+        """Raise InvalidRequest if it may run on another machine or in another container, or nobody can say."""
+        listed = registry().look(self._name)
+        if listed is None:
+            return
+        record = listed.record
+        if record is None:
+            raise InvalidRequest(
+                f"the record of the job {self._name} is damaged: {listed.state.problem}",
+                hint=f"end the job if it runs, then `gpucr jobs --forget {self._name}`, "
+                f"`gpucr restore {self._settings.store}#{self._name}`, and supervise it again",
+                code="GPUCR-REGISTRY",
+            )
+        if listed.state.word == "elsewhere":
+            raise InvalidRequest(
+                f"the job {self._name} was started on {record.host}, maybe in a container, and may run there",
+                hint=f"supervise it there; if that is gone, `gpucr jobs --forget {self._name} --force`, "
+                f"`gpucr restore {self._settings.store}#{self._name}`, and supervise it again",
+                code="GPUCR-JOB-NOT-RUNNING",
+            )
+
+    def _latest(self) -> JobRecord | None:
+        """Its record, or the last one that could be read."""
+        listed = registry().look(self._name)
+        if listed is not None and listed.record is not None:
+            self._last = listed.record
+        return self._last
 
     def log_size(self) -> int:
         """0 if the log cannot be read."""
@@ -166,16 +197,16 @@ class RegisteredJob:
 
     def end(self) -> None:
         """SIGKILL to all of it. If a process hangs in the kernel, the restore will report that its pids are taken."""
-        listed = registry().look(self._name)
-        if listed is not None and listed.record is not None and listed.state.word != "elsewhere":
-            end_processes(listed.record, self._known)
+        record = self._latest()
+        if record is not None and state_of(record).word != "elsewhere":
+            end_processes(record, self._known)
         self._known = ()
 
     def restore(self, snapshot: str, cancel: Cancellation, *, bad_gpus: Collection[str]) -> Sequence[str]:
-        """On its own GPUs or, if these are gone or bad, on others of the same model."""
+        """On its own GPUs or, if these are gone or bad, on others of the same model. Under no other name."""
         opened = open_snapshot(self._where(snapshot), self._key)
         gpu = _gpus_for(opened, bad_gpus)
-        report = restore(opened, files=self._settings.files, gpu=gpu, cancel=cancel)
+        report = restore(opened, name=self._name, files=self._settings.files, gpu=gpu, cancel=cancel)
         return (*report.warnings, *report.gpu_reasons)
 
     def start_again(self, how: StartAgain) -> None:
@@ -233,8 +264,8 @@ class RegisteredJob:
 
 
 def _ended(state: JobState) -> Look:
-    if state.word == "dumped":
-        return Look("dumped")
+    if state.word in ("dumped", "elsewhere"):
+        return Look(state.word)
     if state.exit_code == 0:
         return Look("done")
     if state.exit_code is not None:

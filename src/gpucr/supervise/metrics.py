@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from gpucr.errors import GpucrError, InvalidRequest, reason_of
+from gpucr.errors import GpucrError, InvalidRequest
 from gpucr.jobs.registered import registry
 from gpucr.linux import durable
 from gpucr.store import extra
@@ -121,16 +121,9 @@ def write_textfile(path: Path) -> None:
         ) from e
 
 
-def serve(host: str, port: int) -> int:
-    """Serve http://HOST:PORT/metrics in a thread. Port 0: any free one. Returns the port. Raises InvalidRequest."""
-    client = extra.load("prometheus_client", "metrics")
-    try:
-        server, _ = client.start_http_server(port, addr=host, registry=_registry())
-    except (OSError, OverflowError) as e:
-        raise InvalidRequest(
-            f"{host}:{port} cannot be listened on: {reason_of(e)}", hint="name another address or port"
-        ) from e
-    return int(server.server_port)
+def application() -> Any:
+    """Serves them over HTTP: a WSGI application (PEP 3333). Raises BrokenInstall."""
+    return extra.load("prometheus_client", "metrics").make_wsgi_app(_registry())
 
 
 def _registry() -> Any:

@@ -54,6 +54,16 @@ def backoff_s(attempt: int, random: Random, *, first_s: float, most_s: float) ->
     return jittered(min(first_s * 2.0 ** min(attempt - 1, 60), most_s), random)
 
 
+def made_progress(worked_s: float, failed_at_s: float, checkpoint_s: float) -> bool:
+    """Whether a job that has worked for ``worked_s`` is beyond the point where it last failed.
+
+    Both count from its start, over all restores. Only then do restarts count from zero again: a job that
+    always fails at the same point also takes new checkpoints after every restart. How much work was done during a
+    checkpoint (``checkpoint_s``: its duration) is not known exactly.
+    """
+    return worked_s > failed_at_s + checkpoint_s
+
+
 def newest_first(known: Sequence[str], in_store: Sequence[str]) -> list[str]:
     """The job's snapshots, newest first.
 

@@ -50,13 +50,14 @@ def supervise(
 ) -> Phase:
     """Supervise a prepared job in this process to the end. Returns what became of the job.
 
-    ``on_ready`` is called after all checks. Raises InvalidRequest if it already has a supervisor, or its files are
-    missing or damaged.
+    ``on_ready`` is called after all checks. Raises InvalidRequest if it already has a supervisor, its files are missing
+    or damaged, or it may run elsewhere.
     """
     folder = SupervisedFolder(name)
     with folder.held():
         settings = folder.settings()
         job = RegisteredJob(folder.name, settings, read_key(settings))
+        job.require_here()
         clock = clock or MachineClock()
         journal = Journal(folder, clock.wall_s, settings.on_event)
         journal.update(supervisor=_this_process())

@@ -38,8 +38,9 @@ class Supervision(Record, frozen=True):
     ``health_every_s``, fails three times in a row (one that takes longer than ``health_every_s`` has failed).
 
     After ``crashes`` failures from one snapshot within ``crash_window_s`` the previous one is used; after
-    ``max_restarts`` restarts without a new checkpoint the supervisor gives up. ``grace_s`` is the time for the last
-    dump after SIGTERM. ``on_event`` is a command that gets every event as JSON on stdin.
+    ``max_restarts`` restarts without a checkpoint beyond the point of the last failure the supervisor gives up.
+    ``grace_s`` is the time for the last dump after SIGTERM. ``on_event`` is a command that gets every event as JSON on
+    stdin.
     """
 
     store: Text

@@ -10,7 +10,7 @@ from gpucr.errors import GpucrError, JobDamaged, SnapshotError, StoreDamaged, St
 from gpucr.supervise import policy
 from gpucr.supervise.clock import Clock, Stop
 from gpucr.supervise.folder import MOST_SNAPSHOTS, Phase, Taken, as_time
-from gpucr.supervise.job import Checkpoint, SupervisedJob
+from gpucr.supervise.job import Checkpoint, Look, SupervisedJob
 from gpucr.supervise.journal import Journal
 from gpucr.supervise.settings import Supervision
 from gpucr.supervise.watch import Watch
@@ -50,13 +50,16 @@ class Supervisor:
         self._gpu_failures = gpu_failures
         self._due_s = 0.0
         self._restoring = ""
+        self._worked_s = 0.0
+        self._looked_s = clock.now_s()
 
     def run(self) -> Phase:
         """Supervise. Returns what became of the job, which is also in the state."""
         was = self._journal.state.phase
         self._journal.tell("supervised", store=self._settings.store)
         self._plan_next()
-        found = self._job.look()
+        self._worked_s = self._worked_so_far()
+        found = self._look()
         if found.word == "failed" or (found.word == "dumped" and was == "draining"):
             phase = self._restart("taken-up", found.reason or "drained", is_its_fault=False)
             if phase is not None:
@@ -72,10 +75,10 @@ class Supervisor:
         """Wait, and do what is next. Returns the job's fate if nothing is left to do."""
         if self._stop.wish is None:
             self._clock.wait(min(POLL_S, max(0.0, self._due_s - self._clock.now_s())), self._stop)
-        found = self._job.look()
+        found = self._look()
         if found.word == "done":
             return "finished"
-        if found.word == "dumped":
+        if found.word in ("dumped", "elsewhere"):
             return "taken-away"
         if self._stop.wish == "leave":
             return "left"
@@ -95,11 +98,37 @@ class Supervisor:
                 return self._restart("gpu", "; ".join(f"GPU {uuid}: {what}" for uuid, what in failed))
         trouble = self._watch.trouble()
         if trouble is not None and not self._resume():
-            self._suspect(self._watch.hung_for_s(trouble[0]))
+            hung_s = self._watch.hung_for_s(trouble[0])
+            self._suspect(hung_s)
+            self._worked_s = max(0.0, self._worked_s - hung_s)
             return self._restart(*trouble)
         if self._clock.now_s() >= self._due_s:
             self._checkpoint()
         return None
+
+    # --- how far it is -----------------------------------------------------------------------------------------
+
+    def _look(self) -> Look:
+        """The job's state; the time since the last look is work, unless it is lent."""
+        found, now_s = self._job.look(), self._clock.now_s()
+        if found.word != "lent":
+            self._worked_s += now_s - self._looked_s
+        self._looked_s = now_s
+        return found
+
+    def _worked_so_far(self) -> float:
+        """How long the job has worked, as an earlier supervisor knew it; since then it has worked all the time."""
+        state = self._journal.state
+        if state.worked_at_s is None:
+            return 0.0
+        return state.worked_s + max(0.0, self._clock.wall_s() - state.worked_at_s)
+
+    def _is_as_of(self, snapshot: str | None) -> None:
+        """The job is as it was in this snapshot; None: at its start."""
+        known = {each.id: each.worked_s for each in self._journal.state.snapshots}
+        newest_s = max(known.values(), default=0.0)  # one that is not known was committed by a killed supervisor
+        self._worked_s, self._looked_s = known.get(snapshot, newest_s) if snapshot else 0.0, self._clock.now_s()
+        self._journal.update(restored_from=snapshot, worked_s=self._worked_s, worked_at_s=self._clock.wall_s())
 
     # --- checkpoints -------------------------------------------------------------------------------------------
 
@@ -144,15 +173,19 @@ class Supervisor:
 
     def _taken(self, taken: Checkpoint) -> None:
         state = self._journal.state
-        snapshots = (*state.snapshots, Taken(taken.id, self._clock.wall_s()))[-MOST_SNAPSHOTS:]
+        now_s, worked_s = self._clock.wall_s(), self._worked_s
+        self._worked_s = max(0.0, worked_s - taken.downtime_s)  # the next look counts all of the time
+        is_progress = policy.made_progress(worked_s, state.failed_at_s, taken.seconds)
         self._journal.count("checkpoints", "success")
         self._journal.update(
-            snapshots=snapshots,
-            last_checkpoint_s=self._clock.wall_s(),
+            snapshots=(*state.snapshots, Taken(taken.id, now_s, worked_s))[-MOST_SNAPSHOTS:],
+            worked_s=worked_s,
+            worked_at_s=now_s,
+            last_checkpoint_s=now_s,
             downtime_s=policy.smoothed(state.downtime_s, taken.downtime_s),
             checkpoint_s=policy.smoothed(state.checkpoint_s, taken.seconds),
             snapshot_bytes={"whole": taken.size_bytes, "written": taken.written_bytes},
-            restarts_in_a_row=0,
+            restarts_in_a_row=0 if is_progress else state.restarts_in_a_row,
             failed_checkpoints_in_a_row=0,
         )
         self._journal.tell(
@@ -192,12 +225,14 @@ class Supervisor:
         self._journal.count("restarts", reason)
         if is_its_fault:
             self._blame()
+            self._journal.update(failed_at_s=max(self._journal.state.failed_at_s, self._worked_s))
         self._job.end()
         gone: set[str] = set()
         while True:
             state = self._journal.state
             if state.restarts_in_a_row >= self._settings.max_restarts:
-                self._journal.tell("gave-up", why=f"{state.restarts_in_a_row} restarts without a new checkpoint")
+                why = f"{state.restarts_in_a_row} restarts, and no checkpoint beyond the point where it failed"
+                self._journal.tell("gave-up", why=why)
                 return "gave-up"
             if state.restarts_in_a_row or is_its_fault:
                 self._back_off(state.restarts_in_a_row + 1)
@@ -230,7 +265,7 @@ class Supervisor:
             for each in state.snapshots
         )
         if state.restored_from is not None and all(each.id != state.restored_from for each in state.snapshots):
-            snapshots = (Taken(state.restored_from, now_s, (now_s,)), *snapshots)
+            snapshots = (Taken(state.restored_from, now_s, 0.0, (now_s,)), *snapshots)
         self._journal.update(snapshots=snapshots)
 
     def _suspect(self, hung_s: float) -> None:
@@ -261,7 +296,8 @@ class Supervisor:
         if newest_first or gone or settings.start_again is None:
             return False
         self._job.start_again(settings.start_again)
-        self._journal.update(restored_from=None, started_over=state.started_over + 1)
+        self._is_as_of(None)
+        self._journal.update(started_over=state.started_over + 1)
         self._job.mark(f"{as_time(self._clock.wall_s())}: {why}; there was no snapshot yet: started from scratch")
         self._journal.tell("started-over")
         return True
@@ -274,7 +310,7 @@ class Supervisor:
         self._job.mark(f"{as_time(self._clock.wall_s())}: {why}; back to the snapshot {snapshot[:8]}{of}")
         self._restoring = snapshot
         warnings = self._job.restore(snapshot, self._stop.cancel, bad_gpus=self._journal.state.bad_gpus)
-        self._journal.update(restored_from=snapshot)
+        self._is_as_of(snapshot)
         self._journal.count("restores", "success")
         self._journal.tell("restored", snapshot=snapshot, warnings=list(warnings))
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import re
 import stat
 from collections.abc import Sequence
 from pathlib import Path
 
 from gpucr.errors import Unsupported
+from gpucr.interposer.place import is_bound_name
 from gpucr.linux import trusted_paths
 from gpucr.linux.sockets import bound_socket_paths
 from gpucr.model import ProcessInfo
@@ -19,8 +19,6 @@ from gpucr.surroundings.recovery import RemoveSocketFolders, can_be_told, remove
 from gpucr.undo.interrupts import Interrupts
 from gpucr.undo.protection import Protection
 from gpucr.undo.steps import Meter
-
-_INTERPOSERS = re.compile(r"[0-9]+\.[0-9]+")
 
 
 def socket_folders(tree: Sequence[ProcessInfo], *, is_sandboxed: bool) -> tuple[FolderRecord, ...]:
@@ -33,14 +31,10 @@ def socket_folders(tree: Sequence[ProcessInfo], *, is_sandboxed: bool) -> tuple[
             str(folder).encode()
             found = folder.stat()
             mode = stat.S_IMODE(found.st_mode)
-            has_names = any(each.parent == folder and not _is_interposers(each, mode) for each in paths)
+            is_private = mode == 0o700
+            has_names = any(p.parent == folder and not (is_private and is_bound_name(str(p))) for p in paths)
             records.append(FolderRecord(str(folder), mode, found.st_uid, found.st_gid, has_names))
     return tuple(records)
-
-
-def _is_interposers(socket: Path, folder_mode: int) -> bool:
-    """Whether the name is that of an interposer's socket: every copy of a job makes one of its own (PID.NAMESPACE)."""
-    return folder_mode == 0o700 and _INTERPOSERS.fullmatch(socket.name) is not None
 
 
 class MakeFolders:

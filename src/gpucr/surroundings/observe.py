@@ -12,17 +12,20 @@ from msgspec import Struct
 from gpucr.criu.image_entries import ImageError
 from gpucr.criu.images import FilesImage
 from gpucr.criu.linked_files import save_linked_files
+from gpucr.diagnosis.preflight.databases import databases_of
 from gpucr.errors import CriuError, reason_of
 from gpucr.linux import processes
+from gpucr.linux.file_locks import locks_of
 from gpucr.linux.files_in_use import FileInUse, Inode, files_in_use
 from gpucr.linux.processes import PROC
 from gpucr.linux.sock_diag import outside_connections
 from gpucr.linux.sockets import sees_our_files
+from gpucr.linux.terminal import made_by
 from gpucr.linux.trusted_paths import opened_folder
-from gpucr.model import Connection, Endpoint, JobFile, ProcessInfo
+from gpucr.model import Connection, Endpoint, FileLock, JobFile, ProcessInfo
 from gpucr.snapshot import shared_files
 from gpucr.snapshot.folder import UnfinishedSnapshot
-from gpucr.snapshot.manifest import SharedFileRecord
+from gpucr.snapshot.manifest import SavedDatabase, SharedFileRecord
 
 _NO_FILES = ("/proc/", "/sys/", "/dev/")
 """File systems whose paths the kernel provides, except shared memory files, which are recorded with their content."""
@@ -37,6 +40,9 @@ class Outside(Struct, frozen=True):
     endpoints: tuple[Endpoint, ...]
     connections: tuple[Connection, ...]
     passing_names: tuple[str, ...]
+    databases: tuple[SavedDatabase, ...] = ()
+    locks: tuple[FileLock, ...] = ()
+    terminals: tuple[int, ...] = ()
 
 
 class TreeFiles(Struct, frozen=True):
@@ -84,7 +90,28 @@ def look_outside(trees: Sequence[TreeFiles], folder: UnfinishedSnapshot, *, is_s
         shared = folder.save_shared_files(shared_root, None if is_sandboxed else inodes)
     endpoints, connections = _network([tree.images for tree in trees], root_pid)
     passing = tuple(name for tree in trees for name in tree.passing_names)
-    return Outside(_job_files(in_use, device), _folders(ours), shared, endpoints, connections, passing)
+    files = _job_files(in_use, device)
+    databases = _save_databases(files, in_use, folder, len(shared))
+    known = {file.path for file in files}
+    locks = tuple(sorted({lock for lock in locks_of(ours) if lock.path in known}, key=_order))
+    terminals = tuple(sorted({number for pid in ours for number in made_by(pid) if number >= 0}))
+    return Outside(files, _folders(ours), shared, endpoints, connections, passing, databases, locks, terminals)
+
+
+def _order(lock: FileLock) -> tuple[str, str, int]:
+    return lock.path, lock.kind, lock.start
+
+
+def _save_databases(
+    files: Sequence[JobFile], in_use: Sequence[FileInUse], folder: UnfinishedSnapshot, first_number: int
+) -> tuple[SavedDatabase, ...]:
+    """``first_number``: of the first copy's name."""
+    inodes = {file.path: file.inode for file in in_use}
+    found = databases_of(file.path for file in files if file.is_written)
+    if not found:
+        return ()
+    members = {path: {member: inodes[member] for member in each} for path, each in found.items()}
+    return folder.save_databases(members, first_number)
 
 
 def _save_linked_files(

@@ -25,27 +25,28 @@ def require_as_recorded(pids: Iterable[int], names: Collection[str]) -> None:
     The kernel shows where a path led: a name that leads elsewhere now is fine if only root can have changed it.
     """
     safe: set[tuple[int, int]] | None = None
-    for path, inode in _opened(pids):
-        if path not in names:
-            safe = _inodes(names) if safe is None else safe
-            if inode not in safe:
-                raise Unsupported(
-                    f"the restored job would have {path} open, which it did not have: a file of its own leads there by "
-                    "a link that another user can change",
-                    hint="put the job's files back in their places, without links that other users can change",
-                    code="GPUCR-UNTRUSTED-PATH",
-                )
+    for path, inode in _opened(pids, apart_from=names):
+        safe = _inodes(names) if safe is None else safe
+        if inode not in safe:
+            raise Unsupported(
+                f"the restored job would have {path} open, which it did not have: a file of its own leads there by a "
+                "link that another user can change",
+                hint="put the job's files back in their places, without links that other users can change",
+                code="GPUCR-UNTRUSTED-PATH",
+            )
 
 
-def _opened(pids: Iterable[int]) -> Iterator[tuple[str, tuple[int, int]]]:
+def _opened(pids: Iterable[int], *, apart_from: Collection[str]) -> Iterator[tuple[str, tuple[int, int]]]:
     """Paths and inodes of named plain files and folders. (CRIU accepts nothing else in their place.)"""
     for pid in pids:
         folder = PROC / str(pid)
         for link in (f"{folder}/cwd", *_entries(f"{folder}/fd"), *_entries(f"{folder}/map_files")):
             with suppress(FileNotFoundError, ProcessLookupError):
-                status, path = os.stat(link), os.readlink(link)
-                is_plain = stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)
-                if is_plain and status.st_nlink and path.startswith("/") and not path.endswith(_GONE):
+                path = os.readlink(link)
+                if path in apart_from or not path.startswith("/") or path.endswith(_GONE):
+                    continue
+                status = os.stat(link)
+                if status.st_nlink and (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
                     yield path, (status.st_dev, status.st_ino)
 
 

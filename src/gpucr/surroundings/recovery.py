@@ -13,7 +13,7 @@ from typing import ClassVar
 from gpucr.errors import ProcessNotFound
 from gpucr.linux import cut_back, processes, trusted_paths
 from gpucr.linux.cut_back import CutOff
-from gpucr.linux.files_in_use import Inode, nameless_files
+from gpucr.linux.files_in_use import Inode, linked_files
 from gpucr.linux.trusted_paths import opened_folder
 from gpucr.model import ProcessId
 from gpucr.snapshot.shared_files import MadeFile, remove_made
@@ -55,9 +55,10 @@ def link_remaps(roots: Sequence[ProcessId]) -> RemoveLinkRemaps:
 def _nameless(root_pids: Iterable[int]) -> Iterator[tuple[str, Inode]]:
     for root_pid in root_pids:
         with contextlib.suppress(ProcessNotFound, OSError):
-            for path, inode in nameless_files(process.pid for process in processes.tree(root_pid)):
-                if can_be_told(path):
-                    yield os.path.dirname(path), inode
+            for process in processes.tree(root_pid):
+                for file in linked_files(process.pid):
+                    if can_be_told(file.path):
+                        yield os.path.dirname(file.path), file.inode
 
 
 class RemoveSharedFiles(Action):

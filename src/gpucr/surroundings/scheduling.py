@@ -1,58 +1,84 @@
-"""CPU affinity and I/O priority of a job's threads: read at the dump, set again at the restore.
+"""CPU affinity and I/O priority of a job's threads, and what core dumps have: read at the dump, set at the restore.
 
-CRIU restores scheduling policies and nice values, but neither of these: its tasks inherit them from CRIU, and so from
-the shell that runs the restore. A shell confined to one CPU would confine the job to it for good.
+CRIU restores scheduling policies and nice values, but none of these: its tasks inherit them from CRIU, and so from the
+shell that runs the restore. A shell confined to one CPU would confine the job to it for good.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 
-from gpucr.errors import ProcessNotFound
+from msgspec.structs import replace
+
 from gpucr.linux import processes, scheduling
+from gpucr.linux.processes import PROC
+from gpucr.linux.scheduling import UsableCpus
 from gpucr.model import ProcessInfo
 from gpucr.snapshot.manifest import Manifest, ProcessRecord, ThreadRecord
 
+_CORE_FILTER = "coredump_filter"
 
-def scheduling_of(pid: int, threads: Sequence[int]) -> tuple[ThreadRecord, ...] | None:
-    """How the threads of a frozen process are scheduled; None if the kernel does not say.
+
+def with_scheduling(records: Iterable[ProcessRecord]) -> tuple[ProcessRecord, ...]:
+    """How the threads of frozen processes are scheduled, and what core dumps have; None if the kernel does not say.
 
     A thread that may use all CPUs that it could get is recorded as free, not as bound to those of this machine.
     """
+    usable: UsableCpus | None = None
+    with contextlib.suppress(OSError, ValueError):
+        usable = UsableCpus()
+    return tuple(
+        replace(each, scheduling=_scheduling_of(each, usable), core_filter=_core_filter_of(each.pid))
+        for each in records
+    )
+
+
+def _scheduling_of(process: ProcessRecord, usable: UsableCpus | None) -> tuple[ThreadRecord, ...] | None:
+    if usable is None:
+        return None
     try:
-        usable = scheduling.usable_cpus(pid)
-        return tuple(_record(pid, tid, usable) for tid in threads)
+        cpus = usable.of(process.pid)
+        return tuple(_record(process, tid, cpus) for tid in process.threads)
     except (OSError, ValueError):
         return None
 
 
-def _record(pid: int, tid: int, usable: frozenset[int]) -> ThreadRecord:
+def _core_filter_of(pid: int) -> int | None:
+    """Which memory core dumps of the process have (``/proc/PID/coredump_filter``); None if the kernel does not say."""
+    try:
+        return int((PROC / str(pid) / _CORE_FILTER).read_text(), 16)
+    except (OSError, ValueError):  # it has ended; a kernel without core dumps
+        return None
+
+
+def _record(process: ProcessRecord, tid: int, usable: frozenset[int]) -> ThreadRecord:
     cpus = os.sched_getaffinity(tid)
     return ThreadRecord(
-        thread=processes.innermost_thread_id(pid, tid),
+        thread=_innermost_id(process.ns_pids, process.pid, tid),
         cpus=None if cpus >= usable else scheduling.cpu_list(cpus),
         io_priority=scheduling.io_priority(tid),
     )
 
 
-def restore_scheduling(manifest: Manifest, root_pid: int) -> list[str]:
+def restore_scheduling(manifest: Manifest, tree: Iterable[ProcessInfo]) -> list[str]:
     """Apply the manifest's values to every thread of a restored tree that does not run yet. Returns warnings.
 
     Needs CAP_SYS_NICE for processes of other users. A value that cannot be set never fails a restore.
     """
-    try:
-        tree = processes.tree(root_pid)
-    except ProcessNotFound:
-        return []  # the check of the restored tree reports it
     restored = {process.ns_pids[-1]: process for process in tree}
     warnings: list[str] = []
     for record in manifest.processes:
         process = restored.get(record.ns_pids[-1])
         if record.scheduling is not None and process is not None:
             warnings += _restore_process(record, record.scheduling, process)
+        if record.core_filter is not None and process is not None:
+            with suppress(OSError):  # it has ended; another user's
+                (PROC / str(process.pid) / _CORE_FILTER).write_text(hex(record.core_filter))
     return warnings
 
 
@@ -60,7 +86,7 @@ def _restore_process(record: ProcessRecord, threads: Iterable[ThreadRecord], pro
     """One warning for all threads of a process with the same problem."""
     met: defaultdict[str, int] = defaultdict(int)
     try:
-        tids = {processes.innermost_thread_id(process.pid, tid): tid for tid in processes.threads(process.pid)}
+        tids = {_innermost_id(process.ns_pids, process.pid, tid): tid for tid in processes.threads(process.pid)}
     except OSError:
         return []  # it has ended
     for thread in threads:
@@ -72,6 +98,11 @@ def _restore_process(record: ProcessRecord, threads: Iterable[ThreadRecord], pro
         f"{count} thread{'s' if count > 1 else ''} of process {process.pid} ({record.name}): {problem}"
         for problem, count in met.items()
     ]
+
+
+def _innermost_id(ns_pids: Sequence[int], pid: int, tid: int) -> int:
+    """The thread's id in its process's own pid namespace; most are in ours, and need not be asked for it."""
+    return tid if len(ns_pids) == 1 else processes.innermost_thread_id(pid, tid)
 
 
 def _set_cpus(tid: int, cpus: str | None) -> str | None:

@@ -8,6 +8,7 @@ import stat
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 from gpucr.criu.images import FilesImage, RestoreImages
 from gpucr.criu.recovery import images_to_be_changed
@@ -20,9 +21,11 @@ from gpucr.linux.cut_back import CutOff
 from gpucr.linux.sock_diag import TcpSocket
 from gpucr.model import Endpoint, JobFile
 from gpucr.quantities import counted, format_bytes
+from gpucr.snapshot.databases import state_now
 from gpucr.snapshot.manifest import Manifest
 from gpucr.snapshot.origin import RestoreSource, images_read_from
 from gpucr.snapshot.shared_files import SharedFiles
+from gpucr.surroundings.databases import PutBackDatabases
 from gpucr.surroundings.recovery import PutBackCuts, RemoveSharedFiles, can_be_told
 from gpucr.undo.interrupts import Interrupts
 from gpucr.undo.protection import Protection
@@ -43,18 +46,23 @@ def steps_before_criu(
     *,
     in_our_network: bool,
     deadline: float | None,
-) -> list[PutBackSharedFiles | FreePorts | AdaptFiles]:
+) -> list[StepBeforeCriu]:
     """The steps below that this snapshot needs, in order. ``images``: by tree."""
     manifest = source.snapshot.manifest
-    steps: list[PutBackSharedFiles | FreePorts | AdaptFiles] = []
+    steps: list[StepBeforeCriu] = []
     if manifest.shared_files:
         steps.append(PutBackSharedFiles(source, site, protection))
     endpoints = endpoints_to_bind(manifest, tcp)
     if in_our_network and endpoints:
         steps.append(FreePorts(endpoints, deadline))
+    if files == "rewind" and (changed := [each for each in manifest.databases if state_now(each).newer]):
+        steps.append(PutBackDatabases(source, changed))
     if _changed_sizes(manifest.open_files) or (manifest.connections and tcp == "close"):
         steps.append(AdaptFiles(manifest, site, images, files, tcp, protection))
     return steps
+
+
+StepBeforeCriu: TypeAlias = "PutBackSharedFiles | FreePorts | PutBackDatabases | AdaptFiles"
 
 
 def endpoints_to_bind(manifest: Manifest, tcp: TcpMode) -> tuple[Endpoint, ...]:
@@ -203,7 +211,8 @@ class AdaptFiles:
             images = [FilesImage.read(each.original) for each in self._images]
         files = [file for file in self._manifest.open_files if Path(file.path) not in outputs]
         if self._mode == "rewind":
-            self._cut_back(files, meter)
+            copied = {file.path for database in self._manifest.databases for file in database.files}
+            self._cut_back([file for file in files if file.path not in copied], meter)
         with images_read_from(original):
             sizes = _changed_sizes(files)
             outside = sock_diag.outside_connections([each for image in images for each in image.tcp_sockets()])

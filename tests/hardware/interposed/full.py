@@ -176,6 +176,7 @@ def rank(number: int, steps: int, pause_s: float) -> None:
         run(steps, pause_s, step)
     else:
         for at in range(steps):
+            pace.wait_for(at)  # as the other one: who waits on the GPU for a rank that does not come cannot be stopped
             step(at)
 
 

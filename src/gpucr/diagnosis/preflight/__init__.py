@@ -11,8 +11,15 @@ from typing import TYPE_CHECKING
 
 from gpucr.diagnosis.preflight.capabilities import check_capabilities
 from gpucr.diagnosis.preflight.clocks import check_clocks
-from gpucr.diagnosis.preflight.databases import check_changed_databases, check_databases, spared_by_rewind
+from gpucr.diagnosis.preflight.databases import (
+    SavedState,
+    check_changed_databases,
+    check_databases,
+    spared_by_rewind,
+)
 from gpucr.diagnosis.preflight.findings import Finding, require_no_blocking
+from gpucr.diagnosis.preflight.namespaces import check_namespaces
+from gpucr.diagnosis.preflight.processor import check_processor
 from gpucr.diagnosis.preflight.room import (
     MemoryNeed,
     check_disk,
@@ -26,13 +33,17 @@ from gpucr.diagnosis.preflight.surroundings import (
     TcpMode,
     check_files,
     check_kept_connections,
+    check_locks,
     check_outside_connections,
     check_ports,
     check_shared_files,
 )
 from gpucr.diagnosis.preflight.tree import (
     check_free_pids,
+    check_interrupted,
     check_left_locked,
+    check_left_out,
+    check_limits,
     check_namespace_init,
     check_open_files,
     check_session,
@@ -45,14 +56,19 @@ from gpucr.diagnosis.preflight.unprivileged import check_dump_by_user, check_ptr
 
 if TYPE_CHECKING:
     from gpucr.diagnosis.preflight.between_nodes import check_between_nodes
+    from gpucr.diagnosis.preflight.foreign_files import check_foreign_files
     from gpucr.diagnosis.preflight.gpus import check_gpus, check_room
     from gpucr.diagnosis.preflight.handed_over import check_handed_over, check_spool
-    from gpucr.diagnosis.preflight.interposed import check_suspended, kept_bytes
+    from gpucr.diagnosis.preflight.interposed import check_suspended, kept_bytes, undecided
     from gpucr.diagnosis.preflight.measured import BASICS, Measurement, Measurements, check_basics
     from gpucr.diagnosis.preflight.modes import check_driver, check_mig_targets, mps_programs
-    from gpucr.diagnosis.preflight.several_trees import check_between_trees
+    from gpucr.diagnosis.preflight.reopened import check_reopened
+    from gpucr.diagnosis.preflight.squashed import check_squashed_files
+    from gpucr.diagnosis.preflight.terminals import check_foreign_terminals, check_own_terminals
+    from gpucr.diagnosis.preflight.ties import check_ties
     from gpucr.diagnosis.preflight.traits import CudaTraits, JobTraits, look
     from gpucr.diagnosis.preflight.traps import check_traps
+    from gpucr.diagnosis.preflight.watches import check_watches
 
 __all__ = [
     "BASICS",
@@ -63,10 +79,10 @@ __all__ = [
     "Measurement",
     "Measurements",
     "MemoryNeed",
+    "SavedState",
     "TcpMode",
     "check_basics",
     "check_between_nodes",
-    "check_between_trees",
     "check_capabilities",
     "check_changed_databases",
     "check_clocks",
@@ -75,28 +91,41 @@ __all__ = [
     "check_driver",
     "check_dump_by_user",
     "check_files",
+    "check_foreign_files",
+    "check_foreign_terminals",
     "check_free_pids",
     "check_gpus",
     "check_handed_over",
     "check_host_memory",
+    "check_interrupted",
     "check_kept_connections",
     "check_left_locked",
+    "check_left_out",
+    "check_limits",
+    "check_locks",
     "check_mig_targets",
     "check_namespace_init",
+    "check_namespaces",
     "check_open_files",
     "check_outside_connections",
+    "check_own_terminals",
     "check_ports",
+    "check_processor",
     "check_ptrace",
+    "check_reopened",
     "check_restore_by_user",
     "check_room",
     "check_session",
     "check_shared_files",
     "check_spool",
+    "check_squashed_files",
     "check_states",
     "check_suspended",
     "check_terminal",
+    "check_ties",
     "check_tracers",
     "check_traps",
+    "check_watches",
     "kept_bytes",
     "look",
     "mps_programs",
@@ -106,18 +135,24 @@ __all__ = [
     "require_no_blocking",
     "require_privileges",
     "spared_by_rewind",
+    "undecided",
 ]
 
 _LATE = {
     "between_nodes": ("check_between_nodes",),
+    "foreign_files": ("check_foreign_files",),
     "gpus": ("check_gpus", "check_room"),
     "handed_over": ("check_handed_over", "check_spool"),
-    "interposed": ("check_suspended", "kept_bytes"),
+    "interposed": ("check_suspended", "kept_bytes", "undecided"),
     "measured": ("BASICS", "Measurement", "Measurements", "check_basics"),
     "modes": ("check_driver", "check_mig_targets", "mps_programs"),
-    "several_trees": ("check_between_trees",),
+    "reopened": ("check_reopened",),
+    "squashed": ("check_squashed_files",),
+    "terminals": ("check_foreign_terminals", "check_own_terminals"),
+    "ties": ("check_ties",),
     "traits": ("CudaTraits", "JobTraits", "look"),
     "traps": ("check_traps",),
+    "watches": ("check_watches",),
 }
 _HOME_OF = {name: home for home, names in _LATE.items() for name in names}
 

@@ -2,7 +2,8 @@
 
 In WAL mode the index in ``-shm`` records how far ``-wal`` is written. A truncated ``-wal`` no longer matches it, and
 SQLite fails every query with "disk I/O error" (seen). Left alone, the files match, and a restored job sees new content
-as another program's work, which SQLite supports.
+as another program's work, which SQLite supports. The last program that closes a database removes ``-wal`` and ``-shm``,
+which a dumped job still needs: so a snapshot has copies of all files (snapshot/databases.py).
 """
 
 from __future__ import annotations
@@ -11,15 +12,20 @@ import contextlib
 import datetime
 import os
 import stat
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from gpucr.diagnosis.preflight.findings import Finding
 from gpucr.diagnosis.preflight.support import outside as facts
-from gpucr.linux import processes
+from gpucr.linux import descriptor_scan, files_in_use
+from gpucr.linux.processes import PROC
 from gpucr.model import Job, JobFile
+from gpucr.quantities import format_bytes
 
-_BESIDE = ("-wal", "-shm", "-journal")
+ENDINGS = ("-wal", "-shm", "-journal")
 _MAGIC = b"SQLite format 3\0"
+LIMIT_BYTES = 1 << 30
+"""Databases that are larger in all are not copied: the job stands still meanwhile."""
 
 
 def databases_of(paths: Iterable[str]) -> dict[str, tuple[str, ...]]:
@@ -30,13 +36,13 @@ def databases_of(paths: Iterable[str]) -> dict[str, tuple[str, ...]]:
     known = sorted(set(paths))
     beside: dict[str, list[str]] = {}
     for path in known:
-        for suffix in _BESIDE:
+        for suffix in ENDINGS:
             if path.endswith(suffix):
                 beside.setdefault(path.removesuffix(suffix), []).append(path)
     return {
         path: (path, *beside.get(path, ()))
         for path in known
-        if path in beside or (not path.endswith(_BESIDE) and _begins_as_one(path))
+        if path in beside or (not path.endswith(ENDINGS) and _begins_as_one(path))
     }
 
 
@@ -46,20 +52,65 @@ def spared_by_rewind(files: Iterable[JobFile]) -> frozenset[str]:
     return frozenset(member for members in databases_of(written).values() for member in members)
 
 
-def check_databases(job: Job) -> list[Finding]:
-    """Databases of a job that will continue after its dump: the snapshot lacks their content."""
-    targets = {file.target for process in job.processes for file in _open_files(process.pid)}
-    return [
-        facts.DATABASE.seen(f"{len(files)} of its files" if len(files) > 1 else "it begins as one", file=path)
-        for path, files in databases_of(targets).items()
-    ]
+def check_databases(job: Job, *, leave_running: bool) -> list[Finding]:
+    """Databases of a job that is to be dumped: the snapshot gets a copy, unless they are too large."""
+    found: list[Finding] = []
+    left_bytes = LIMIT_BYTES
+    for path, files in databases_of(_written_files(job.pids)).items():
+        size_bytes = sum(map(_size_bytes, files))
+        is_too_large = size_bytes > left_bytes
+        left_bytes -= 0 if is_too_large else size_bytes
+        fact = facts.DATABASE_TOO_LARGE if is_too_large else facts.DATABASE if leave_running else facts.DATABASE_ENDS
+        evidence = f"{len(files)} of its files" if len(files) > 1 else "it begins as one"
+        found.append(fact.seen(evidence, file=path, size=format_bytes(size_bytes)))
+    return found
 
 
-def check_changed_databases(files: Sequence[JobFile], created: str, *, rewind: bool) -> list[Finding]:
+class SavedState(NamedTuple):
+    """A database with a copy in a snapshot: its files then, those that differ now, and those that are gone."""
+
+    path: str
+    members: tuple[str, ...]
+    newer: tuple[str, ...]
+    gone: tuple[str, ...]
+
+
+def check_changed_databases(
+    files: Sequence[JobFile], created: str, *, rewind: bool, saved: Sequence[SavedState] = ()
+) -> list[Finding]:
     """Databases of a snapshot that were changed since the dump, at ``created``."""
-    sizes = {file.path: file.size_bytes for file in files if file.is_written}
+    known = {member for database in saved for member in database.members}
+    sizes = {file.path: file.size_bytes for file in files if file.is_written and file.path not in known}
     fact = facts.DATABASE_REWIND if rewind else facts.DATABASE_CHANGED
-    return [fact.seen(", ".join(changed), file=path) for path, changed in _changed(sizes, created).items()]
+    found = [fact.seen(", ".join(changed), file=path) for path, changed in _changed(sizes, created).items()]
+    return [*found, *(finding for database in saved for finding in _judge_saved(database, rewind=rewind))]
+
+
+def _judge_saved(database: SavedState, *, rewind: bool) -> Iterator[Finding]:
+    if not database.newer:
+        return
+    if rewind:
+        yield facts.DATABASE_PUT_BACK.seen(", ".join(database.newer), file=database.path)
+        present = [(path, status) for path in database.newer if (status := _status(path)) is not None]
+        inodes = {(status.st_dev, status.st_ino): path for path, status in present}
+        for inode, pid in (files_in_use.holders(set(inodes)) if inodes else {}).items():
+            yield facts.REWIND_IN_USE.seen(f"by process {pid}", pid, file=inodes[inode])
+    elif database.gone:
+        yield facts.DATABASE_MISSING.seen(", ".join(database.gone), file=database.path)
+    else:
+        yield facts.DATABASE_NEWER.seen(", ".join(database.newer), file=database.path)
+
+
+def _status(path: str) -> os.stat_result | None:
+    try:
+        return os.lstat(path)
+    except OSError:
+        return None
+
+
+def _size_bytes(path: str) -> int:
+    status = _status(path)
+    return status.st_size if status is not None else 0
 
 
 def _changed(sizes: Mapping[str, int], created: str) -> dict[str, tuple[str, ...]]:
@@ -85,11 +136,15 @@ def _timestamp(created: str) -> float | None:
         return None
 
 
-def _open_files(pid: int) -> Sequence[processes.OpenFile]:
-    try:
-        return processes.open_files(pid)
-    except PermissionError:
-        return ()
+def _written_files(pids: Iterable[int]) -> set[str]:
+    """What these processes have open for writing."""
+    found: set[str] = set()
+    for target, files in descriptor_scan.descriptors_of(list(pids)).items():
+        if target.startswith("/"):
+            with contextlib.suppress(OSError):  # closed meanwhile
+                if any(os.lstat(f"{PROC}/{each.pid}/fd/{each.fd}").st_mode & stat.S_IWUSR for each in files):
+                    found.add(target)
+    return found
 
 
 def _begins_as_one(path: str) -> bool:

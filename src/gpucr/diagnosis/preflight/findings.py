@@ -47,8 +47,11 @@ class Finding(Struct, frozen=True):
         return f"{self.sentence()}: {self.consequence}{hint}" if self.consequence else f"{self.sentence()}{hint}"
 
 
-def require_no_blocking(findings: Iterable[Finding], *, force: bool = False) -> None:
-    """Raise Unsupported with the first blocking findings and the number of the others, unless ``force``."""
+def require_no_blocking(findings: Iterable[Finding], *, force: bool | None = False) -> None:
+    """Raise Unsupported with the first blocking findings and the number of the others, unless ``force``.
+
+    None: nobody can insist here, and the hint does not say so.
+    """
     blocking = [finding for finding in findings if finding.severity == "blocking"]
     if not blocking or force:
         return
@@ -58,6 +61,6 @@ def require_no_blocking(findings: Iterable[Finding], *, force: bool = False) -> 
         others += f"; and {len(blocking) - _MOST_TOLD} more"
     raise Unsupported(
         f"{first.sentence()}: {first.consequence}{others}",
-        hint=f"{first.remedy} (--force proceeds anyway; nothing was changed)",
+        hint=first.remedy if force is None else f"{first.remedy} (--force proceeds anyway; nothing was changed)",
         code=first.code,
     )

@@ -88,16 +88,32 @@ def _suspended(job: Job) -> list[tuple[GangMember, Status]]:
     return [(member, status) for member, status in asked if status is not None and status.away]
 
 
-def _shared(process: CudaTraits, counts: Status, measured: Measurements) -> list[Finding]:
-    """Sharing with other processes or GPUs, which a canary may have shown to come back."""
+def undecided(job: JobTraits, measured: Measurements) -> tuple[str, ...]:
+    """The canaries that decide about this job, and have not run on this machine.
+
+    Only where it is known that the job uses what they measure.
+    """
+    if not knows_all(job):
+        return ()
+    kinds = [fact for each in job.processes if each.counted for fact in _kinds_shared(each.counted)]
+    return tuple(sorted({name for fact in kinds for name in fact.unless} - measured.keys()))
+
+
+def _kinds_shared(counts: Status) -> dict[Fact, str]:
+    """What the driver has to bring back of its sharing with other processes or GPUs, each with its number in words."""
     kinds = (
         (counts.ipc_memory, counted(counts.ipc_memory, "allocation"), facts.IPC_OPEN),
         (counts.peer_access, "", facts.PEER_ENABLED),
     )
+    return {fact: text for count, text, fact in kinds if count > 0}
+
+
+def _shared(process: CudaTraits, counts: Status, measured: Measurements) -> list[Finding]:
+    """Such sharing, unless a canary has shown that it comes back."""
     return [
         fact.seen(f"{_TOLD_BY}; {say(measured, fact.unless)}", process.pid, process=_name(process), count=text)
-        for count, text, fact in kinds
-        if count > 0 and not all_come_back(measured, fact.unless)
+        for fact, text in _kinds_shared(counts).items()
+        if not all_come_back(measured, fact.unless)
     ]
 
 

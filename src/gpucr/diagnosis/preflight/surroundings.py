@@ -12,9 +12,9 @@ from gpucr.diagnosis.preflight.databases import spared_by_rewind
 from gpucr.diagnosis.preflight.findings import Finding
 from gpucr.diagnosis.preflight.support import outside as facts
 from gpucr.diagnosis.preflight.support.fact import Fact
-from gpucr.linux import files_in_use, processes, sock_diag
+from gpucr.linux import file_locks, files_in_use, processes, sock_diag
 from gpucr.linux.namespaces import namespace_id
-from gpucr.model import Connection, Endpoint, Job, JobFile
+from gpucr.model import Connection, Endpoint, FileLock, Job, JobFile
 from gpucr.network.filters import find_method
 from gpucr.network.kept import find
 
@@ -81,16 +81,19 @@ def check_ports(endpoints: Collection[Endpoint]) -> list[Finding]:
     ]
 
 
-def check_files(files: Sequence[JobFile], folders: Sequence[str], mode: FilesMode) -> list[Finding]:
+def check_files(
+    files: Sequence[JobFile], folders: Sequence[str], mode: FilesMode, saved: Collection[str] = ()
+) -> list[Finding]:
     """Check the job's files and folders as they are now. Contents are not compared.
 
-    Databases, which `check_changed_databases` covers, are reported only if they are shorter now.
+    Databases, which `check_changed_databases` covers, are reported only if they are shorter now. ``saved``: files that
+    it covers in any case.
     """
     missing = [folder for folder in folders if not os.path.isdir(folder)]
     found: list[Finding] = []
     changed: list[tuple[JobFile, int]] = []
     databases = spared_by_rewind(files)
-    for file in files:
+    for file in [file for file in files if file.path not in saved]:
         size_bytes = _size(file.path)
         if size_bytes is None:
             missing.append(file.path)
@@ -102,6 +105,18 @@ def check_files(files: Sequence[JobFile], folders: Sequence[str], mode: FilesMod
     found += [_judge(file, size_bytes, mode) for file, size_bytes in changed]
     if mode == "rewind":
         found += _check_writers([file.path for file, size_bytes in changed if _is_cut_back(file, size_bytes)])
+    return found
+
+
+def check_locks(locks: Sequence[FileLock]) -> list[Finding]:
+    """Whether other programs hold the locks on files that the job had. CRIU waits for them."""
+    found: list[Finding] = []
+    for path in dict.fromkeys(lock.path for lock in locks):
+        holders = (file_locks.holder_of(lock) for lock in locks if lock.path == path)
+        pid = next((holder for holder in holders if holder is not None), None)
+        if pid is not None:
+            holder = f"process {pid} ({_name(pid)})" if pid else "a process that cannot be seen from here"
+            found.append(facts.LOCK_HELD.seen("fcntl(2), flock(2), /proc/locks", pid or None, file=path, holder=holder))
     return found
 
 

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
+import resource
 from collections.abc import Collection, Iterator, Sequence
 
 from gpucr.diagnosis.preflight.findings import Finding
 from gpucr.diagnosis.preflight.support import processes as facts
 from gpucr.diagnosis.preflight.support.fact import Fact
+from gpucr.diagnosis.preflight.undumpable import Judged, check_kinds
 from gpucr.errors import CriuUnavailable, NotPermitted, ProcessNotFound
 from gpucr.helper.place import socket_path
 from gpucr.linux import capabilities, processes
-from gpucr.linux.files_in_use import files_in_use
-from gpucr.linux.inherited import NVIDIA_DEVICE, UNDUMPABLE, find_inherited
+from gpucr.linux.files_in_use import linked_files
+from gpucr.linux.inherited import find_inherited
 from gpucr.linux.pid_uses import PidUse
-from gpucr.linux.processes import PROC, OpenFile
+from gpucr.linux.processes import PROC
 from gpucr.linux.sockets import sees_our_files
 from gpucr.model import CudaState, Job, ProcessInfo
-
-_IO_URING = re.compile("io_uring")
 
 
 def require_privileges(job_pid: int) -> None:
@@ -121,6 +120,35 @@ def check_tracers(job: Job) -> list[Finding]:
     return found
 
 
+def check_limits(job: Job) -> list[Finding]:
+    """Processes of other users whose limits CRIU may not read: it takes CAP_SYS_RESOURCE, which containers may lack."""
+    found = []
+    for process in job.processes:
+        try:
+            resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
+        except PermissionError:
+            uid = os.stat(f"/proc/{process.pid}").st_uid
+            found.append(facts.LIMITS.seen("prlimit(2)", process.pid, process=_name(process), uid=uid))
+        except OSError:  # it has ended
+            continue
+    return found
+
+
+def check_interrupted(job: Job) -> list[Finding]:
+    """Programs that are known to end when a call of theirs ends with EINTR."""
+    return [
+        facts.SCRIPT.seen(f"/proc/{process.pid}/exe", process.pid, process=_name(process))
+        for process in job.processes
+        if _program(process.pid) == "script"
+    ]
+
+
+def _program(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return os.path.basename(os.readlink(f"/proc/{pid}/exe"))
+    return ""
+
+
 def check_session(job: Job) -> list[Finding]:
     """Sessions that CRIU cannot restore: from outside the pid namespace, or from another branch of the tree."""
     outside = next((each for each in job.processes if processes.innermost_session_id(each.pid) == 0), None)
@@ -182,9 +210,29 @@ def check_namespace_init(job: Job) -> list[Finding]:
     ]
 
 
+_SHOWN = 3
+
+
+def check_left_out(others: Sequence[ProcessInfo], with_cuda: Collection[int], place: str) -> list[Finding]:
+    """Processes in the job's pid namespace, or container, that are no part of its tree. ``with_cuda``: their pids."""
+    found = [
+        facts.LEFT_OUT_CUDA.seen(f"/proc/{each.pid}", each.pid, process=_name(each), place=place)
+        for each in others
+        if each.pid in with_cuda
+    ]
+    plain = [each for each in others if each.pid not in with_cuda]
+    if plain:
+        named = ", ".join(f"{each.pid} ({each.name})" for each in plain[:_SHOWN])
+        more = f" and {len(plain) - _SHOWN} more" if len(plain) > _SHOWN else ""
+        found.append(
+            facts.LEFT_OUT.seen(f"parent {plain[0].parent_pid}", processes=f"processes {named}{more}", place=place)
+        )
+    return found
+
+
 def check_terminal(job: Job) -> list[Finding]:
-    """A terminal, whose shell notices that the job is stopped while CRIU dumps it."""
-    if not processes.has_terminal(job.root.pid):
+    """A terminal, whose shell notices that the job is stopped while CRIU dumps it. A session's leader has no shell."""
+    if not processes.has_terminal(job.root.pid) or job.root.session_id in job.pids:
         return []
     return [facts.TERMINAL.seen(f"tty_nr in /proc/{job.root.pid}/stat", job.root.pid, process=_name(job.root))]
 
@@ -196,11 +244,12 @@ def check_open_files(job: Job, *, is_sandboxed: bool = False) -> list[Finding]:
     ``is_sandboxed``: gpucr made the job's mounts, with this machine's files.
     """
     running = {member.pid for member in job.gang if member.found is not CudaState.CHECKPOINTED}
-    passing = {(each.process.pid, fd) for each in find_inherited(job.processes, running) for fd in each.fds}
+    passing = {(each.process.pid, fd) for each in find_inherited(job.processes, running) for fd in each.all_fds}
     found: list[Finding] = []
+    judged: Judged = {}
     for process in job.processes:
         files = [file for file in processes.open_files(process.pid) if (process.pid, file.fd) not in passing]
-        found += _judge(process, files, in_gang=process.pid in running)
+        found += check_kinds(process, files, judged, in_gang=process.pid in running)
         found += _linked_files(process, is_sandboxed=is_sandboxed)
     return found
 
@@ -218,8 +267,8 @@ def _linked_files(process: ProcessInfo, *, is_sandboxed: bool) -> list[Finding]:
     with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
         shared_device = shared.stat().st_dev if shared.is_dir() else None
         is_saved = is_sandboxed or sees_our_files(process.pid)
-        for file in files_in_use([process.pid]):
-            if file.path.endswith(" (deleted)") and file.inode[0] != shared_device:
+        for file in linked_files(process.pid):
+            if file.inode[0] != shared_device:
                 if not is_saved:
                     not_saved.add(file.path)
                 elif file.is_written:
@@ -240,20 +289,6 @@ def _linked_file(process: ProcessInfo, paths: Collection[str], fact: Fact) -> Fi
         process.pid,
         process=_name(process),
     )
-
-
-def _judge(process: ProcessInfo, files: Sequence[OpenFile], *, in_gang: bool) -> list[Finding]:
-    kinds = [(facts.IO_URING, _IO_URING)]
-    if not in_gang:
-        kinds += [(facts.UNDUMPABLE, UNDUMPABLE), (facts.GPU_HELD, NVIDIA_DEVICE)]
-    found: list[Finding] = []
-    for fact, pattern in kinds:
-        mine = [file for file in files if pattern.search(file.target)]
-        if mine:
-            more = f", and {len(mine) - 1} more" if len(mine) > 1 else ""
-            evidence = f"/proc/{process.pid}/fd/{mine[0].fd} is {mine[0].target}{more}"
-            found.append(fact.seen(evidence, process.pid, process=_name(process)))
-    return found
 
 
 def _name(process: ProcessInfo) -> str:
@@ -293,9 +328,17 @@ def _is_thread_of(pid: int, taken: Collection[int]) -> bool:
     return False
 
 
+def _is_ours(pid_or_tid: int) -> bool:
+    """Whether this is gpucr's own process, or one that started it."""
+    with contextlib.suppress(ProcessNotFound):
+        leader = processes.thread_group_leader(pid_or_tid)
+        return leader == os.getpid() or leader in processes.ancestors(os.getpid())
+    return False
+
+
 def _kind_of_use(use: PidUse, *, is_zombie: bool) -> Fact:
     if use.kind == "process":
-        return facts.PID_OF_ZOMBIE if is_zombie else facts.PID_TAKEN
+        return facts.PID_OF_ZOMBIE if is_zombie else facts.PID_OURS if _is_ours(use.holder) else facts.PID_TAKEN
     if is_zombie:
         return facts.GROUP_OF_ZOMBIE
     # The job may have been in a terminal's process group, so that no sandbox can hold it.

@@ -12,6 +12,7 @@ from gpucr.errors import InterposerError
 from gpucr.gpu_state.interposed.blocks import HostRoom, can_leave, extents_of, gpu_of, vault_of, writes
 from gpucr.gpu_state.interposed.line import Line, spoken, unlocked
 from gpucr.gpu_state.interposed.shared import by_part, share_again
+from gpucr.gpu_state.interposed.silent import left_to_driver
 from gpucr.interposer.client import Agent, Held
 from gpucr.interposer.protocol import BadAnswer, Block, Code, Flag, Refused
 from gpucr.interposer.vault import Shown, Vault, Vaults, in_parallel
@@ -120,6 +121,8 @@ def take_out_again(driver: Driver, pid: int) -> None:
     LOCKED → LOCKED. Does nothing if nothing is kept: then the driver takes all of it. Raises InterposerError for a
     process that shares others' memory and keeps nothing: the driver would lose it.
     """
+    if left_to_driver(pid):
+        return
     line = Line(pid)
     try:
         with spoken(pid, "let its memory go again"):

@@ -114,7 +114,7 @@ def has_hooks(pid: int) -> bool:
     if not is_interposed(pid):
         return False
     try:
-        with Agent(pid, answer_s=_ANSWER_S) as agent:
+        with Agent(pid, answer_s=_ANSWER_S, looks=True) as agent:
             return agent.status().hooks > 0
     except (Refused, BadAnswer, OSError):
         return False

@@ -12,7 +12,7 @@ from gpucr.gpu_state.interposed.backend import Interposed
 from gpucr.gpu_state.interposed.guarded import Guarded
 from gpucr.gpu_state.interposed.host_copy import HostCopy
 from gpucr.gpu_state.interposed.keeping import Keeping
-from gpucr.gpu_state.interposed.line import GatedLock
+from gpucr.gpu_state.interposed.line import GatedLock, held_by_another
 from gpucr.gpu_state.interposed.shared import (
     find_shares,
     keep_shares,
@@ -22,7 +22,7 @@ from gpucr.gpu_state.ways import GpuState, refused
 from gpucr.interposer import foreign
 from gpucr.interposer.client import Agent, Held, ask_status
 from gpucr.interposer.presence import has_library, is_interposed
-from gpucr.interposer.protocol import BadAnswer, Refused
+from gpucr.interposer.protocol import BadAnswer, Code, Refused
 from gpucr.interposer.sharing import Part, Share
 from gpucr.interposer.vault import Vaults
 from gpucr.linux import processes
@@ -169,7 +169,10 @@ class Interposers:
             why_not = foreign.why_by_driver(made.status())
             made.carries = made.carried()
             made.line.hang_up()  # until it is needed: preflight calls the agent too
-        except (Refused, BadAnswer, OSError, InterposerError) as e:  # another version, or busy: treat as not interposed
+        except (Refused, BadAnswer, OSError, InterposerError) as e:  # another version: treat as not interposed
+            if isinstance(e, Refused) and e.code == Code.BUSY:
+                made.close()
+                raise held_by_another(pid) from e
             why_not = str(e)
         if why_not is None:
             return made

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from gpucr.driver.api import Driver
-from gpucr.errors import DeadlineExceeded, InterposerError, JobChanged, reason_of
+from gpucr.errors import DeadlineExceeded, InterposerError, JobChanged, Unsupported, reason_of
 from gpucr.gang.holdable import DriverLock
 from gpucr.interposer.client import Agent
-from gpucr.interposer.protocol import BadAnswer, Refused
+from gpucr.interposer.presence import is_interposed
+from gpucr.interposer.protocol import BadAnswer, Code, Refused
 from gpucr.linux import processes
 from gpucr.model import CudaState
 
@@ -31,6 +32,27 @@ def spoken(pid: int, doing: str) -> Iterator[None]:
             f"the interposer of process {pid} did not {doing}: {reason_of(e)}",
             hint="try again; `--gpu-state driver` does without it",
         ) from e
+
+
+def require_free(pids: Iterable[int]) -> None:
+    """Raise Unsupported if another client holds one of these processes. What else is wrong shows when it is needed."""
+    for pid in filter(is_interposed, pids):
+        try:
+            Agent(pid).hang_up()
+        except Refused as e:
+            if e.code == Code.BUSY:
+                raise held_by_another(pid) from e
+        except (BadAnswer, OSError):
+            continue
+
+
+def held_by_another(pid: int) -> Unsupported:
+    """The agent refuses to work for us: its client has closed the gate."""
+    return Unsupported(
+        f"another program holds process {pid} at the gate of its interposer",
+        hint="wait until it has finished, or end it: `ss -xp | grep gpucr-interposer` shows who is connected",
+        code="GPUCR-BUSY",
+    )
 
 
 class Line:

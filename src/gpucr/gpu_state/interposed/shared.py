@@ -23,7 +23,7 @@ from gpucr.interposer.protocol import BadAnswer, Block, Flag, Kept, Refused
 from gpucr.interposer.sharing import Part, Share
 
 _MOST_BYTES = 64 << 20
-_NAME = "gpucr-shares"
+SHARES_NAME = "gpucr-shares"
 
 
 def find_shares(lines: Sequence[Line], others: Mapping[int, str]) -> tuple[Share, ...]:
@@ -89,7 +89,7 @@ def keep_shares(lines: Iterable[Line], shares: Sequence[Share]) -> None:
     for line in lines:
         mine = [each for each in shares if line.pid in (each.imported.pid, each.owner.pid)]
         if mine:
-            fd = os.memfd_create(_NAME, os.MFD_CLOEXEC)
+            fd = os.memfd_create(SHARES_NAME, os.MFD_CLOEXEC)
             try:
                 with open(fd, "wb", closefd=False) as file:
                     file.write(records.encode(mine))

@@ -16,6 +16,7 @@ from gpucr.gpu_state.interposed.coming_back import bring_back, let_continue, tak
 from gpucr.gpu_state.interposed.line import Line
 from gpucr.gpu_state.interposed.restored import BlocksDestination
 from gpucr.gpu_state.interposed.shared import has_continued, share_again
+from gpucr.gpu_state.interposed.silent import left_to_driver
 from gpucr.gpu_state.recovery import GangProtection
 from gpucr.gpu_state.room import ROOM_LIMIT_S, lacking, wait_for_room
 from gpucr.interposer.client import ask_status
@@ -203,6 +204,8 @@ class SuspendedBlocks:
         for member in self._gang.members:
             try:
                 state = self._driver.state(member.pid) if is_interposed(member.pid) else None
+                if state is CudaState.LOCKED and left_to_driver(member.pid):
+                    continue
                 if state is CudaState.LOCKED or (state is CudaState.RUNNING and self.is_away(member.pid)):
                     lines.append(Line(member.pid))
             except GpucrError as error:

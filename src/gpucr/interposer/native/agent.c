@@ -1,25 +1,14 @@
-/* The interposer's only thread: it serves requests on the socket, one client at a time. */
+#include "agent.h"
 #include "carry.h"
-#include "socket.h"
 
 #include <fcntl.h>
-#include <poll.h>
-#include <pthread.h>
-#include <signal.h>
 #include <string.h>
-#include <sys/socket.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #define LONGEST_CLOSE_MS 60000
-#define AGENT_NAME "gpucr-agent" /* client.py looks for it */
-#define LOOK_EVERY_MS 500
-#define REFUSAL_MS 100
 
-static _Atomic bool started;
-static pthread_mutex_t descriptors_open = PTHREAD_MUTEX_INITIALIZER; /* nobody forks while it is held */
-static int listening = -1, client = -1;
-static struct packet asked, answer; /* only the agent's; too large for a stack whose size others may have chosen */
+struct packet asked, answer;
 
 static void count_ranges(struct status *status) {
     for (size_t i = 0; i < ranges.count; i++) {
@@ -92,7 +81,7 @@ static bool is_whole(void) {
     return !carry_anything_away() && !kept_anything();
 }
 
-static void open_if_whole(void) {
+void agent_open_if_whole(void) {
     if (!is_whole())
         return;
     carry_forget_exports();
@@ -118,10 +107,11 @@ static uint32_t do_export(void) {
         struct block *block = block_at((uint32_t)index);
         if (!goes_out(block, asked.head.b == 1))
             continue;
-        code = carry_export(block, &answer.descriptors[answer.descriptor_count]);
+        int made;
+        code = carry_export(block, &made);
         if (code != DONE)
             break;
-        answer.descriptor_count++;
+        packet_add(&answer, made);
         add(block);
     }
     answer.head.a = index;
@@ -146,14 +136,15 @@ static uint32_t bring_back(const struct record *record, unsigned place) {
     if (block == NULL)
         return UNKNOWN_BLOCK;
     uint32_t code;
+    int made;
     if (asked.head.operation == IMPORT) {
-        code = carry_import(block, asked.descriptors[place], asked.head.a == 1);
-        close(asked.descriptors[place]); /* at once: the memory behind it may be needed for the next one */
-        asked.descriptors[place] = -1;
+        struct owned *given = &asked.descriptors[place];
+        code = descriptor_is_ours(given) ? carry_import(block, given->number, asked.head.a == 1) : CLOSED_BY_PROGRAM;
+        descriptor_close(given); /* at once: the memory behind it may be needed for the next one */
     } else {
-        code = carry_create(block, &answer.descriptors[answer.descriptor_count]);
+        code = carry_create(block, &made);
         if (code == DONE)
-            answer.descriptor_count++;
+            packet_add(&answer, made);
     }
     if (code == DONE)
         add(block);
@@ -199,136 +190,7 @@ static uint32_t on_memory(void) {
     return asked.head.a <= DROP_IMPORTED ? carry_drop((enum drops)asked.head.a) : MALFORMED;
 }
 
-static uint32_t answer_hello(void) {
-    answer.head.a = (uint64_t)getpid();
-    answer.head.b = (uint64_t)syscall(SYS_gettid);
-    return DONE;
-}
-
-static uint32_t on_memory_locked(void) {
-    table_lock();
-    uint32_t code = asked.head.operation == LIST ? do_list() : on_memory();
-    table_unlock();
-    return code;
-}
-
-static uint32_t perform(void) {
-    switch (asked.head.operation) {
-    case HELLO:
-        return answer_hello();
-    case STATUS:
-        return DONE;
-    case OPEN: /* opened after the answer: the program may exit at once, and the agent with it */
-        return is_whole() ? DONE : MEMORY_IS_AWAY;
-    case EXPORT:
-    case DROP:
-    case IMPORT:
-    case CREATE:
-    case FILL:
-    case LIST:
-        return on_memory_locked();
-    case KEEP:
-        return kept_take(&asked);
-    case FETCH:
-        return kept_give(asked.head.a, &answer);
-    case TRACE:
-        return tracer_open(asked.head.a == 1);
-    default:
-        return MALFORMED;
-    }
-}
-
-static struct inside who_is_inside(void) {
-    struct inside who = {0};
-    const char *function = "";
-    who.thread = gate_who(&function);
-    strncpy(who.function, function, sizeof who.function - 1);
-    return who;
-}
-
-static bool reply_status(int to) {
-    table_lock();
-    struct status status = status_now();
-    table_unlock();
-    return socket_send(to, &answer, &status, sizeof status);
-}
-
-static bool reply(void) {
-    struct inside inside;
-    const void *payload = answer.records;
-    unsigned bytes = answer.head.count * (unsigned)sizeof(struct record);
-    if (asked.head.operation == STATUS && answer.head.code == DONE) {
-        return reply_status(client);
-    } else if (asked.head.operation == CLOSE && answer.head.code == DONE && answer.head.a != 0) {
-        inside = who_is_inside();
-        payload = &inside;
-        bytes = sizeof inside;
-    }
-    return socket_send(client, &answer, payload, bytes);
-}
-
-static void close_asked(void) {
-    for (unsigned i = 0; i < asked.descriptor_count; i++)
-        if (asked.descriptors[i] >= 0)
-            close(asked.descriptors[i]);
-    asked.descriptor_count = 0;
-}
-
-static uint32_t refusal(enum received received) {
-    if (received == BAD)
-        return MALFORMED;
-    return asked.head.version == PROTOCOL_VERSION ? DONE : WRONG_VERSION;
-}
-
-/* False: the client is gone. Nobody forks while a descriptor is open, so no child inherits one. */
-static bool serve_one(void) {
-    pthread_mutex_lock(&descriptors_open);
-    enum received received = socket_receive(client, &asked);
-    bool here = received != GONE;
-    if (received == WELL || received == BAD) {
-        memset(&answer.head, 0, sizeof answer.head);
-        answer.descriptor_count = 0;
-        answer.head = (struct message){PROTOCOL_MAGIC, PROTOCOL_VERSION, asked.head.operation, 0, 0, 0, 0};
-        answer.head.code = refusal(received);
-        if (answer.head.code == DONE && (asked.head.operation == CLOSE || asked.head.operation == HOOKS)) {
-            close_asked();
-            pthread_mutex_unlock(&descriptors_open); /* a hook may take long, and may fork */
-            answer.head.code = asked.head.operation == CLOSE ? do_close() : do_hooks();
-            pthread_mutex_lock(&descriptors_open);
-        } else if (answer.head.code == DONE) {
-            answer.head.code = perform();
-        }
-        close_asked(); /* when the client has the answer, nothing is held here */
-        here = reply();
-        packet_close(&answer);
-        if (asked.head.operation == OPEN && answer.head.code == DONE)
-            open_if_whole();
-    }
-    close_asked();
-    pthread_mutex_unlock(&descriptors_open);
-    return here;
-}
-
-/* A closed gate is a lease. If memory is away, it stays closed for the next client. */
-static void client_gone(void) {
-    close(client);
-    client = -1;
-    open_if_whole();
-    spares_take();
-}
-
-/* Read the request first: closing a socket with unread data discards the answer. */
-static void refuse_second(int second) {
-    struct packet *busy = &answer;
-    struct pollfd asking = {second, POLLIN, 0};
-    if (poll(&asking, 1, REFUSAL_MS) > 0 && socket_receive(second, &asked) != GONE)
-        packet_close(&asked);
-    busy->head = (struct message){PROTOCOL_MAGIC, PROTOCOL_VERSION, HELLO, BUSY, 0, 0, 0};
-    busy->descriptor_count = 0;
-    socket_send(second, busy, NULL, 0);
-    close(second);
-}
-
+/* For a peer that opens this process's memory by legacy IPC. */
 static uint32_t do_share(void) {
     address start = asked.head.a;
     const struct range *range = ipc_range(start, asked.head.b);
@@ -345,7 +207,7 @@ static uint32_t do_share(void) {
         int copy = fcntl(shared_number(block), F_DUPFD_CLOEXEC, 3);
         if (copy < 0)
             return answer.head.count > 0 ? DONE : NO_DESCRIPTORS; /* the client repeats the rest */
-        answer.descriptors[answer.descriptor_count++] = copy;
+        packet_add(&answer, copy);
         add(block);
         start += mapping->bytes;
     }
@@ -354,134 +216,99 @@ static uint32_t do_share(void) {
     return DONE;
 }
 
-/* A peer that opens this process's memory by legacy IPC, or somebody who only wants to know what there is. */
-static bool only_asks(int connection) {
-    struct message head;
-    struct pollfd asking = {connection, POLLIN, 0};
-    return poll(&asking, 1, REFUSAL_MS) > 0 &&
-           recv(connection, &head, sizeof head, MSG_PEEK | MSG_DONTWAIT) == sizeof head && head.magic == PROTOCOL_MAGIC &&
-           (head.operation == SHARE || head.operation == STATUS || head.operation == LIST);
+static uint32_t answer_hello(void) {
+    answer.head.a = (uint64_t)getpid();
+    answer.head.b = (uint64_t)syscall(SYS_gettid);
+    return DONE;
 }
 
-/* At once, even while there is a client. */
-static void answer_only(int other) {
-    pthread_mutex_lock(&descriptors_open);
-    enum received received = socket_receive(other, &asked);
-    answer.head = (struct message){PROTOCOL_MAGIC, PROTOCOL_VERSION, asked.head.operation, refusal(received), 0, 0, 0};
-    answer.descriptor_count = 0;
-    if (answer.head.code == DONE && asked.head.operation != STATUS) {
-        table_lock();
-        answer.head.code = asked.head.operation == SHARE ? do_share() : do_list();
-        table_unlock();
-    }
-    close_asked();
-    if (answer.head.code == DONE && asked.head.operation == STATUS)
-        reply_status(other);
-    else
-        socket_send(other, &answer, answer.records, answer.head.count * (unsigned)sizeof(struct record));
-    packet_close(&answer);
-    pthread_mutex_unlock(&descriptors_open);
-    close(other);
-}
-
-static void welcome(void) {
-    spares_give();
-    int other = socket_accept(listening);
-    if (other >= 0 && only_asks(other)) {
-        answer_only(other);
-    } else if (other >= 0 && client >= 0) {
-        pthread_mutex_lock(&descriptors_open);
-        refuse_second(other);
-        pthread_mutex_unlock(&descriptors_open);
-    } else if (other >= 0) {
-        client = other;
-    }
-    if (client < 0)
-        spares_take();
-}
-
-/* CRIU restores the socket under its old name; a clone restored beside this process takes the name over. */
-static void listen_again(void) {
-    pthread_mutex_lock(&descriptors_open);
-    spares_give();
-    int again = socket_listen();
-    if (again >= 0) {
-        close(listening);
-        listening = again;
-    }
-    if (client < 0)
-        spares_take();
-    pthread_mutex_unlock(&descriptors_open);
-}
-
-static void *serve(void *unused) {
-    (void)unused;
-    gate_pass_always();
-    pthread_setname_np(pthread_self(), AGENT_NAME); /* if there is no /proc */
-    while (true) {
-        struct pollfd watched[] = {{listening, POLLIN, 0}, {client, POLLIN, 0}};
-        if (poll(watched, 2, LOOK_EVERY_MS) <= 0) {
-            if (!socket_can_be_found())
-                listen_again();
-            continue;
-        }
-        if (client >= 0 && watched[1].revents != 0 && !serve_one())
-            client_gone();
-        if (watched[0].revents != 0)
-            welcome();
-    }
-    return NULL;
-}
-
-static bool start_thread(void) {
-    sigset_t all, before;
-    pthread_t thread;
-    sigfillset(&all); /* the program's handlers run on the program's threads */
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    hooks_keep_mask(&before);
-    int error = pthread_create(&thread, NULL, serve, NULL);
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
-    if (error == 0) {
-        pthread_setname_np(thread, AGENT_NAME); /* it is found by this name, even if it has not run yet */
-        pthread_detach(thread);
-    }
-    return error == 0;
-}
-
-void agent_start(void) {
-    if (atomic_exchange(&started, true))
-        return;
-    listening = socket_listen();
-    spares_take();
-    if (listening >= 0 && !start_thread()) {
-        close(listening);
-        listening = -1;
-    }
-}
-
-__attribute__((destructor)) static void leave(void) {
-    if (listening >= 0)
-        socket_leave();
-}
-
-void agent_before_fork(void) {
-    pthread_mutex_lock(&descriptors_open);
+static uint32_t on_memory_locked(void) {
     table_lock();
-}
-
-void agent_in_parent(void) {
+    uint32_t code = asked.head.operation == LIST    ? do_list()
+                    : asked.head.operation == SHARE ? do_share()
+                                                    : on_memory();
     table_unlock();
-    pthread_mutex_unlock(&descriptors_open);
+    return code;
 }
 
-void agent_in_child(void) {
-    pthread_mutex_init(&descriptors_open, NULL);
-    if (listening >= 0)
-        close(listening);
-    if (client >= 0)
-        close(client);
-    kept_close();
-    spares_give();
-    listening = client = -1;
-    atomic_store(&started, false);
+bool agent_takes_long(void) {
+    return asked.head.operation == CLOSE || asked.head.operation == HOOKS;
+}
+
+bool agent_only_looks(void) {
+    return asked.head.operation == STATUS || asked.head.operation == LIST || asked.head.operation == SHARE;
+}
+
+bool agent_takes_hold(void) {
+    switch (asked.head.operation) {
+    case CLOSE:
+    case EXPORT:
+    case DROP:
+    case IMPORT:
+    case CREATE:
+    case FILL:
+    case KEEP:
+    case FETCH:
+        return true;
+    default:
+        return false;
+    }
+}
+
+uint32_t agent_perform(void) {
+    switch (asked.head.operation) {
+    case HELLO:
+        return answer_hello();
+    case STATUS:
+        return DONE;
+    case OPEN: /* opened after the answer: the program may exit at once, and the agent with it */
+        return is_whole() ? DONE : MEMORY_IS_AWAY;
+    case EXPORT:
+    case DROP:
+    case IMPORT:
+    case CREATE:
+    case FILL:
+    case LIST:
+    case SHARE:
+        return on_memory_locked();
+    case KEEP:
+        return kept_take(&asked);
+    case FETCH:
+        return kept_give(asked.head.a, &answer);
+    case TRACE:
+        return tracer_open(asked.head.a == 1);
+    case CLOSE:
+        return do_close();
+    case HOOKS:
+        return do_hooks();
+    default:
+        return MALFORMED;
+    }
+}
+
+static struct inside who_is_inside(void) {
+    struct inside who = {0};
+    const char *function = "";
+    who.thread = gate_who(&function);
+    strncpy(who.function, function, sizeof who.function - 1);
+    return who;
+}
+
+bool agent_reply(const struct owned *connection) {
+    struct status status;
+    struct inside inside;
+    const void *payload = answer.records;
+    unsigned bytes = answer.head.count * (unsigned)sizeof(struct record);
+    if (asked.head.operation == STATUS && answer.head.code == DONE) {
+        table_lock();
+        status = status_now();
+        table_unlock();
+        payload = &status;
+        bytes = sizeof status;
+    } else if (asked.head.operation == CLOSE && answer.head.code == DONE && answer.head.a != 0) {
+        inside = who_is_inside();
+        payload = &inside;
+        bytes = sizeof inside;
+    }
+    return socket_send(connection, &answer, payload, bytes);
 }

@@ -1,6 +1,7 @@
 /*
  * cuMemAlloc and similar calls, backed by VMM memory. Allocations below the granularity stay with the driver, which
- * packs many into one page; there are few, and its own checkpoint takes them.
+ * packs many into one page; there are few, and its own checkpoint takes them. Without an agent all stay there: nobody
+ * could ask for their memory, neither gpucr nor a process that opens it by legacy IPC.
  */
 #include "replaced.h"
 
@@ -130,8 +131,8 @@ result replaced_cuMemAlloc_v2(address *pointer, size_t bytes) {
         return real.cuMemAlloc_v2(pointer, bytes);
     table_lock();
     free_what_was_put_off();
-    bool small = bytes < GRANULARITY || bytes > SIZE_MAX - GRANULARITY;
-    result result = small ? allocate_native(pointer, bytes) : allocate_large(pointer, bytes);
+    bool is_taken = agent_serves() && bytes >= GRANULARITY && bytes <= SIZE_MAX - GRANULARITY;
+    result result = is_taken ? allocate_large(pointer, bytes) : allocate_native(pointer, bytes);
     table_unlock();
     return result;
 }

@@ -2,6 +2,7 @@
 #ifndef GPUCR_INTERPOSER_H
 #define GPUCR_INTERPOSER_H
 
+#include "descriptors.h"
 #include "gate.h"
 
 #include <signal.h>
@@ -39,9 +40,7 @@ struct block {
     bool registered; /* a dma-buf was made of it */
     bool stays;      /* what it was bound to or exported as cannot be made again */
     bool dropped;    /* away */
-    int descriptor;  /* by which it went out or came in (shared.c); -1: none is kept */
-    dev_t device;    /* of that descriptor */
-    ino_t inode;
+    struct owned descriptor; /* by which it went out or came in (shared.c) */
     uint32_t given;  /* to which client of the agent (carry.c counts them) */
     uint16_t generation;
     uint32_t index;
@@ -143,8 +142,10 @@ uint32_t hooks_call(uint64_t kind, uint64_t wait_ms, uint64_t *count, uint64_t *
 void hooks_keep_mask(const sigset_t *mask); /* the program's signal mask: theirs */
 void hooks_in_child(void);
 
-/* agent.c */
+/* serve.c */
 void agent_start(void);
+bool agent_serves(void);   /* it has a place where it can be found */
+void agent_be_found(void); /* makes it listen again, if somebody has removed its name */
 void agent_before_fork(void);
 void agent_in_parent(void);
 void agent_in_child(void);

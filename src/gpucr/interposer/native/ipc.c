@@ -6,10 +6,13 @@
  * The driver's own handles (small allocations, programs without the interposer) are passed through, and what they open
  * is counted: while it is open the process does not survive the driver's checkpoint.
  */
+#include "place.h"
 #include "replaced.h"
 #include "socket.h"
 
+#include <errno.h>
 #include <poll.h>
+#include <signal.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/random.h>
@@ -17,6 +20,7 @@
 
 #define MAGIC 0x6370692d72637067u
 #define ANSWER_MS 30000
+#define FOUND_MS 5000
 #define AGAIN_MS 5
 
 struct named_range { /* what is in the handle's 64 bytes */
@@ -74,6 +78,7 @@ static result give_out(const struct range *range) {
 }
 
 result replaced_cuIpcGetMemHandle(struct ipc_handle *handle, address pointer) {
+    agent_be_found();
     table_lock();
     const struct range *range = own_range(pointer);
     result result = handle == NULL || range == NULL ? real.cuIpcGetMemHandle(handle, pointer) : give_out(range);
@@ -98,19 +103,37 @@ struct opening {
     struct packet *packet;
 };
 
+static bool is_alive(int process) {
+    return kill(process, 0) == 0 || errno != ESRCH;
+}
+
+static void wait_a_moment(void) {
+    poll(NULL, 0, AGAIN_MS);
+}
+
+/* An agent that was restored, or whose name was removed, is soon found again. */
+static struct owned connect_to(int process) {
+    uint64_t until_ns = now_ns() + (uint64_t)FOUND_MS * 1000000;
+    struct owned connection = place_connect(process);
+    while (connection.number < 0 && is_alive(process) && now_ns() < until_ns) {
+        wait_a_moment();
+        connection = place_connect(process);
+    }
+    return connection;
+}
+
 /* On return the answer's descriptors are open but not yet registered: nobody may fork then. */
-static bool ask(const struct opening *opening, int *connection) {
+static bool ask(const struct opening *opening, struct owned *connection) {
     struct packet *packet = opening->packet;
     struct pollfd answered = {.events = POLLIN};
     packet->head = (struct message){PROTOCOL_MAGIC, PROTOCOL_VERSION, SHARE, 0, 0, opening->named.start + opening->done,
                                     opening->named.token};
     packet->descriptor_count = 0;
-    *connection = answered.fd = socket_connect(opening->named.process);
-    if (*connection < 0)
-        return false;
-    if (socket_send(*connection, packet, NULL, 0) && poll(&answered, 1, ANSWER_MS) > 0)
+    *connection = connect_to(opening->named.process);
+    answered.fd = connection->number;
+    if (socket_send(connection, packet, NULL, 0) && poll(&answered, 1, ANSWER_MS) > 0)
         return true;
-    close(*connection);
+    descriptor_close(connection);
     return false;
 }
 
@@ -150,38 +173,38 @@ static result show(struct opening *opening, const struct record *record, int des
     return result == SUCCESS && !mapping_set_access(mapping, access, access_count) ? OUT_OF_MEMORY : result;
 }
 
-/* Handles one answer. With the table locked. */
-static result take(struct opening *opening, int connection) {
+/* Handles one answer. With the table locked. `again`: there is none, or the memory is away. */
+static result take(struct opening *opening, const struct owned *connection, bool *again) {
     struct packet *packet = opening->packet;
     result result = INVALID_VALUE;
-    if (socket_receive(connection, packet) == WELL && packet->head.code == DONE && packet->head.count > 0 &&
+    enum received received = socket_receive(connection, packet);
+    *again = received == GONE || (received == WELL && packet->head.code == MEMORY_IS_AWAY);
+    if (received == WELL && packet->head.code == DONE && packet->head.count > 0 &&
         packet->head.count == packet->descriptor_count)
         result = SUCCESS;
     for (unsigned i = 0; result == SUCCESS && i < packet->head.count; i++)
-        result = show(opening, &packet->records[i], packet->descriptors[i]);
+        result = descriptor_is_ours(&packet->descriptors[i])
+                     ? show(opening, &packet->records[i], packet->descriptors[i].number)
+                     : OPERATING_SYSTEM;
     packet_close(packet);
     return result;
-}
-
-static void wait_a_moment(void) {
-    poll(NULL, 0, AGAIN_MS);
 }
 
 static result take_all(struct opening *opening) {
     uint64_t until_ns = now_ns() + (uint64_t)ANSWER_MS * 1000000;
     while (opening->done < opening->named.reserved) {
-        int connection;
+        struct owned connection;
+        bool again;
         if (!ask(opening, &connection))
             return INVALID_VALUE;
         table_lock();
-        result result = take(opening, connection);
+        result result = take(opening, &connection, &again);
         table_unlock();
-        close(connection);
-        bool away = opening->packet->head.code == MEMORY_IS_AWAY && now_ns() < until_ns;
-        if (result != SUCCESS && !away)
+        descriptor_close(&connection);
+        if (result != SUCCESS && !(again && now_ns() < until_ns))
             return result;
-        if (away)
-            wait_a_moment(); /* its owner is frozen */
+        if (result != SUCCESS)
+            wait_a_moment(); /* its owner is frozen, or its agent had another client */
     }
     return SUCCESS;
 }

@@ -5,25 +5,23 @@
 #include <fcntl.h>
 #include <unistd.h>
 
-static int kept[KEPT] = {-1, -1};
+static struct owned kept[KEPT] = {{.number = -1}, {.number = -1}};
 
+/* Also what the program has closed since: then the memory is lost, and the process must not run. */
 bool kept_anything(void) {
     for (int i = 0; i < KEPT; i++)
-        if (kept[i] >= 0)
+        if (kept[i].number >= 0)
             return true;
     return false;
 }
 
 int kept_number(enum kept what) {
-    return kept[what];
+    return descriptor_is_ours(&kept[what]) ? kept[what].number : -1;
 }
 
 void kept_close(void) {
-    for (int i = 0; i < KEPT; i++) {
-        if (kept[i] >= 0)
-            close(kept[i]);
-        kept[i] = -1;
-    }
+    for (int i = 0; i < KEPT; i++)
+        descriptor_close(&kept[i]);
 }
 
 uint32_t kept_take(struct packet *asked) {
@@ -33,21 +31,24 @@ uint32_t kept_take(struct packet *asked) {
         kept_close();
         return DONE;
     }
-    if (kept[asked->head.a] >= 0)
-        close(kept[asked->head.a]);
-    kept[asked->head.a] = asked->descriptors[0];
-    asked->descriptor_count = 0; /* it is not closed with the others */
+    struct owned copy = descriptor_own(descriptor_copy_high(asked->descriptors[0].number));
+    if (copy.number < 0)
+        return NO_DESCRIPTORS;
+    descriptor_close(&kept[asked->head.a]);
+    kept[asked->head.a] = copy;
     return DONE;
 }
 
 uint32_t kept_give(uint64_t what, struct packet *answer) {
     if (what >= KEPT)
         return MALFORMED;
-    if (kept[what] < 0)
+    if (kept[what].number < 0)
         return DONE;
-    int copy = fcntl(kept[what], F_DUPFD_CLOEXEC, 3);
+    if (!descriptor_is_ours(&kept[what]))
+        return CLOSED_BY_PROGRAM;
+    int copy = fcntl(kept[what].number, F_DUPFD_CLOEXEC, 3);
     if (copy < 0)
         return NO_DESCRIPTORS;
-    answer->descriptors[answer->descriptor_count++] = copy;
+    packet_add(answer, copy);
     return DONE;
 }

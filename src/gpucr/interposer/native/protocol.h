@@ -27,7 +27,7 @@ enum operation {
     KEEP,       /* one descriptor, which is kept for whoever asks, with the gate closed; a: an enum kept. None: all that are kept
                    are closed */
     FETCH,      /* a: an enum kept. Answer: that descriptor, if there is one */
-    SHARE,      /* on the peers' socket: a = address in a range, b = the exporter's token. Answer as for EXPORT, a = next address */
+    SHARE,      /* from peers: a = address in a range, b = the exporter's token. Answer as for EXPORT, a = next address */
     HOOKS = 14, /* a: an enum hooks, b = milliseconds to wait. The program's own functions are called, with the gate open. Answer:
                    a = how many there are, b = how many have failed */
     FILL = 15, /* records of blocks that are back; a = where the first one's bytes are in the kept memory, those of the others
@@ -57,6 +57,7 @@ enum code { /* above DRIVER_ERROR: CUresult + DRIVER_ERROR */
     NOT_HERE = 12, /* the kernel does not know it */
     TOO_SLOW = 13, /* a function of the program's still runs */
     GATE_IS_CLOSED = 14,
+    CLOSED_BY_PROGRAM = 15, /* a descriptor */
     DRIVER_ERROR = 0x10000,
 };
 

@@ -1,27 +1,24 @@
-/* socket.c: the agent's socket, and messages on it. */
+/* socket.c: messages on the agent's socket, with descriptors. */
 #ifndef GPUCR_INTERPOSER_SOCKET_H
 #define GPUCR_INTERPOSER_SOCKET_H
 
+#include "descriptors.h"
 #include "protocol.h"
-
-#include <stdbool.h>
 
 struct packet {
     struct message head;
     struct record records[MOST_RECORDS];
-    int descriptors[MOST_RECORDS];
+    struct owned descriptors[MOST_RECORDS];
     unsigned descriptor_count;
 };
 
-int socket_listen(void); /* -1: there is no folder for it that only its owner can use */
-bool socket_can_be_found(void); /* false after a restore, and where a clone has taken the name */
-void socket_leave(void);        /* at the end of the process */
-int socket_connect(int process); /* to the agent of another process of this user; -1: there is none */
-int socket_accept(int listening); /* -1: nobody who may */
-enum received { GONE, WELL, BAD, NOTHING } socket_receive(int client, struct packet *packet);
-bool socket_send(int client, const struct packet *packet, const void *payload, unsigned payload_bytes);
-void spares_take(void); /* numbers for the agent's descriptors, if the program opens all that it may */
-void spares_give(void); /* they can be used */
+struct owned socket_accept(const struct owned *listening); /* nothing: nobody who may. errno: why */
+enum received { GONE, WELL, BAD, NOTHING } socket_receive(const struct owned *connection, struct packet *packet);
+/* False: it did not go out, or a descriptor is the program's by now. */
+bool socket_send(const struct owned *connection, const struct packet *packet, const void *payload, unsigned payload_bytes);
+void packet_add(struct packet *packet, int descriptor);
 void packet_close(struct packet *packet); /* its descriptors */
+void spares_take(const struct owned *listening); /* numbers for the agent, if the program opens all that it may */
+void spares_give(void);                          /* they can be used */
 
 #endif

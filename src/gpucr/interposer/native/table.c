@@ -135,7 +135,7 @@ struct block *block_new(handle real_handle, size_t bytes, const struct propertie
     if (block == NULL)
         return NULL;
     *block = (struct block){.real = real_handle, .bytes = bytes, .asked = *asked, .live = true, .references = 1,
-                            .descriptor = -1, .index = block->index, .generation = (uint16_t)(block->generation + 1)};
+                            .descriptor = NOTHING_OWNED, .index = block->index, .generation = (uint16_t)(block->generation + 1)};
     return block;
 }
 

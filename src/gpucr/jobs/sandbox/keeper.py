@@ -45,7 +45,7 @@ from typing import Any, NoReturn
 
 from gpucr.jobs.sandbox import label
 from gpucr.json_text import parse
-from gpucr.linux import durable, libc, namespaces, oom
+from gpucr.linux import durable, libc, locks, namespaces, oom
 from gpucr.linux.trusted_paths import open_file
 
 MESSAGE_LIMIT_BYTES = 64 << 10  # the roots of thousands of trees
@@ -84,7 +84,10 @@ def main(specification_fd: str, socket_fd: str, operation_fd: str, by_helper: st
             # Opened before the mounts change: files in /dev/shm are hidden afterwards.
             status_folder, name = os.path.split(specification["status_path"] or "/")
             with _part("log"):
-                status_fd = os.open(status_folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+                status_fd = os.open(status_folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            if name:
+                with contextlib.suppress(OSError):  # a file system without locks
+                    locks.share(status_fd)  # which shows other pid namespaces that the keeper lives
             with _part("namespaces"):
                 if specification["isolate"] and not by_helper:
                     own_network = ("net",) if specification["network"] == "own" else ()
@@ -132,6 +135,8 @@ class Keeper:
             namespaces.follow_host_mounts()
             namespaces.mount_proc()
             namespaces.mount_shared_memory()
+            if self._specification["terminals"]:
+                namespaces.mount_terminals()
             if self._specification["network"] == "own":
                 namespaces.bring_loopback_up()
             namespaces.set_last_pid(self._specification["last_pid"] or FIRST_LAST_PID)

@@ -93,13 +93,14 @@ def empty(
     lineage: str,
     last_pid: int,
     network: Network = "own",
+    terminals: bool = False,
     helper: CriuInstall | None = None,
     ends_with_caller: bool = False,
 ) -> EmptySandbox:
     """Make a sandbox with nothing in it but its keeper, for a restore. Needs CAP_SYS_ADMIN, or the ``helper``.
 
-    ``log_path`` is only recorded. Pids in it start above ``last_pid``. Raises Unsupported if the namespaces cannot be
-    made, BrokenInstall.
+    ``log_path`` is only recorded. Pids in it start above ``last_pid``. ``terminals``: it has a /dev/pts of its own.
+    Raises Unsupported if the namespaces cannot be made, BrokenInstall.
     """
     return EmptySandbox(
         _keeper(
@@ -111,6 +112,7 @@ def empty(
                 isolate=True,
                 lineage=lineage,
                 last_pid=last_pid,
+                terminals=terminals,
             ),
             helper,
         ),
@@ -149,6 +151,7 @@ def _specification(
         "isolate": False,
         "lineage": uuid.uuid4().hex,
         "last_pid": 0,
+        "terminals": False,
         "own_session": True,
         "ends_with_gpucr": ends_with_caller,
         **given,

@@ -268,7 +268,8 @@ class SandboxByHelper(StartedKeeper):
         with self._fds(socket_fd) as fds:
             specification = self._specification
             last_pid = specification["last_pid"] or FIRST_LAST_PID
-            isolate(self._helper, fds, network=specification["network"], last_pid=last_pid)
+            network, terminals = specification["network"], specification["terminals"]
+            isolate(self._helper, fds, network=network, last_pid=last_pid, terminals=terminals)
         return lambda: None
 
 

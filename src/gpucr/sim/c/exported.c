@@ -33,14 +33,15 @@ static uint32_t gpu_number(const uint8_t gpu[UUID_BYTES]) {
     return number;
 }
 
-/* The name tells the GPU and the size, so that most callers need not open it. */
+/* The name tells the GPU and the size, so that most callers need not open it; and like that of a device file, it tells
+ * that the driver takes the file away from a process. */
 static int create_file(int folder, const struct exported *content) {
     char name[96];
     uint64_t number = 0;
     for (int attempt = 0; attempt < 100; attempt++) {
         if (getrandom(&number, sizeof number, 0) != sizeof number)
             return -1;
-        snprintf(name, sizeof name, "%016llx-%08x-%llu" SUFFIX, (unsigned long long)number, gpu_number(content->gpu),
+        snprintf(name, sizeof name, "nvidia-%016llx-%08x-%llu" SUFFIX, (unsigned long long)number, gpu_number(content->gpu),
                  (unsigned long long)content->size_bytes);
         int fd = openat(folder, name, O_RDWR | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600);
         if (fd >= 0 || errno != EEXIST)
@@ -134,7 +135,7 @@ bool exported_fits(const struct machine *machine, int folder, const uint64_t fre
     if (entries == NULL)
         return false;
     for (struct dirent *entry; (entry = readdir(entries)) != NULL;)
-        if (is_exported(entry->d_name) && sscanf(entry->d_name, "%llx-%x-%llu", &number, &gpu, &size) == 3)
+        if (is_exported(entry->d_name) && sscanf(entry->d_name, "nvidia-%llx-%x-%llu", &number, &gpu, &size) == 3)
             for (uint32_t i = 0; i < machine->gpu_count; i++)
                 if (gpu_number(machine->gpus[i].uuid) == gpu)
                     at_most[i] += size;

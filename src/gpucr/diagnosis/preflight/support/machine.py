@@ -98,3 +98,30 @@ ARCHITECTURE = Fact(
     remedy="restore it on a machine of that kind",
     code="GPUCR-ARCHITECTURE",
 )
+PROCESSOR = Fact(
+    what="this processor lacks {features}",
+    consequence="the job's programs may have chosen these instructions when they started: then they die of SIGILL, or "
+    "compute something else",
+    remedy="restore it on a processor with {least}, or start it again with its programs kept to fewer instructions",
+    code="GPUCR-PROCESSOR",
+    warning_if="no compiler chooses what is missing by itself",
+    warning_consequence="a program written with these instructions by hand dies of SIGILL",
+)
+MORE_REGISTERS = Fact(
+    what="this processor has more registers to save than that of the dump",
+    consequence="glibc's dynamic linker has too little room for them on the stack: a program that calls a library's "
+    "function for the first time overwrites its own data, or dies of SIGSEGV",
+    remedy="restore it on a processor like that of the dump; programs started with LD_BIND_NOW=1 can be restored with "
+    "--force",
+    code="GPUCR-PROCESSOR",
+    warning_if="the processor of the dump had XSAVEC",
+    warning_consequence="code that is loaded or compiled from now on may use them, and glibc's dynamic linker has no "
+    "room for them on the stack when a function is called for the first time",
+)
+OTHER_VENDOR = Fact(
+    what="the processor of the dump was of another maker ({vendor})",
+    consequence="libraries keep what they chose for it, and approximate instructions (RSQRTPS, RCPPS) give other last "
+    "bits",
+    remedy="restore it on a processor of that maker if results must be equal bit for bit",
+    severity="warning",
+)

@@ -151,18 +151,67 @@ REWIND_IN_USE = Fact(
     remedy="end that program, or restore with --files keep",
     code="GPUCR-FILE-IN-USE",
 )
+MODE_CHANGED = Fact(
+    what="{file} has another mode than at the dump",
+    consequence="CRIU takes it for another file",
+    remedy="give it back the mode that it had (chmod {then})",
+    code="GPUCR-FILE-CHANGED",
+)
+OTHER_KIND = Fact(
+    what="{file} is of another kind than at the dump",
+    consequence="CRIU cannot open it in place of what was there",
+    remedy=_PUT_BACK,
+    code="GPUCR-FILE-CHANGED",
+    case="a folder instead of a file",
+)
+NOT_OPENED = Fact(
+    what="{file} cannot be opened for {use}",
+    consequence="the job had it open so, and CRIU cannot restore it without",
+    remedy="mount it so that it can be, let its owner change its mode, or restore as a user who may open it",
+    code="GPUCR-NOT-PERMITTED",
+)
+NOTHING_MADE = Fact(
+    what="no file can be made in {folder}",
+    consequence="the job had a deleted file open there, which CRIU makes again for a moment",
+    remedy="mount it so that files can be made, or restore as a user who may make some",
+    code="GPUCR-NOT-PERMITTED",
+)
+LOCK_HELD = Fact(
+    what="{holder} holds a lock on {file} that the job had",
+    consequence="the restore would wait for it",
+    remedy="end that program, or let it release the lock; if it is the job itself, it is still running and needs no "
+    "restore",
+    code="GPUCR-FILE-IN-USE",
+)
 SHARED_MEMORY_IN_USE = Fact(
     what="the shared memory file {file} is in use",
     consequence="the job needs that name, with the content at the dump",
     remedy="end that program; if it is the job itself, it is still running and needs no restore",
     code="GPUCR-FILE-IN-USE",
 )
+_OPEN = "the job has the SQLite database {file} open"
 DATABASE = Fact(
-    what="the job has the SQLite database {file} open",
+    what=_OPEN,
     consequence="the job keeps changing it: a later restore finds it newer than the job's memory",
-    remedy="to have it as it was in a restore, copy it together with the snapshot (`sqlite3 FILE .backup`)",
+    remedy="--files rewind on the restore puts back the copy that the snapshot has, and keeps the newer one",
     severity="warning",
     case="a dump that leaves the job running",
+)
+DATABASE_ENDS = Fact(
+    what=_OPEN,
+    consequence="who opens it before the restore removes files of it that the job needs (-wal, -shm)",
+    remedy="leave it alone until the restore; if somebody did not, --files rewind puts back the copy that the snapshot "
+    "has, and keeps the newer one",
+    severity="warning",
+    case="a dump that ends the job",
+)
+DATABASE_TOO_LARGE = Fact(
+    what=_OPEN + ", too large at {size} for a copy in the snapshot",
+    consequence="a later restore may find it newer, or without files that the job needs (-wal, -shm), and is then "
+    "impossible",
+    remedy="copy all its files together (FILE, FILE-wal, FILE-shm) before anybody opens it",
+    severity="warning",
+    case="all databases have more than 1 GiB",
 )
 DATABASE_CHANGED = Fact(
     what="the SQLite database {file} was changed after the dump",
@@ -170,11 +219,32 @@ DATABASE_CHANGED = Fact(
     remedy="to have it as it was, put back a copy of all its files from the time of the dump",
     severity="warning",
 )
+DATABASE_NEWER = Fact(
+    what=DATABASE_CHANGED.what,
+    consequence=DATABASE_CHANGED.consequence,
+    remedy="--files rewind puts back the copy that the snapshot has, and keeps the newer one",
+    severity="warning",
+    case="the snapshot has a copy",
+)
+DATABASE_PUT_BACK = Fact(
+    what=DATABASE_CHANGED.what,
+    consequence="the snapshot's copy replaces it, and the newer files are kept beside",
+    remedy="--files keep",
+    severity="warning",
+    case="the snapshot has a copy; with `--files rewind`",
+)
+DATABASE_MISSING = Fact(
+    what="files of the SQLite database {file} are missing",
+    consequence="the job had them open; somebody has opened the database since the dump, and SQLite has removed them",
+    remedy="--files rewind puts back the copy that the snapshot has, of all files together, and keeps the newer one",
+    code="GPUCR-DATABASE",
+    case="the snapshot has a copy",
+)
 DATABASE_REWIND = Fact(
     what=DATABASE_CHANGED.what,
     consequence="its pages are changed in place, so cutting its files back would only damage it",
     remedy="restore with --files keep, or put back a copy of all its files from the time of the dump (--force rewinds "
     "the other files, and leaves the database as it is)",
     code="GPUCR-DATABASE",
-    case="with `--files rewind`",
+    case="without a copy; with `--files rewind`",
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from gpucr.diagnosis.preflight.support.fact import Fact
-from gpucr.linux.inherited import UNDUMPABLE_KINDS
 
 _CUDA_STATE = "{process} is in the CUDA state {state}"
 _NO_ACTION = "the driver accepts no checkpoint or restore in it"
@@ -43,6 +42,18 @@ TRACED = Fact(
     remedy="detach the debugger, strace or profiler with pid {tracer}",
     code="GPUCR-TRACED",
 )
+LIMITS = Fact(
+    what="the resource limits of {process}, of user {uid}, may not be read",
+    consequence="CRIU cannot dump it",
+    remedy="run gpucr outside the container, or give the container CAP_SYS_RESOURCE",
+    code="GPUCR-OTHER-UID-LIMITS",
+)
+SCRIPT = Fact(
+    what="{process} is `script` of util-linux",
+    consequence="it ends itself, and so the session that it records, when a dump or a restore interrupts its waiting",
+    remedy="start the job without it: `gpucr run` keeps a log of what the job writes",
+    severity="warning",
+)
 SESSION_OUTSIDE = Fact(
     what="the session of {process} began outside the job's pid namespace",
     consequence="CRIU cannot dump it",
@@ -64,6 +75,33 @@ ADOPTED = Fact(
     remedy=_NO_ADOPTION,
     code="GPUCR-ADOPTED",
 )
+NAMESPACE = Fact(
+    what="{process} has a {namespaces} that the job's first process does not have",
+    consequence="CRIU cannot dump it, or no restore would succeed",
+    remedy="start that part without it (unshare, bwrap, a tool's own sandbox), or start the whole job in it with a "
+    "container's runtime and dump the container",
+    code="GPUCR-NESTED-NAMESPACE",
+)
+_LEFT_OUT = "it ends with the job, and no snapshot has it"
+LEFT_OUT_CUDA = Fact(
+    what="{process} uses CUDA in the job's {place}, but was not started by the job",
+    consequence=_LEFT_OUT,
+    remedy="end it first, or have the job's first process start it; `runc exec`, `docker exec` and `gpucr exec` start "
+    "processes that a dump does not include",
+    code="GPUCR-LEFT-OUT",
+)
+LEFT_OUT = Fact(
+    what="{processes} in the job's {place} were not started by the job, or have lost their parent",
+    consequence="they end with the job, and no snapshot has them",
+    remedy="have the job's first process start what is to come back",
+    severity="warning",
+)
+NO_USERS = Fact(
+    what="{process} is in a user namespace without users",
+    consequence="CRIU cannot record whose processes these are",
+    remedy="map users in it (`unshare --map-root-user`), or start the job without one",
+    code="GPUCR-NESTED-NAMESPACE",
+)
 NO_KEEPER = Fact(
     what="{process} is in another pid namespace than gpucr, and is not the first one there",
     consequence="CRIU dumps a pid namespace only as a whole",
@@ -76,13 +114,31 @@ TREES_SHARE = Fact(
     consequence="CRIU dumps each tree by itself, and after a restore each would have its own",
     remedy="{how_to_dump_one_tree}",
     code="GPUCR-SEVERAL-TREES",
-    kinds=("pipes", "sockets", "memory and files without a name"),
 )
 TERMINAL = Fact(
     what="{process} has a controlling terminal",
     consequence="it is stopped for the dump; an interactive shell then moves it to the background, where it continues",
     remedy="`fg` in that shell brings it back; jobs started with setsid have no terminal",
     severity="warning",
+)
+FOREIGN_TERMINAL = Fact(
+    what="{process} has {terminal} open, a terminal of {other}, in a session of its own",
+    consequence="CRIU cannot dump one side of a terminal for a job that leads its session",
+    remedy="start the job with `gpucr run`, or with its input and output elsewhere (`</dev/null >log 2>&1`); inside "
+    "tmux or ssh start it from a shell, which stays its session's leader",
+    code="GPUCR-TERMINAL",
+)
+TWO_TERMINALS = Fact(
+    what="the job has {terminals} open, terminals that processes outside it have made",
+    consequence="CRIU can give a restored job one terminal",
+    remedy="send its output to a file, or to one terminal",
+    code="GPUCR-TERMINAL",
+)
+TERMINAL_TAKEN = Fact(
+    what="{terminal} is a terminal of {other}",
+    consequence="the job needs that number for a terminal of its own",
+    remedy="end that program, or restore with --isolate: a sandbox has terminals of its own",
+    code="GPUCR-TERMINAL",
 )
 IO_URING = Fact(
     what="{process} has an io_uring ring",
@@ -91,12 +147,77 @@ IO_URING = Fact(
     code="GPUCR-IO-URING",
 )
 UNDUMPABLE = Fact(
-    what="{process} has a descriptor that CRIU cannot dump",
+    what="{process} has a descriptor or mapping that CRIU cannot dump",
     consequence="the dump would fail",
     remedy="close it, or dump without the part of the program that needs it; one that is just starting CUDA: try again",
     code="GPUCR-UNSUPPORTED-FILE",
-    case="without CUDA; else CRIU decides",
-    kinds=UNDUMPABLE_KINDS,
+    kinds=(
+        "userfaultfd, perf, bpf, kvm, landlock and others of the kernel",
+        "devices but terminals and /dev/null and its like",
+        "sockets but local, TCP, UDP, raw, netlink and packet",
+        "POSIX message queues",
+        "pipes in packet mode",
+        "pidfds of threads",
+    ),
+)
+FUSE = Fact(
+    what="{process} serves a FUSE file system",
+    consequence="CRIU stops it, and would then wait for that file system, with the job standing still",
+    remedy="mount it from outside the job, before the job starts",
+    code="GPUCR-FUSE",
+)
+SYSTEM_V = Fact(
+    what="{process} uses shared memory of System V",
+    consequence="CRIU dumps that only if the job has an IPC namespace of its own",
+    remedy="start the job with `gpucr run`, whose sandbox has one; or use shm_open(3), or memory of mmap(2)",
+    code="GPUCR-SYSTEM-V",
+)
+PROGRAM_IN_MEMORY = Fact(
+    what="{process} runs a program that is no file, but memory (memfd)",
+    consequence="CRIU dumps it, and no restore would succeed",
+    remedy="start the program from a file",
+    code="GPUCR-UNSUPPORTED-FILE",
+)
+UNREAD = Fact(
+    what="{process} has a netlink socket with messages that it has not read",
+    consequence="CRIU cannot dump them",
+    remedy="dump again when it has read them",
+    code="GPUCR-UNSUPPORTED-FILE",
+)
+FOREIGN_FILE = Fact(
+    what="{process} has a file open that lies on none of its mounts",
+    consequence="CRIU cannot find it again",
+    remedy="start the job with files that it opens itself, or that its own mount namespace has; `gpucr run` does so",
+    code="GPUCR-FOREIGN-FILE",
+)
+NOT_ROOTS = Fact(
+    what="{process} has files open that root may not open",
+    consequence="CRIU cannot open them for root, in the dump or in the restore",
+    remedy="let the user of the job dump it: `gpucr criu --grant` gives users a CRIU",
+    code="GPUCR-NOT-PERMITTED",
+    case="NFS with root_squash, FUSE without allow_root",
+)
+_WATCHES = "{process} watches files (inotify, fanotify)"
+WATCH = Fact(
+    what=_WATCHES + " whose file system does not find them by their numbers",
+    consequence="CRIU cannot find them, and the dump would fail",
+    remedy="let it watch files elsewhere than on an overlay: on a volume or a tmpfs, or below /etc, /var/log and "
+    "/var/spool, where CRIU looks for them; or dump when it no longer watches",
+    code="GPUCR-WATCH",
+    case="overlays, as a rule",
+)
+WATCH_BY_USER = Fact(
+    what=_WATCHES + ", which only root finds by their numbers",
+    consequence="CRIU cannot find them, and the dump would fail",
+    remedy="let root dump it, or dump when it no longer watches",
+    code="GPUCR-WATCH",
+    case="an ordinary user's dump",
+)
+WATCH_OF_FILE_SYSTEM = Fact(
+    what="{process} watches a whole file system (fanotify)",
+    consequence="CRIU leaves that out without a word",
+    remedy="let it watch a mount (FAN_MARK_MOUNT) or folders, or dump when it no longer watches",
+    code="GPUCR-WATCH",
 )
 GPU_HELD = Fact(
     what="{process} holds an NVIDIA device without a CUDA context",
@@ -133,6 +254,13 @@ PID_TAKEN = Fact(
     consequence=_VERY_PID,
     remedy="end that process; if it is the job itself, it is still running and needs no restore",
     code="GPUCR-PID-IN-USE",
+)
+PID_OURS = Fact(
+    what="pid {pid} is taken by {name}, which is gpucr itself or has started it",
+    consequence=_VERY_PID,
+    remedy="restore with --isolate: a sandbox has pids of its own; or start gpucr again, for another pid",
+    code="GPUCR-PID-IN-USE",
+    case="as in a container that has just started",
 )
 PID_OF_GROUP = Fact(
     what="pid {pid} is still the {use} of process {holder} ({name})",
