@@ -262,6 +262,7 @@ def findings_for_criu(
         "open files": [
             *preflight.check_open_files(job, is_sandboxed=sandbox is not None),
             *preflight.check_foreign_files(job),
+            *(preflight.check_opencl(job) if job.gang and not is_frozen else ()),
             *preflight.check_squashed_files(job),
             *preflight.check_watches(job),
         ],

@@ -61,18 +61,22 @@ def _replace(thread: TracedThread, inherited: InheritedDevices) -> None:
     if owner_pid is not None:
         owned = still_open & set(inherited.fds) & devices_of(owner_pid)
         stale += sorted(still_open & set(inherited.fds) - {fd for fd in owned if is_same_file(pid, owner_pid, fd)})
-    if not stale:
-        return
+    if stale:
+        mapped = [each for each in memory.read_maps(pid) if NVIDIA_DEVICE.match(each.path)]
+        replace_devices(thread, stale, mapped)
+
+
+def replace_devices(thread: TracedThread, fds: Iterable[int], mappings: Iterable[memory.Mapping]) -> None:
+    """Replace a stopped thread's descriptors by /dev/null, and its mappings by memory. Raises OSError."""
     scratch = scratch_address(thread)
     thread.write_memory(scratch, _NOTHING)
     nothing = run_syscall(thread, OPEN, scratch, os.O_RDWR | os.O_CLOEXEC, 0)
     try:
-        for fd in stale:
+        for fd in fds:
             run_syscall(thread, DUP3, nothing, fd, os.O_CLOEXEC)
     finally:
         run_syscall(thread, CLOSE, nothing)
     flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED
-    for mapping in memory.read_maps(pid):
-        if NVIDIA_DEVICE.match(mapping.path):
-            size_bytes = mapping.end - mapping.start
-            run_syscall(thread, MMAP, mapping.start, size_bytes, PROT_READ | PROT_WRITE, flags, -1, 0)
+    for mapping in mappings:
+        size_bytes = mapping.end - mapping.start
+        run_syscall(thread, MMAP, mapping.start, size_bytes, PROT_READ | PROT_WRITE, flags, -1, 0)

@@ -96,6 +96,27 @@ LEFT_OUT = Fact(
     remedy="have the job's first process start what is to come back",
     severity="warning",
 )
+_CL = "its calls of OpenCL fail from the dump on, with an error; CUDA is not disturbed"
+OPENCL_USED = Fact(
+    what="{process} has made {count} contexts of OpenCL",
+    consequence="no driver checkpoints them",
+    remedy="have the program use CUDA alone (OpenMM: the platform CUDA)",
+    code="GPUCR-OPENCL",
+)
+OPENCL_SEEN = Fact(
+    what="{process} has looked for OpenCL devices, and uses none",
+    consequence=_CL,
+    remedy="start the program again if it is to use OpenCL",
+    code="GPUCR-OPENCL",
+    severity="warning",
+)
+OPENCL_UNKNOWN = Fact(
+    what="{process} has OpenCL loaded, and no interposer that knows whether it is in use",
+    consequence=f"if it is, the dump is refused when the job stands still, and the job continues; if not, {_CL}",
+    remedy="start the job with `gpucr run`",
+    code="GPUCR-OPENCL",
+    severity="warning",
+)
 NO_USERS = Fact(
     what="{process} is in a user namespace without users",
     consequence="CRIU cannot record whose processes these are",
