@@ -149,6 +149,7 @@ def prepare_suspend(
     held = device_bytes_in_use(found.job, uses)
     about_job = [
         *preflight.check_states(found.job),
+        *preflight.check_left_locked(found.job),
         *findings_of_traps(found.job, found.driver, uses, may_share=may_be_interposed(gpu_state)),
     ]
     work = cuda_work(
