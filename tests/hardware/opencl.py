@@ -25,7 +25,11 @@ LIMIT_S = 60.0
 def gpucr(*arguments: object) -> subprocess.CompletedProcess[str]:
     """Run a command."""
     command = [sys.executable, "-m", "gpucr", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT_S)
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT_S)
+    except subprocess.TimeoutExpired as e:
+        said = (e.stderr or b"").decode(errors="replace").strip().rpartition("\n")[2]
+        return subprocess.CompletedProcess(command, 124, "", f"nothing for {LIMIT_S:g} s after: {said}")
 
 
 class Job:
@@ -97,7 +101,7 @@ def main() -> int:
                 done = gpucr("dump", job.name, "--to", top / f"{name}-{turn}")
                 refused = done.returncode == 3 and "GPUCR-OPENCL" in done.stderr
                 tell(f"{name}: dump {turn + 1} is refused", done.stderr.partition("\n")[0][:60], refused)
-                tell(f"{name}: works on", said := job.ask("context"), said == f"{RIGHT} 0 0")
+                tell(f"{name}: works on", said := job.ask(), said == f"{RIGHT} 0")
             job.end()
     finally:
         shutil.rmtree(top, ignore_errors=True)
