@@ -25,6 +25,7 @@ from gpucr.gpu_state.interposed.line import require_free
 from gpucr.gpu_state.interposed.suspended import SuspendedBlocks
 from gpucr.gpu_state.placement import Placement, gpus_of, place_suspended
 from gpucr.gpu_state.recovery import GangProtection
+from gpucr.gpu_state.room import without_what_stays
 from gpucr.gpu_state.steps import RestoreGang, UnlockGang
 from gpucr.gpu_state.ways import GpuState, may_be_interposed, require_possible, uses_files
 from gpucr.interposer.protocol import Hooks
@@ -106,9 +107,10 @@ def suspend(
         phases = running.run(work.steps_off_gpu(), roll=taken.roll, deadline=deadline, protection=protection)
         gang = work.gang
         work.custom.release()
+        taken_bytes = without_what_stays(work.device_bytes)
         for member in gang.members:
             has_hooks = member.id in work.hooks.processes
-            suspended.remember(member, work.device_bytes.get(member.pid, {}), has_hooks=has_hooks)
+            suspended.remember(member, taken_bytes.get(member.pid, {}), has_hooks=has_hooks)
         taken.roll.require_gang("the rest of the job is suspended")
         warnings = tuple(finding.warning() for finding in findings)
         return replace(
