@@ -338,7 +338,7 @@ def test_when_gpucr_gives_up_its_guard_waits_for_room(full: Start, tmp_path: Pat
     work.check()
 
 
-def test_what_a_checkpoint_leaves_on_the_gpu_is_not_waited_for(
+def test_memory_that_stays_at_a_checkpoint_needs_no_room(
     full: Start, driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """OpenCL's contexts stay there, in NVML's figures of the process: its return needs less than it held."""
