@@ -26,12 +26,18 @@ def machines(boot: Boot, wire: Wire) -> tuple[Machine, Machine]:
     return server, client
 
 
-def test_the_user_s_job_is_dumped_and_restored_there(machines: tuple[Machine, Machine]) -> None:
+def test_a_job_in_a_home_on_nfs_is_dumped_to_a_local_folder(machines: tuple[Machine, Machine]) -> None:
+    """The job, its program and its log are on NFS; the helper does not write there, and says so."""
     _, client = machines
     client.gpucr("helper", "install")
     client.run(f"cat >counts.py <<'END'\n{COUNTS}END", user="user")
     client.gpucr("run", "--name", "counts", "--", "python3", "counts.py", user="user")
     client.wait("test $(gpucr logs counts | wc -l) -gt 5", user="user")
-    client.gpucr("dump", "counts", "--to", "snapshot", user="user")
-    client.gpucr("restore", "snapshot", user="user")
-    client.wait("gpucr jobs | grep -q running", user="user")
+    refused = client.gpucr("dump", "counts", "--to", "snapshot", user="user", check=False)
+    assert refused.returncode == 3, refused.stderr
+    assert "the folder for the images is on nfs4: the helper writes to local file systems only" in refused.stderr
+    assert "running" in client.gpucr("jobs", user="user").stdout
+    client.run("mkdir -m 700 /var/tmp/mine; gpucr dump counts --to /var/tmp/mine/snapshot", user="user")
+    before = int(client.gpucr("logs", "counts", user="user").stdout.split()[-1])
+    client.gpucr("restore", "/var/tmp/mine/snapshot", user="user")
+    client.wait(f"test $(gpucr logs counts | tail -n 1) -gt {before}", user="user")
