@@ -80,16 +80,14 @@ def test_a_user_is_not_slowed_by_a_flood_of_others(tmp_path: Path) -> None:
         " try:\n  s.connect('/run/gpucr-helper/socket')\n  held.append(s)\n except OSError: pass\n"
         "print('ready', flush=True)\ntime.sleep(600)\n"
     )
-    flooding = subprocess.Popen(
-        ["runuser", "-u", "nobody", "--", "python3", "-c", flood], stdout=subprocess.PIPE, text=True
-    )
-    try:
-        assert flooding.stdout is not None
-        assert flooding.stdout.readline() == "ready\n"
-        _cycles_as_user("flooded")
-    finally:
-        flooding.kill()
-        flooding.wait()
+    flooder = ["runuser", "-u", "nobody", "--", "python3", "-c", flood]
+    with subprocess.Popen(flooder, stdout=subprocess.PIPE, text=True) as flooding:
+        try:
+            assert flooding.stdout is not None
+            assert flooding.stdout.readline() == "ready\n"
+            _cycles_as_user("flooded")
+        finally:
+            flooding.kill()
 
 
 def test_hidepid(tmp_path: Path) -> None:
