@@ -23,6 +23,7 @@ from gpucr.network.steps import IN_FLIGHT_LIMIT_S, Block, CloseConnections, Quie
 from gpucr.operations.dump_steps import CommitSnapshot, CriuDump, OwnDump, PrepareTarget, SaveDevice, SaveFirst
 from gpucr.operations.engines import criu_for_dump
 from gpucr.operations.freeze_steps import findings_of_spool, steps_to_freeze
+from gpucr.operations.plan import Plan
 from gpucr.snapshot.destination import DumpCounts, repairs_of
 from gpucr.snapshot.device.writer import DeviceWriter
 from gpucr.snapshot.job_snapshot import JobSnapshot
@@ -90,15 +91,6 @@ class DumpReport:
     warnings: tuple[str, ...]
     counts: DumpCounts = field(repr=False)
     lock: GangLock | None = field(default=None, repr=False)
-
-
-@dataclass(frozen=True)
-class DumpPlan:
-    """What a dump would do, in order, and what preflight found (``--dry-run``)."""
-
-    pid: int
-    steps: tuple[str, ...]
-    findings: tuple[preflight.Finding, ...] = field(repr=False)
 
 
 def dump(
@@ -187,7 +179,7 @@ def plan_dump(
     trust_store: bool = False,
     key: Secret | None = None,
     force: bool = False,
-) -> DumpPlan:
+) -> Plan:
     """What `dump` would do with the same arguments. Changes nothing; raises like `dump` before its first step."""
     require_possible(gpu_state)
     place = find_target(to, compress=compress, encrypt=encrypt, trust_store=trust_store, key=key)
@@ -203,10 +195,10 @@ def plan_dump(
             gpu_state=gpu_state,
             deadline=None,
         )
-        steps = tuple(step.describe() for step in prepared.steps)
+        plan = Plan.of(prepared.context.job.root.pid, prepared.steps, prepared.findings)
         if prepared.context.cuda is not None:
             prepared.context.cuda.close()
-    return DumpPlan(prepared.context.job.root.pid, steps, prepared.findings)
+    return plan
 
 
 @dataclass(frozen=True)
