@@ -71,7 +71,7 @@ if TYPE_CHECKING:
     from gpucr.nodes.parts import PartReport
     from gpucr.nodes.rendezvous import Rendezvous
     from gpucr.nodes.restore import restore_part
-    from gpucr.operations.dump import DumpReport, Persist, dump, plan_dump
+    from gpucr.operations.dump import DumpReport, dump, plan_dump
     from gpucr.operations.freeze import FrozenJob, freeze, plan_freeze
     from gpucr.operations.gpu_jobs import GpuJob, list_gpu_jobs
     from gpucr.operations.inspect import ProcessContents, SnapshotContents, inspect
@@ -79,6 +79,7 @@ if TYPE_CHECKING:
     from gpucr.operations.listing import ProcessState, job_states, list_cuda_processes
     from gpucr.operations.move import move, plan_move
     from gpucr.operations.plan import Plan
+    from gpucr.operations.requests import Persist
     from gpucr.operations.restore import RestoreReport, plan_restore, restore
     from gpucr.operations.stores import (
         CopiedSnapshot,
@@ -156,7 +157,7 @@ _HOMES = {
     "gpucr.nodes.parts": ("PartReport",),
     "gpucr.nodes.rendezvous": ("Rendezvous",),
     "gpucr.nodes.restore": ("restore_part",),
-    "gpucr.operations.dump": ("DumpReport", "Persist", "dump", "plan_dump"),
+    "gpucr.operations.dump": ("DumpReport", "dump", "plan_dump"),
     "gpucr.operations.freeze": ("FrozenJob", "freeze", "plan_freeze"),
     "gpucr.operations.gpu_jobs": ("GpuJob", "list_gpu_jobs"),
     "gpucr.operations.inspect": ("ProcessContents", "SnapshotContents", "inspect"),
@@ -167,6 +168,7 @@ _HOMES = {
     "gpucr.diagnosis.probe": ("last_probe", "probe"),
     "gpucr.operations.move": ("move", "plan_move"),
     "gpucr.operations.plan": ("Plan",),
+    "gpucr.operations.requests": ("Persist",),
     "gpucr.operations.restore": ("RestoreReport", "plan_restore", "restore"),
     "gpucr.supervise.clock": ("Wish",),
     "gpucr.supervise.ends": ("stop_job", "wait_job"),

@@ -30,7 +30,8 @@ from gpucr.diagnosis.preflight import TcpMode
 from gpucr.errors import InvalidRequest
 from gpucr.gpu_state.ways import GpuState
 from gpucr.jobs.selector import JobSelector
-from gpucr.operations.dump import Persist, dump, plan_dump
+from gpucr.operations.dump import dump, plan_dump
+from gpucr.operations.requests import Persist
 from gpucr.quantities import format_bytes
 from gpucr.records import to_json
 from gpucr.snapshot.folder import Snapshot

@@ -36,6 +36,7 @@ from gpucr.network.steps import Quiet, Unblock
 from gpucr.operations.dump import KEEPER_LIMIT_S, DumpReport, FrozenParts, prepare, run_prepared
 from gpucr.operations.freeze_steps import findings_of_spool, steps_to_freeze
 from gpucr.operations.plan import Plan
+from gpucr.operations.requests import DumpRequest
 from gpucr.snapshot.job_snapshot import JobSnapshot
 from gpucr.snapshot.location import Compress, Place, TargetPlace, find_target
 from gpucr.snapshot.recovery import DiscardFolder, RemoveWorkingFolder
@@ -245,8 +246,7 @@ class FrozenJob:
                     found,
                     place,
                     hold.protection,
-                    leave_running=True,
-                    persist="sync",
+                    DumpRequest(leave_running=True, persist="sync"),
                     deadline=selection.deadline_after(timeout_s),
                     frozen=hold.parts,
                 )

@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING
 
 from gpucr.criu.images import RestoreImages
 from gpucr.criu.options import RestoreOptions
@@ -34,6 +34,7 @@ from gpucr.network import kept
 from gpucr.network.steps import LetKeptGo
 from gpucr.operations.engines import install_for_restore
 from gpucr.operations.plan import Plan
+from gpucr.operations.requests import RestoreRequest
 from gpucr.operations.restore_steps import CriuRestore, WaitForOthers
 from gpucr.snapshot.databases import state_now
 from gpucr.snapshot.folder import Snapshot
@@ -180,20 +181,6 @@ def plan_restore(
 
 
 @dataclass(frozen=True)
-class RestoreRequest:
-    """What `restore` is to do with a snapshot; see there."""
-
-    gpus: GpuRequest
-    files: preflight.FilesMode = "keep"
-    tcp: preflight.TcpMode | None = None
-    isolate: bool = False
-    clone: bool = False
-    name: str | None = None
-    before_it_runs: Callable[[], None] | None = None
-    ends_with_caller: bool = False
-
-
-@dataclass(frozen=True)
 class PreparedRestore:
     """A restore that is ready to run: its steps, and what was found before anything was started."""
 
@@ -253,7 +240,6 @@ def prepare(
 
         kinds.require_kinds(manifest.kinds, snapshot.where)
     preflight.require_privileges(manifest.root_pid)
-    _require_modes(request.files, request.tcp or "close")
     options = _options(snapshot)
     here = list_gpus() if manifest.has_gpu_state else ()
     uses = gpu_processes() if request.gpus.auto and here else ()
@@ -372,12 +358,6 @@ def _recall_overruled(error: GpucrError, manifest: Manifest, findings: Sequence[
     if overruled:
         said = "--force had overruled: " + "; ".join(overruled)
         error.hint = said if error.hint is None else f"{error.hint}; {said}"
-
-
-def _require_modes(files: str, tcp: str) -> None:
-    for name, value, kind in (("files", files, preflight.FilesMode), ("tcp", tcp, preflight.TcpMode)):
-        if value not in get_args(kind):
-            raise InvalidRequest(f"{name} is {value!r}", hint="give one of " + ", ".join(get_args(kind)))
 
 
 def _findings_outside(
