@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -10,19 +10,16 @@ import pytest
 import gpucr
 from gpucr.errors import GpucrError
 from gpucr.linux import tracing
-from tests.unit.children import Child
 
 pytestmark = pytest.mark.criu
-
-_WAITS = "import signal; print('ready', flush=True); signal.pause()"
 
 
 def test_a_dump_and_a_restore_are_refused_beforehand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scope = tmp_path / "scope"
     monkeypatch.setattr(tracing, "PTRACE_SCOPE", scope)
     scope.write_text("1\n")
-    child = Child([sys.executable, "-c", _WAITS])
-    before = child.id
+    nothing = subprocess.DEVNULL
+    child = subprocess.Popen(["sleep", "1000"], stdin=nothing, stdout=nothing, stderr=nothing, start_new_session=True)
     try:
         gpucr.dump(child.pid, tmp_path / "snapshot", leave_running=True)
         scope.write_text("3\n")
@@ -31,9 +28,10 @@ def test_a_dump_and_a_restore_are_refused_beforehand(tmp_path: Path, monkeypatch
             gpucr.dump(child.pid, tmp_path / "other")
         assert (planned.code, refused.value.code, refused.value.exit_code) == ("GPUCR-TRACED", "GPUCR-TRACED", 3)
         assert not (tmp_path / "other").exists()
-        assert child.id == before
+        assert child.poll() is None
     finally:
-        child.close()
+        child.kill()
+        child.wait()
     with pytest.raises(GpucrError, match="lets nobody attach") as refused:
         gpucr.restore(tmp_path / "snapshot")
     assert refused.value.exit_code == 3
