@@ -12,7 +12,7 @@ TYPE_CHECKING = False  # type checkers treat this name as typing's; importing ty
 if TYPE_CHECKING:
     from typing import Any
 
-    from gpucr.borrow.borrower import borrow_gpus
+    from gpucr.borrow.borrower import BorrowPlan, borrow_gpus, plan_borrow
     from gpucr.borrow.ledger import BorrowPhase
     from gpucr.borrow.listing import Borrowed, Borrower, LentJob, list_borrowed, recover_borrowed
     from gpucr.borrow.several import JobOutcome, JobOutlook, plan_resume, plan_suspend, resume_jobs, suspend_jobs
@@ -124,7 +124,7 @@ if TYPE_CHECKING:
     from gpucr.undo.steps import Phase
 
 _HOMES = {
-    "gpucr.borrow.borrower": ("borrow_gpus",),
+    "gpucr.borrow.borrower": ("BorrowPlan", "borrow_gpus", "plan_borrow"),
     "gpucr.borrow.ledger": ("BorrowPhase",),
     "gpucr.borrow.listing": ("Borrowed", "Borrower", "LentJob", "list_borrowed", "recover_borrowed"),
     "gpucr.borrow.several": (
@@ -204,6 +204,7 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "BorrowPhase",
+    "BorrowPlan",
     "Borrowed",
     "Borrower",
     "BrokenInstall",
@@ -343,6 +344,7 @@ __all__ = [
     "list_snapshots",
     "move",
     "open_snapshot",
+    "plan_borrow",
     "plan_dump",
     "plan_freeze",
     "plan_job",
