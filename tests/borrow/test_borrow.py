@@ -59,18 +59,19 @@ def test_no_job_has_to_make_room(shared: Machine) -> None:
 def test_a_plan_says_who_makes_room_and_changes_nothing(
     shared: Machine, in_room: Callable[[int], None], tmp_path: Path
 ) -> None:
-    low, high = shared.job("low", priority=1, mib=400), shared.job("high", priority=50, devices="1")
+    first, low = shared.job("first", priority=5, mib=120), shared.job("low", priority=1)
+    high = shared.job("high", priority=50, devices="1")
     there = json.loads(run_here("borrow", "--gpu", "0", "--dry-run", "--json", "true").stdout)
-    assert (there["waits_for"], there["room"]) == ([], {"low": None})
+    assert (there["waits_for"], there["room"]) == ([], {"first": None, "low": None})
     assert gpucr.plan_borrow(["true"], "0,1", priority=20).waits_for == ("high",)
     said = run_here("borrow", "--gpu", "0,1", "--priority", "20", "--dry-run", "true").stdout
     assert said.startswith("wait for high\n")
-    in_room(400 << 20)
+    in_room(250 << 20)
     stored = tmp_path / "new" / "folder"
     assert (gpucr.plan_borrow(["true"], "0", to=str(stored)).room["low"] or "").startswith(f"{stored}/low-")
     assert not stored.parent.exists()
     assert gpucr.list_borrowed() == gpucr.Borrowed((), ())
-    assert [job.state for job in (low, high)] == ["running", "running"]
+    assert [job.state for job in (first, low, high)] == ["running"] * 3
 
 
 @pytest.mark.parametrize("why", ["has to wait", "no host memory", "stranger", "no such GPU"])

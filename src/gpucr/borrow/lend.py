@@ -107,9 +107,8 @@ def _that_stay(uses: Sequence[GpuUse]) -> tuple[GpuUse, ...]:
 @contextlib.contextmanager
 def folder_of(to: str | None, *, stays: bool) -> Iterator[None]:
     """Make the folder for the jobs' snapshots, if it is missing; without ``stays`` remove it after the block."""
-    missing = (
-        [] if to is None or is_store(to) else [each for each in (Path(to), *Path(to).parents) if not each.exists()]
-    )
+    folders = (Path(to), *Path(to).parents) if to is not None and not is_store(to) else ()
+    missing = [each for each in folders if not each.exists()]
     if missing:
         missing[0].mkdir(mode=0o700, parents=True, exist_ok=True)
     try:
