@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeVar, get_args
 
-from gpucr.linux import libc, proc_text
+from gpucr.linux import libc, netlink, proc_text
 
 PROC = Path("/proc")
 
@@ -40,6 +40,11 @@ _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REC, _MS_SLAVE = 2, 4, 8, 1 << 14, 1 << 1
 _SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 1  # include/uapi/linux/sockios.h, if.h
 _NS_GET_USERNS = 0xB701  # include/uapi/linux/nsfs.h
 _INTERFACE_FLAGS = struct.Struct("16sh22x")  # struct ifreq
+
+_PROTOCOLS = ("ipv4", "ipv6")
+_ROUTE = struct.Struct("=8BI")  # struct rtmsg
+_NEW_ROUTE, _OUT_INTERFACE = 24, 4  # RTM_NEWROUTE, RTA_OIF of include/uapi/linux/rtnetlink.h
+_TABLE_MAIN, _BY_ADMINISTRATOR, _SCOPE_LINK, _UNICAST = 254, 4, 253, 1  # RT_TABLE_MAIN, RTPROT_STATIC, ...
 
 _PID_MAX = Path("/proc/sys/kernel/pid_max")
 _TERMINALS, _OF_TERMINALS = "/dev/pts", ("uid=", "gid=", "mode=", "ptmxmode=")
@@ -242,6 +247,27 @@ def bring_loopback_up() -> None:
         request = _INTERFACE_FLAGS.pack(b"lo", 0)
         name, flags = _INTERFACE_FLAGS.unpack(fcntl.ioctl(any_socket, _SIOCGIFFLAGS, request))
         fcntl.ioctl(any_socket, _SIOCSIFFLAGS, _INTERFACE_FLAGS.pack(name, flags | _IFF_UP))
+
+
+def take_any_address() -> None:
+    """In a new network namespace: sockets may have addresses of networks that it lacks, and lead to them.
+
+    All of it ends at the loopback interface. Needs a /proc that can be written.
+    """
+    for protocol in _PROTOCOLS:
+        with contextlib.suppress(FileNotFoundError):  # a kernel without IPv6
+            (PROC / "sys/net" / protocol / "ip_nonlocal_bind").write_text("1")
+    loopback = struct.pack("=I", socket.if_nametoindex("lo"))
+    with netlink.opened(socket.NETLINK_ROUTE) as connection:
+        for family in (socket.AF_INET, socket.AF_INET6):
+            route = _ROUTE.pack(family, 0, 0, 0, _TABLE_MAIN, _BY_ADMINISTRATOR, _SCOPE_LINK, _UNICAST, 0)
+            body = route + netlink.attribute(_OUT_INTERFACE, loopback)
+            connection.send(netlink.message(_NEW_ROUTE, netlink.CREATE | netlink.ACK, body))
+            try:
+                netlink.require_done(connection)
+            except OSError as e:
+                if family != socket.AF_INET6:
+                    raise OSError(e.errno, f"a route to the loopback interface: {e.strerror}") from e
 
 
 def set_last_pid(pid: int) -> None:

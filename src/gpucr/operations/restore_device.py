@@ -46,25 +46,38 @@ class GpuRestore:
         self._tree = tree
         self._protection = protection
         self._deadline = deadline
+        self.threads = GangThreads(agent_threads)
         self.load: LoadDevice | None = None
         if gang is not None and self._snapshot.manifest.device_parts:
             self.load = LoadDevice(source, Returns(gang, placement))
 
     def steps_after_criu(self, ready: Sequence[Step]) -> list[Step]:
         """With ``ready`` when all of it is there, and nothing of it runs."""
-        threads, tree, manifest = GangThreads(agent_threads), self._tree, self._snapshot.manifest
+        threads, tree, manifest = self.threads, self._tree, self._snapshot.manifest
         release = ReleaseThreads(threads, self._protection, lambda: to_continue(manifest, tree.value), is_result=True)
         if self._gang is None:
             return [*ready, release]
-        restore = RestoreGang(self._gang, self._placement, down_to=lambda member: member.found)
-        loading = self.load.loading if self.load is not None else None
         # Restoring and unlocking are undone by CriuRestore, which ends the processes.
         return [
-            HoldThreads(threads, lambda: restore_threads(self._snapshot, tree.value)),
-            RestoreDevice(self._snapshot, loading, tree, restore, self._placement, self._deadline),
+            *self._back(self._gang),
             *ready,
             WithoutUndo(UnlockGang(self._gang, down_to=lambda member: member.found)),
             release,
+        ]
+
+    def steps_to_rehearse(self) -> list[Step]:
+        """Until contexts and device memory are back. Not even their undo lets a thread of the program run.
+
+        Who ends the processes releases ``threads`` after that.
+        """
+        return [WithoutUndo(each) for each in self._back(self._gang)] if self._gang is not None else []
+
+    def _back(self, gang: Gang) -> list[Step]:
+        tree, loading = self._tree, self.load.loading if self.load is not None else None
+        restore = RestoreGang(gang, self._placement, down_to=lambda member: member.found)
+        return [
+            HoldThreads(self.threads, lambda: restore_threads(self._snapshot, tree.value)),
+            RestoreDevice(self._snapshot, loading, tree, restore, self._placement, self._deadline),
         ]
 
     def tell(self) -> list[str]:

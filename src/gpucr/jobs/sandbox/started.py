@@ -221,6 +221,13 @@ class StartedKeeper:
                 "--no-isolate does without",
                 code="GPUCR-NO-SANDBOX",
             )
+        if part == "view":
+            return Unsupported(
+                f"the machine's file systems cannot be shown to a rehearsal: {said}",
+                hint="it needs Linux 5.12 or newer, and overlays on what the job's files lie on: not every file system, "
+                "and not every container, allows them",
+                code="GPUCR-NO-REHEARSAL",
+            )
         if part == "log":
             return InvalidRequest(
                 f"the log {self._specification['log_path']} cannot be used: {said}", hint="give another file with --log"
