@@ -140,7 +140,7 @@ class Keeper:
             namespaces.mount_proc()
             namespaces.mount_shared_memory()
             if self._specification["terminals"]:
-                namespaces.mount_terminals()
+                namespaces.mount_terminals(with_master=view is not None)
             if self._specification["network"] == "own":
                 namespaces.bring_loopback_up()
             if view is not None:
