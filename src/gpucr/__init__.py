@@ -50,6 +50,7 @@ if TYPE_CHECKING:
         NotPermitted,
         NotSupportedByDriver,
         ProcessNotFound,
+        RehearsalFailed,
         SimulatorUnavailable,
         SnapshotDamaged,
         SnapshotError,
@@ -78,6 +79,7 @@ if TYPE_CHECKING:
     from gpucr.operations.launch import LaunchPlan, StartedJob, forget_job, list_jobs, plan_job, run_job
     from gpucr.operations.listing import ProcessState, job_states, list_cuda_processes
     from gpucr.operations.move import move
+    from gpucr.operations.rehearse import RehearsalReport, rehearse
     from gpucr.operations.restore import RestoreReport, restore
     from gpucr.operations.stores import (
         CopiedSnapshot,
@@ -141,8 +143,8 @@ _HOMES = {
         "BrokenInstall", "CriuError", "CriuUnavailable", "CudaStarted", "DeadlineExceeded", "DriverError",
         "DriverUnavailable", "GpuFull", "GpucrError", "IllegalState", "InterposerError", "Interrupted",
         "InvalidRequest", "JobChanged", "JobDamaged", "LockTimeout", "NodeFailed", "NotACudaProcess", "NotPermitted",
-        "NotSupportedByDriver", "ProcessNotFound", "SimulatorUnavailable", "SnapshotDamaged", "SnapshotError",
-        "SnapshotExists", "SnapshotUnfinished", "StoreDamaged", "StoreError", "Unsupported", "WrongKey",
+        "NotSupportedByDriver", "ProcessNotFound", "RehearsalFailed", "SimulatorUnavailable", "SnapshotDamaged",
+        "SnapshotError", "SnapshotExists", "SnapshotUnfinished", "StoreDamaged", "StoreError", "Unsupported", "WrongKey",
     ),
     "gpucr.gpu_state.ways": ("GpuState",),
     "gpucr.interposer.hooks": ("after_restore", "before_freeze"),
@@ -165,6 +167,7 @@ _HOMES = {
     "gpucr.snapshot.location": ("Compress", "Place", "open_snapshot"),
     "gpucr.diagnosis.probe": ("last_probe", "probe"),
     "gpucr.operations.move": ("move",),
+    "gpucr.operations.rehearse": ("RehearsalReport", "rehearse"),
     "gpucr.operations.restore": ("RestoreReport", "restore"),
     "gpucr.supervise.clock": ("Wish",),
     "gpucr.supervise.ends": ("stop_job", "wait_job"),
@@ -280,6 +283,8 @@ __all__ = [
     "PruneReport",
     "PruneRules",
     "Range",
+    "RehearsalFailed",
+    "RehearsalReport",
     "Rendezvous",
     "Repair",
     "RepairName",
@@ -346,6 +351,7 @@ __all__ = [
     "probe",
     "prune_store",
     "recover_borrowed",
+    "rehearse",
     "remove_snapshot",
     "restore",
     "restore_part",

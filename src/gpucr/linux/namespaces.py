@@ -36,7 +36,14 @@ _FLAGS: Mapping[Kind, int] = {  # CLONE_NEW* of include/uapi/linux/sched.h
     "time": 0x00000080,
 }
 
-_MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_BIND, _MS_REC, _MS_SLAVE = 2, 4, 8, 1 << 12, 1 << 14, 1 << 19  # include/uapi/linux/mount.h
+_MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_BIND, _MS_REC, _MS_SLAVE = (
+    2,
+    4,
+    8,
+    1 << 12,
+    1 << 14,
+    1 << 19,
+)  # include/uapi/linux/mount.h
 _SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 1  # include/uapi/linux/sockios.h, if.h
 _NS_GET_USERNS = 0xB701  # include/uapi/linux/nsfs.h
 _INTERFACE_FLAGS = struct.Struct("16sh22x")  # struct ifreq

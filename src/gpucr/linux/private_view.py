@@ -110,7 +110,9 @@ def show(view: View) -> None:
         _syscall(_PIVOT_ROOT[platform.machine()], os.fsencode(root), os.fsencode(root + MACHINE)), "pivot_root", root
     )
     os.chdir("/")
-    libc.check(_umount2(os.fsencode(MACHINE + _MEMORY), _MNT_DETACH), "umount2", _MEMORY)  # the overlays keep what they need of it
+    libc.check(
+        _umount2(os.fsencode(MACHINE + _MEMORY), _MNT_DETACH), "umount2", _MEMORY
+    )  # the overlays keep what they need of it
 
 
 # --- which mounts -----------------------------------------------------------------------------------------------------

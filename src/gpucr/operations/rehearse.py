@@ -31,8 +31,7 @@ from gpucr.gpu_state.gpu_choice import GpuRequest
 from gpucr.gpu_state.placement import Placement
 from gpucr.jobs import selection
 from gpucr.jobs.sandbox_steps import RestoreSite, SandboxPlan, StartSandbox
-from gpucr.linux import processes
-from gpucr.operations.engines import install_for_restore
+from gpucr.operations.engines import NO_REHEARSAL, install_for_restore, require_possible_rehearsal
 from gpucr.operations.rehearse_steps import CheckDevice, CheckRestored, EndRehearsal, view_for
 from gpucr.operations.restore_steps import CriuRestore
 from gpucr.snapshot.databases import state_now
@@ -56,7 +55,7 @@ if TYPE_CHECKING:
 _IT_DID_NOT_COME_BACK = (
     CriuError, CustomStorageError, DriverError, InterposerError, JobChanged, Unsupported
 )  # fmt: skip
-_OF_THE_REHEARSAL = frozenset({"GPUCR-NO-REHEARSAL", "GPUCR-NO-SANDBOX", "GPUCR-OPEN-FILES", "GPUCR-HOST-MEMORY"})
+_OF_THE_REHEARSAL = frozenset({NO_REHEARSAL, "GPUCR-NO-SANDBOX", "GPUCR-OPEN-FILES", "GPUCR-HOST-MEMORY"})
 """Codes of what keeps a rehearsal from being held, and says nothing about the snapshot."""
 
 
@@ -94,10 +93,10 @@ def rehearse(
     memory must match its digests, and where the GPUs have room for it beside what runs, contexts and device memory are
     restored. What cannot be rehearsed: docs/how-to/rehearse.md.
 
-    Needs root (CAP_SYS_ADMIN and CAP_SYS_PTRACE). Raises RehearsalFailed if the job would not come back; SnapshotDamaged,
-    StoreDamaged; Unsupported if no rehearsal can be held here; InvalidRequest, SnapshotError, WrongKey, NotPermitted,
-    DriverUnavailable, CriuUnavailable; DeadlineExceeded, Interrupted, GpuFull (all ended); JobDamaged (part of the copy
-    is still there).
+    Needs root (CAP_SYS_ADMIN and CAP_SYS_PTRACE). Raises RehearsalFailed if the job would not come back;
+    SnapshotDamaged, StoreDamaged; Unsupported if no rehearsal can be held here; InvalidRequest, SnapshotError,
+    WrongKey, NotPermitted, DriverUnavailable, CriuUnavailable; DeadlineExceeded, Interrupted, GpuFull (all ended);
+    JobDamaged (part of the copy is still there).
     """
     subject = snapshot if isinstance(snapshot, str | os.PathLike) else snapshot.where
     with (
@@ -110,12 +109,7 @@ def rehearse(
             if isinstance(snapshot, Snapshot):
                 opened.callback(snapshot.close)
         options = _options(snapshot)
-        if not processes.can_checkpoint_processes():
-            raise Unsupported(
-                "a rehearsal needs root: its sandbox has mounts of its own",
-                hint="run it with sudo",
-                code="GPUCR-NO-REHEARSAL",
-            )
+        require_possible_rehearsal(shell_job=options.shell_job)
         preflight.require_privileges(snapshot.manifest.root_pid)
         try:
             return _held(snapshot, options, running, deadline)
@@ -131,21 +125,14 @@ def rehearse(
 
 
 def _options(snapshot: JobSnapshot) -> RestoreOptions:
-    """Raises InvalidRequest, Unsupported for a job of which no copy can be made."""
+    """Raises InvalidRequest where a container's runtime restores it."""
     manifest = snapshot.manifest
     if not manifest.has_images or manifest.criu_options is None:
         raise InvalidRequest(
             f"{snapshot.where} is the GPU part of a container's checkpoint, which its runtime restores",
             hint="rehearse snapshots of jobs; check this one without --rehearse",
         )
-    options = RestoreOptions.from_dump(manifest.criu_options)
-    if options.shell_job:
-        raise Unsupported(
-            "the job of this snapshot has a terminal outside, and its sandbox could not give it that",
-            hint="`gpucr run` starts jobs without a terminal",
-            code="GPUCR-NO-REHEARSAL",
-        )
-    return options
+    return RestoreOptions.from_dump(manifest.criu_options)
 
 
 def _held(
