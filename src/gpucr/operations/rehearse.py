@@ -200,8 +200,6 @@ def _held(
                 if each is not None:
                     with contextlib.suppress(GpucrError, OSError):  # hides neither a success nor a failure
                         each.close()
-            if gpu is not None:
-                gpu.threads.release()
     return RehearsalReport(
         snapshot=snapshot,
         processes=len(manifest.processes),
@@ -251,7 +249,7 @@ def _steps(
     elif source.snapshot.manifest.device_parts:
         steps.append(CheckDevice(source))
     steps.append(CheckRestored(source.snapshot, criu.tree))
-    return [*steps, EndRehearsal(start, criu)]
+    return [*steps, EndRehearsal(start, steps[steps.index(start) :])]
 
 
 def _close(source: RestoreSource) -> None:

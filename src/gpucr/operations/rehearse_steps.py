@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from gpucr.criu.images import FilesImage
 from gpucr.criu.install import CriuInstall
@@ -20,10 +20,7 @@ from gpucr.snapshot.job_snapshot import JobSnapshot
 from gpucr.snapshot.manifest import ProcessRecord
 from gpucr.snapshot.origin import RestoreSource, images_read_from
 from gpucr.undo.interrupts import Interrupts
-from gpucr.undo.steps import Meter, Result
-
-if TYPE_CHECKING:
-    from gpucr.operations.restore_steps import CriuRestore
+from gpucr.undo.steps import Meter, Result, Step
 
 _STOPPED = "Tt"  # by a signal, by its tracer (proc_pid_stat(5))
 
@@ -137,9 +134,10 @@ class EndRehearsal:
 
     name = "end"
 
-    def __init__(self, start: StartSandbox, criu: CriuRestore) -> None:
+    def __init__(self, start: StartSandbox, steps: Sequence[Step]) -> None:
+        """``steps``: those that were taken in the sandbox, the first of which made it."""
         self._start = start
-        self._criu = criu
+        self._steps = steps
 
     def describe(self) -> str:
         """What ends."""
@@ -147,8 +145,8 @@ class EndRehearsal:
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
         """Kill them. Raises JobDamaged if one does not end."""
-        self._criu.undo()
-        self._start.undo()
+        for step in reversed(self._steps):
+            step.undo()
         known_keepers.forget(self._start.site.value.keeper.id)
         return 0
 

@@ -224,8 +224,8 @@ class StartedKeeper:
         if part == "view":
             return Unsupported(
                 f"the machine's file systems cannot be shown to a rehearsal: {said}",
-                hint="it needs Linux 5.12 or newer, and overlays on the file systems of the job's files: not every one, and "
-                "not every container, allows them",
+                hint="it needs Linux 5.12 or newer and overlays on the file systems of the job's files: not all "
+                "of them, and not all containers, allow that",
                 code="GPUCR-NO-REHEARSAL",
             )
         if part == "log":
