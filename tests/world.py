@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,18 +31,19 @@ class World(NamedTuple):
     locks: list[str]
 
 
-def world(*folders: Path) -> World:
-    """Everything below these folders. Looking at it changes nothing."""
+def world(*folders: Path, read: Sequence[Path] = ()) -> World:
+    """Everything below these folders. Those in ``read`` may be read: their access times are left out."""
     files = {str(path): _seen(path) for folder in folders for path in (folder, *folder.rglob("*"))}
+    files |= {str(path): _seen(path)._replace(read_ns=0) for folder in read for path in (folder, *folder.rglob("*"))}
     inodes = {each.inode for each in files.values()}
     lines = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
     return World(files, sorted(" ".join(line[1:]) for line in lines if int(line[-3].split(":")[-1]) in inodes))
 
 
-def settle(*folders: Path) -> World:
+def settled(*folders: Path, read: Sequence[Path] = ()) -> World:
     """The world once looks leave it alone: a folder's access time follows its last change (relatime)."""
-    seen = world(*folders)
-    while seen != (seen := world(*folders)):
+    seen = world(*folders, read=read)
+    while seen != (seen := world(*folders, read=read)):
         pass
     return seen
 

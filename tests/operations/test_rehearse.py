@@ -9,13 +9,16 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 import gpucr
 from gpucr.errors import InvalidRequest, RehearsalFailed, SnapshotDamaged, Unsupported
 from gpucr.linux import processes
+from gpucr.operations.rehearse_steps import CheckRestored
 from gpucr.undo.events import Progress
 from tests.command import run, run_json
 from tests.counter import CounterFactory, wait_until
@@ -25,7 +28,8 @@ from tests.operations.stepping import StartJob
 from tests.operations.test_agreement import Composed
 from tests.operations.test_killed import killed
 from tests.storm import long, sample
-from tests.world import settle, world
+from tests.unit import samples
+from tests.world import settled, world
 
 pytestmark = [pytest.mark.criu, pytest.mark.root, pytest.mark.usefixtures("state_home")]
 
@@ -65,10 +69,9 @@ def test_the_world_is_as_before(names: list[str], tmp_path: Path) -> None:
     with composed(tmp_path / "job", names) as job:
         gpucr.dump(job.pid, tmp_path / "s", leave_running=True)
         stand_still(job.pid)
-        tracked = (tmp_path / "job", tmp_path / "s")
-        before = settle(*tracked)
+        before = settled(tmp_path / "job", read=[tmp_path / "s"])
         report = gpucr.rehearse(tmp_path / "s")
-        assert world(*tracked) == before
+        assert world(tmp_path / "job", read=[tmp_path / "s"]) == before
         assert report.processes == len(report.snapshot.manifest.processes)
         assert report.left_out == ()
         os.kill(job.pid, signal.SIGCONT)
@@ -80,11 +83,10 @@ def test_hundreds_of_rehearsals_leave_no_trace(tmp_path: Path) -> None:
     with composed(tmp_path / "job", MAKING) as job:
         gpucr.dump(job.pid, tmp_path / "s", leave_running=True)
         stand_still(job.pid)
-        tracked = (tmp_path / "job", tmp_path / "s")
-        before, folders = settle(*tracked), _entries()
+        before, folders = settled(tmp_path / "job", read=[tmp_path / "s"]), _entries()
         for _ in range(REHEARSALS):
             gpucr.rehearse(tmp_path / "s")
-            assert world(*tracked) == before
+            assert world(tmp_path / "job", read=[tmp_path / "s"]) == before
             assert not [entry for entry in _entries() - folders if "gpucr" in entry or "criu" in entry]
         os.kill(job.pid, signal.SIGCONT)
         job.wait_for_more()
@@ -224,7 +226,7 @@ def with_library(start: StartJob, tmp_path: Path) -> Callable[[], Path]:
             "done()\nstep()\ndone()\n"
         )
         gpucr.dump(job.pid, tmp_path / "s")
-        wait_until(lambda: not job.pids(), "the job to end")
+        job.reap()
         gpucr.rehearse(tmp_path / "s")
         return job.folder / "l.so"
 
@@ -311,8 +313,8 @@ def test_contexts_and_device_memory_come_back(counter: CounterFactory, tmp_path:
 
 
 def test_beside_a_job_that_fills_the_gpu(machine: MakeMachine, counter: CounterFactory, tmp_path: Path) -> None:
-    machine("1x1GiB")
-    job = counter("--mib", "600")
+    machine("1x768MiB")
+    job = counter("--mib", "150")
     gpucr.dump(job.pid, tmp_path / "s", leave_running=True)
     report = gpucr.rehearse(tmp_path / "s")
     assert len(report.left_out) == 1
@@ -321,17 +323,18 @@ def test_beside_a_job_that_fills_the_gpu(machine: MakeMachine, counter: CounterF
     assert job.ask() == 101
 
 
-@pytest.mark.parametrize("gpus", ["2x16GiB", "1x1GiB"], ids=["restored", "only read"])
+@pytest.mark.parametrize("gpus", ["2x16GiB", "1x768MiB"], ids=["restored", "only read"])
 def test_device_memory_that_is_damaged(
     gpus: str, machine: MakeMachine, counter: CounterFactory, tmp_path: Path
 ) -> None:
     machine(gpus)
-    job = counter("--mib", "600" if gpus.startswith("1x") else "8")
+    job = counter("--mib", "150" if gpus.startswith("1x") else "8")
     gpucr.dump(job.pid, tmp_path / "s", leave_running=True)
-    stored = next((tmp_path / "s" / "device").iterdir())
+    stored = max((tmp_path / "s" / "device").iterdir(), key=lambda path: path.stat().st_blocks)
     with stored.open("r+b") as file:
+        start = file.seek(os.lseek(file.fileno(), 0, os.SEEK_DATA))
         first = file.read(1)[0]
-        file.seek(0)
+        file.seek(start)
         file.write(bytes([first ^ 1]))
     with pytest.raises(SnapshotDamaged):
         gpucr.rehearse(tmp_path / "s")
@@ -346,17 +349,18 @@ def test_a_snapshot_in_a_store(start: StartJob, tmp_path: Path) -> None:
     job = start("done()\nstep()\ndone()\n")
     gpucr.dump(job.pid, f"{tmp_path}/store#one", leave_running=True)
     stand_still(job.pid)
-    tracked = (job.folder, tmp_path / "store")
-    before = settle(*tracked)
+    before = settled(job.folder, read=[tmp_path / "store"])
     assert gpucr.rehearse(f"{tmp_path}/store#one").processes == 1
-    assert world(*tracked) == before
+    assert world(job.folder, read=[tmp_path / "store"]) == before
     os.kill(job.pid, signal.SIGCONT)
     assert job.go_on() == "ok"
 
 
 def test_a_job_in_a_sandbox(start_sandboxed: StartJob, tmp_path: Path) -> None:
     job = start_sandboxed(
-        "from multiprocessing import shared_memory\nshared_memory.SharedMemory('gk', True, 64)\nstep()\ndone()\n"
+        "from multiprocessing import shared_memory\n"
+        "memory = shared_memory.SharedMemory('gk', True, 64)\n"
+        "done()\nstep()\ndone()\n"
     )
     gpucr.dump(job.pid, tmp_path / "s", leave_running=True)
     assert gpucr.rehearse(tmp_path / "s").processes == len(job.pids())
@@ -368,10 +372,10 @@ def test_gpucr_is_killed(phase: str, start: StartJob, tmp_path: Path) -> None:
     job = start("done()\nstep()\ndone()\n")
     gpucr.dump(job.pid, tmp_path / "s", leave_running=True)
     stand_still(job.pid)
-    before = settle(tmp_path / "s", job.folder)
+    before = settled(job.folder, read=[tmp_path / "s"])
     killed("begin", phase, "rehearse", tmp_path / "s")
     wait_until(lambda: processes_in_views(job.folder) == [job.pid], "what was restored to end")
-    assert world(tmp_path / "s", job.folder) == before
+    assert world(job.folder, read=[tmp_path / "s"]) == before
     os.kill(job.pid, signal.SIGCONT)
     assert job.go_on() == "ok"
 
@@ -404,9 +408,10 @@ def test_the_command(start: StartJob, tmp_path: Path) -> None:
 
 
 def test_the_gpu_part_of_a_container_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "checkpoint").mkdir()
-    with pytest.raises(InvalidRequest):
-        gpucr.rehearse(tmp_path / "checkpoint")
+    snapshot = samples.committed(tmp_path / "s")
+    without_images = replace(snapshot, manifest=structs.replace(snapshot.manifest, criu_options=None))
+    with pytest.raises(InvalidRequest, match="GPU part"):
+        gpucr.rehearse(without_images)
 
 
 # --- dumps ------------------------------------------------------------------------------------------------------------
@@ -424,7 +429,7 @@ def test_a_dump_with_a_rehearsal(place: str, leave_running: bool, start: StartJo
     assert report.rehearsal is not None
     assert report.rehearsal.processes == 1
     if not leave_running:
-        wait_until(lambda: not job.pids(), "the job to end")
+        job.reap()
         gpucr.restore(to)
     assert job.go_on() == "ok"
 
@@ -441,8 +446,8 @@ def test_a_dump_whose_rehearsal_fails(
         to = f"{tmp_path}/store#one"
     job = start("done()\nstep()\ndone()\nstep()\ndone()\n")
     with monkeypatch.context() as broken:
-        broken.setattr("gpucr.operations.rehearse_steps.processes.threads", lambda pid: ())
-        with pytest.raises(RehearsalFailed, match="0 threads"):
+        broken.setattr(CheckRestored, "_differences", lambda *_: ["it is another one"])
+        with pytest.raises(RehearsalFailed, match="it is another one"):
             gpucr.dump(job.pid, to, rehearse=True, leave_running=leave_running)
     assert job.go_on() == "ok"
     assert not (tmp_path / "s").exists()
