@@ -313,7 +313,7 @@ def test_contexts_and_device_memory_come_back(counter: CounterFactory, tmp_path:
 
 
 def test_beside_a_job_that_fills_the_gpu(machine: MakeMachine, counter: CounterFactory, tmp_path: Path) -> None:
-    machine("1x768MiB")
+    machine("1x256MiB")
     job = counter("--mib", "150")
     gpucr.dump(job.pid, tmp_path / "s", leave_running=True)
     report = gpucr.rehearse(tmp_path / "s")
@@ -323,7 +323,7 @@ def test_beside_a_job_that_fills_the_gpu(machine: MakeMachine, counter: CounterF
     assert job.ask() == 101
 
 
-@pytest.mark.parametrize("gpus", ["2x16GiB", "1x768MiB"], ids=["restored", "only read"])
+@pytest.mark.parametrize("gpus", ["2x16GiB", "1x256MiB"], ids=["restored", "only read"])
 def test_device_memory_that_is_damaged(
     gpus: str, machine: MakeMachine, counter: CounterFactory, tmp_path: Path
 ) -> None:

@@ -248,7 +248,7 @@ def _steps(
         steps += gpu.steps_to_rehearse()
     elif source.snapshot.manifest.device_parts:
         steps.append(CheckDevice(source))
-    steps.append(CheckRestored(source.snapshot, criu.tree))
+    steps.append(CheckRestored(source, criu.tree))
     return [*steps, EndRehearsal(start, steps[steps.index(start) :])]
 
 

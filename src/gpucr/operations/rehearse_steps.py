@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 
+from gpucr.criu.contents import read_contents
 from gpucr.criu.images import FilesImage
 from gpucr.criu.install import CriuInstall
 from gpucr.criu.reopened import reopened
-from gpucr.errors import JobChanged
+from gpucr.errors import JobChanged, SnapshotDamaged
 from gpucr.jobs.restored_tree import RestoredTree
 from gpucr.jobs.sandbox import known_keepers
 from gpucr.jobs.sandbox_steps import StartSandbox
@@ -16,7 +18,6 @@ from gpucr.linux import processes
 from gpucr.linux.private_view import Folder, View
 from gpucr.quantities import counted, format_bytes
 from gpucr.snapshot.device.reader import Piece
-from gpucr.snapshot.job_snapshot import JobSnapshot
 from gpucr.snapshot.manifest import ProcessRecord
 from gpucr.snapshot.origin import RestoreSource, images_read_from
 from gpucr.undo.interrupts import Interrupts
@@ -83,28 +84,32 @@ class CheckDevice:
 
 
 class CheckRestored:
-    """Compare the restored processes with those of the manifest."""
+    """Compare the restored processes with those of the manifest and of the images."""
 
     name = "compare"
 
-    def __init__(self, snapshot: JobSnapshot, tree: Result[RestoredTree]) -> None:
-        self._snapshot = snapshot
+    def __init__(self, source: RestoreSource, tree: Result[RestoredTree]) -> None:
+        self._source = source
+        self._snapshot = source.snapshot
         self._tree = tree
 
     def describe(self) -> str:
         """What is compared."""
         count = counted(len(self._snapshot.manifest.processes), "process")
-        return f"compare {count} with the snapshot: parents, threads, names, arguments"
+        return f"compare {count} with the snapshot: parents, threads, names, arguments, descriptors"
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
-        """Raises JobChanged if one is missing, is another than the snapshot says, or runs."""
+        """Raises JobChanged if one is missing, is another than the snapshot says, or runs; SnapshotDamaged."""
         pids = self._tree.value.pids
+        descriptors = self._descriptors()
         for record in self._snapshot.manifest.processes:
             pid = pids.get(record.pid)
             stat = processes.read_stat(pid) if pid is not None else None
             if pid is None or stat is None or stat.status in "ZX":
                 raise _other(record, "it is not there")
             wrong = self._differences(record, pid)
+            missing = descriptors.get(record.ns_pids[-1], frozenset()) - _open(pid)
+            wrong += [f"its descriptor {min(missing)} is missing"] if missing else []
             if stat.status not in _STOPPED:
                 wrong.append(f"it is not stopped but in state {stat.status}")
             if wrong:
@@ -113,6 +118,20 @@ class CheckRestored:
 
     def undo(self) -> None:
         """Nothing was changed."""
+
+    def _descriptors(self) -> dict[int, frozenset[int]]:
+        """The numbers of the descriptors of each process, by its innermost pid. CRIU takes no image for an empty one."""
+        found: dict[int, frozenset[int]] = {}
+        for open_image in self._source.openers:
+            contents = read_contents(open_image)
+            if contents.problems:
+                raise SnapshotDamaged(
+                    f"CRIU's images do not fit together: {contents.problems[0]}",
+                    path=self._snapshot.where,
+                    hint="this snapshot cannot be restored: use another",
+                )
+            found |= {each.pid: frozenset(d.fd for d in each.descriptors) for each in contents.processes}
+        return found
 
     def _differences(self, record: ProcessRecord, pid: int) -> list[str]:
         now, pids = processes.describe(pid), self._tree.value.pids
@@ -152,6 +171,12 @@ class EndRehearsal:
 
     def undo(self) -> None:
         """What the others' undo does."""
+
+
+def _open(pid: int) -> frozenset[int]:
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return frozenset(map(int, os.listdir(f"{processes.PROC}/{pid}/fd")))
+    return frozenset()
 
 
 def _other(record: ProcessRecord, how: str) -> JobChanged:
