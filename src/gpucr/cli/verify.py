@@ -1,4 +1,4 @@
-"""`gpucr verify`: whether snapshots can be read, or restored as far as a rehearsal goes."""
+"""`gpucr verify`: whether snapshots can be read, or with a rehearsal, whether one comes back."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def command(
     """Check the snapshots of a store, one of them, or the snapshot in the folder DIR. Exit code 5: one is damaged.
 
     Without --deep, a store is checked for missing and truncated data. A folder is always read in full; of a container's
-    images the GPU part is. With --rehearse one snapshot is restored beside whatever runs, up to the point where the job
+    images the GPU part is. With --rehearse one snapshot is restored beside what runs, up to the point where the job
     would be let go: exit code 5 means that it does not come back. Nothing outside is changed, and the job may run.
 
     \b

@@ -2,9 +2,9 @@
 
 A process in a new mount namespace calls `show`. Every mount becomes read-only there, without access times. Over those
 that hold certain files lies an overlay: what is opened for writing, made, removed, renamed or locked through it is a
-copy in a tmpfs, or a mark there, and ends with the namespace. An inode of an overlay is its own, so a lock, a lease, a
-named pipe or a bound socket in the view is none of the machine's (seen with Linux 6.18: flock(2) of a file that is
-locked outside succeeds).
+copy in a tmpfs, or a mark there, and ends with the namespace. An overlay has inodes of its own, so a lock, a lease, a
+named pipe or a bound socket in the view has nothing to do with the machine's (seen with Linux 6.18: flock(2) of a file
+that is locked outside succeeds).
 
 Imports stay few: a keeper loads this module.
 """
@@ -25,9 +25,9 @@ from gpucr.linux import libc, proc_text
 MACHINE = "/.gpucr-machine"
 """Where the view has the machine's own mounts, read-only: CRIU opens files by their handles there."""
 
-_MEMORY = "/dev/shm"  # noqa: S108 - a folder that every sandbox gets anew; what lies there is not in the view
+_MEMORY = "/dev/shm"  # noqa: S108 - every sandbox has its own; what lies there is not in the view
 _SPECIAL = ("/dev/", "/proc/", "/sys/")
-_OF_CRIU = ("/run/criu.kdat", "/tmp/criu")  # noqa: S108 - where CRIU keeps what it knows of a kernel, and tries mounts
+_OF_CRIU = ("/run/criu.kdat", "/tmp/criu")  # noqa: S108 - where CRIU keeps its findings about a kernel, and tries mounts
 _HEAD_BYTES = 1 << 20  # CRIU reads as much of a program, for its build id (BUILD_ID_MAP_SIZE of CRIU 4.2)
 
 _MS_BIND, _MS_REC, _MS_PRIVATE = 1 << 12, 1 << 14, 1 << 18  # include/uapi/linux/mount.h

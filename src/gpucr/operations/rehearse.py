@@ -1,4 +1,4 @@
-"""Rehearse: restore a snapshot's job beside whatever runs, up to the point where it would be let go, and end it."""
+"""Rehearse: restore a snapshot's job beside what runs, up to the point where it would be let go, and end it."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ class CheckRestored:
             pid = pids.get(record.pid)
             stat = processes.read_stat(pid) if pid is not None else None
             if pid is None or stat is None or stat.status in "ZX":
-                raise _other(record, "it is not there")
+                raise _other(record, "it is missing")
             wrong = self._differences(record, pid)
             missing = descriptors.get(record.ns_pids[-1], frozenset()) - _open(pid)
             wrong += [f"its descriptor {min(missing)} is missing"] if missing else []
@@ -120,7 +120,7 @@ class CheckRestored:
         """Nothing was changed."""
 
     def _descriptors(self) -> dict[int, frozenset[int]]:
-        """The numbers of the descriptors of each process, by its innermost pid. CRIU takes no image for an empty one."""
+        """The numbers of each process's descriptors, by its innermost pid. CRIU takes no image for an empty one."""
         found: dict[int, frozenset[int]] = {}
         for open_image in self._source.openers:
             contents = read_contents(open_image)
@@ -154,7 +154,7 @@ class EndRehearsal:
     name = "end"
 
     def __init__(self, start: StartSandbox, steps: Sequence[Step]) -> None:
-        """``steps``: those that were taken in the sandbox, the first of which made it."""
+        """``steps``: those in the sandbox; the first one made it."""
         self._start = start
         self._steps = steps
 
