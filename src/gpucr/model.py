@@ -288,6 +288,15 @@ class GangMember(Struct, frozen=True):
         """The pid in the caller's pid namespace."""
         return self.id.pid
 
+    @property
+    def lasting_state(self) -> CudaState:
+        """The state in which a resume, or a restore, leaves it.
+
+        RUNNING if it was found LOCKED, which is not the job's own wish: what had locked it was killed, or is another
+        tool.
+        """
+        return CudaState.RUNNING if self.found is CudaState.LOCKED else self.found
+
 
 class GangLock(Struct, frozen=True):
     """How the CUDA processes of a job were locked: how many, in how many attempts, and the wall seconds that it took.

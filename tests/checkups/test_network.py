@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -12,9 +11,8 @@ from gpucr.checkups import network
 from gpucr.checkups.network import NetworkFacts
 from gpucr.criu.install import CriuInstall
 from gpucr.linux import nftables
-from gpucr.model import Connection, Endpoint, ProcessId
-from gpucr.network import records
-from gpucr.network.records import KeptRecord, OperationRecord
+from gpucr.model import Connection, Endpoint
+from gpucr.network.records import KeptRecord
 from tests.checkups.judging import only, severities
 from tests.own_network import own_network
 
@@ -47,22 +45,6 @@ def test_kept_connections_are_listed_with_a_remedy() -> None:
     one = only(network.check(replace(FACTS, kept=(KEPT,)), CRIU))
     assert one.what == "1 connection of /srv/s kept since 2026-11-26T01:02:03+00:00"
     assert "gpucr connections --close gpucr-kept-1" in one.remedy
-
-
-@pytest.mark.root
-def test_an_operation_that_nobody_works_on_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "runtime_folder", lambda: tmp_path)
-    dead, alive = "gpucr-0-0a1b2c3d", "gpucr-0-0a1b2c3e"
-    for each in (dead, alive):
-        records.write("operations", OperationRecord(each, "here", (), (ProcessId(4711, 1),), (), (), None))
-    held = records.hold(alive)
-    try:
-        facts = network.look()
-    finally:
-        os.close(held)
-    assert facts.left == (dead,)
-    one = only(network.check(replace(facts, foreign=()), CRIU))
-    assert "a dump of the processes 4711" in one.what
 
 
 @pytest.mark.root

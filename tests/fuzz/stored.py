@@ -36,7 +36,7 @@ from gpucr.model import ProcessId
 from gpucr.network import records as network_records
 from gpucr.records import RecordError, encode
 from gpucr.supervise.folder import SupervisedFolder
-from gpucr.undo import recovery
+from gpucr.undo import left_behind, recovery
 from tests.fuzz.damage import Target, refused, seeds
 
 ME = ProcessId(os.getpid(), 1)
@@ -83,31 +83,29 @@ def _runtime_folder() -> Iterator[Path]:
 
 
 def process_note(data: bytes) -> bool:
-    """The notes of GPUs, of suspends and of work in /run/gpucr."""
+    """The notes of GPUs, of suspends, of work and of what is unfinished in /run/gpucr."""
     with _runtime_folder():
         suspended.RECORDS.path(ME).write_bytes(data)
         found, gpus = suspended.recall(ME), placement._recall(ME)
         work = at_work.RECORDS.read(ME, at_work.WorkRecord)
+        unfinished = left_behind.RECORDS.read(ME, left_behind.Unfinished)
         assert at_work.may_be_on(ME, ["GPU-0"])  # nobody who could have written it is alive
     assert found is None or all(isinstance(each, int) for each in found.device_bytes.values())
     assert gpus is None or all(isinstance(gpu.uuid, str) for gpu in gpus.known)
-    return any(each is not None for each in (found, gpus, work))
+    return any(each is not None for each in (found, gpus, work, unfinished))
 
 
 def network_record(data: bytes) -> bool:
-    """What an operation blocks, and what is kept for a snapshot, in /run/gpucr."""
+    """Connections kept for a snapshot, in /run/gpucr."""
     with (
         tempfile.TemporaryDirectory() as name,
         mock.patch.object(network_records, "runtime_folder", return_value=Path(name)),
     ):
-        for kind in ("operations", "kept"):
-            network_records.folder(kind).mkdir(parents=True)
-            (network_records.folder(kind) / "gpucr-1.json").write_bytes(data)
-        operation = network_records.read("operations", "gpucr-1", network_records.OperationRecord)
-        kept = network_records.read("kept", "gpucr-1", network_records.KeptRecord)
-    assert operation is None or len(operation.name) <= 25, "iptables refuses a longer name"
+        network_records.folder().mkdir(parents=True)
+        (network_records.folder() / "gpucr-1.json").write_bytes(data)
+        kept = network_records.read("gpucr-1")
     assert kept is None or all(0 < each.remote.port < 1 << 16 for each in kept.connections)
-    return operation is not None or kept is not None
+    return kept is not None
 
 
 def sandbox_note(data: bytes) -> bool:

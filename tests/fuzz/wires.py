@@ -153,7 +153,7 @@ def guards_answer(data: bytes) -> bool:
     """The guard's answer to `recover`: it has succeeded only if the answer to this very question says so."""
     with _told(data) as ours:
         guard = Guard.__new__(Guard)
-        guard._socket, guard._sequence, guard._is_needed = ours, 6, False
+        guard._socket, guard._sequence, guard._is_needed, guard._lost_by = ours, 6, False, None
         guard._turn = contextlib.nullcontext()  # type: ignore[assignment]
         guard._lost = lambda: BrokenInstall("it has ended")  # type: ignore[method-assign]
         has_recovered = guard.recover()

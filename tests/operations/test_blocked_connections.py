@@ -15,11 +15,13 @@ import pytest
 
 import gpucr
 from gpucr.linux import iptables, processes
-from gpucr.network import left_behind, records
+from gpucr.model import ProcessId
+from gpucr.network import records
 from gpucr.network.filters import Namespace
 from gpucr.network.lock import IN_FLIGHT
 from gpucr.operations import dump_steps
 from gpucr.surroundings import observe
+from gpucr.undo import left_behind
 from tests.conftest import skip_or_fail
 from tests.counter import wait_until
 from tests.operations.stepping import StartJob
@@ -68,12 +70,12 @@ class Talking:
 
     def assert_nothing_is_blocked(self) -> None:
         wait_until(lambda: filters() == (), "the last filter to go")
-        assert not [name for name in records.names("operations") if self.job.pid in _processes(name)]
+        assert not [each for each in left_behind.RECORDS.ended() if str(self.job.pid) in _unfinished(each)]
 
 
-def _processes(name: str) -> list[int]:
-    record = records.read("operations", name, records.OperationRecord)
-    return [] if record is None else [each.pid for each in record.processes]
+def _unfinished(guard: ProcessId) -> str:
+    record = left_behind.RECORDS.read(guard, left_behind.Unfinished)
+    return "" if record is None else record.actions
 
 
 @pytest.fixture
@@ -255,7 +257,7 @@ def test_everybody(talking: Talking, tmp_path: Path) -> None:
     done = killed(talking, tmp_path / "s", "hook", "", "criu", "guard", "gpucr", "leave")
     assert done.returncode == -signal.SIGKILL
     wait_until(lambda: filters() == (), "the kernel to remove the filter")
-    left_behind.end_all()  # or that of any gpucr on this machine
+    left_behind.remove_left_behind()  # or that of any gpucr on this machine
     wait_until_done(talking)
     talking.assert_unharmed()
     talking.assert_nothing_is_blocked()
@@ -289,11 +291,11 @@ def test_a_dump_that_has_kept_connections_and_dies_before_the_end(talking: Talki
     wait_until_done(talking)
     talking.assert_unharmed()
     talking.assert_nothing_is_blocked()
-    assert not [each for each in records.names("kept") if _is_of(each, tmp_path)]
+    assert not [each for each in records.names() if _is_of(each, tmp_path)]
 
 
 def _is_of(name: str, folder: Path) -> bool:
-    record = records.read("kept", name, records.KeptRecord)
+    record = records.read(name)
     return record is not None and record.snapshot.startswith(str(folder))
 
 

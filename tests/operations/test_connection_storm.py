@@ -27,6 +27,7 @@ import gpucr
 from gpucr.linux import processes, sock_diag, tcp_repair
 from gpucr.model import ProcessInfo
 from gpucr.network import records
+from gpucr.undo import left_behind
 from tests.counter import wait_until
 from tests.own_network import filters, own_network
 from tests.storm import long
@@ -233,7 +234,7 @@ def test_no_connection_is_lost_in_a_storm(peer: Peer, tmp_path: Path, state_home
         log = state_home / "gpucr" / "log" / "guard.log"
         told = said + (log.read_text() if log.exists() else "")
         what = f"{number}: {' '.join(kinds)} {' '.join(options)}: {status} {told} {job.said()}"
-        kept = [name for name in records.names("kept") if _snapshot_of(name) == str(to)]
+        kept = [name for name in records.names() if _snapshot_of(name) == str(to)]
         if job.is_whole():
             assert kept == [], what
             job.assert_talks(0, what)
@@ -252,7 +253,7 @@ def test_no_connection_is_lost_in_a_storm(peer: Peer, tmp_path: Path, state_home
             tally["lost with CRIU"] += 1
         job.end()
         assert filters() == (), what
-        assert not [name for name in records.names("operations") if _is_of(name, job)], what
+        assert left_behind.RECORDS.ended() == [], what
         shutil.rmtree(to, ignore_errors=True)
         if log.exists():
             log.unlink()
@@ -261,10 +262,5 @@ def test_no_connection_is_lost_in_a_storm(peer: Peer, tmp_path: Path, state_home
 
 
 def _snapshot_of(name: str) -> str | None:
-    record = records.read("kept", name, records.KeptRecord)
+    record = records.read(name)
     return record.snapshot if record is not None else None
-
-
-def _is_of(name: str, job: Job) -> bool:
-    record = records.read("operations", name, records.OperationRecord)
-    return record is not None and job.pid in [each.pid for each in record.processes]

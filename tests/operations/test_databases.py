@@ -167,7 +167,7 @@ def test_a_failure_at_any_rename_brings_everything_back(
     real: Callable[..., None] = os.rename
 
     def rename(source: str, target: str, **folders: int) -> None:
-        if "data.db" in source:
+        if "data.db" in str(source):
             calls.append(source)
             if len(calls) == number + 1:
                 raise OSError(28, "No space left on device")

@@ -126,7 +126,7 @@ def test_a_tree_with_and_without_cuda_processes(counter: CounterFactory, driver:
     ("found", "leave_running"),
     [(LOCKED, False), (CHECKPOINTED, True), later(LOCKED, True), later(CHECKPOINTED, False)],
 )
-def test_locked_and_checkpointed_states_survive_dump_and_restore(
+def test_a_checkpointed_state_survives_dump_and_restore_and_a_lock_does_not(
     counter: CounterFactory, driver: CudaDriver, tmp_path: Path, found: CudaState, leave_running: bool
 ) -> None:
     job = counter("--fork", "1")
@@ -134,14 +134,16 @@ def test_locked_and_checkpointed_states_survive_dump_and_restore(
     driver.lock(child, 5000)
     if found is CHECKPOINTED:
         driver.checkpoint(child)
-    gpucr.dump(job.pid, tmp_path / "s", leave_running=leave_running)
+    report = gpucr.dump(job.pid, tmp_path / "s", leave_running=leave_running)
+    assert any(f"process {child} is locked" in each for each in report.warnings) == (found is LOCKED)
     if leave_running:
         assert (driver.state(job.pid), driver.state(child)) == (RUNNING, found)
         job.kill()
     else:
         job.reap()
     gpucr.restore(tmp_path / "s")
-    assert (driver.state(job.pid), driver.state(child)) == (RUNNING, found)
+    lasting = RUNNING if found is LOCKED else found
+    assert (driver.state(job.pid), driver.state(child)) == (RUNNING, lasting)
     gpucr.resume(job.pid)
     assert driver.state(child) is RUNNING
 

@@ -146,6 +146,19 @@ def test_the_end_after_a_save(counter: CounterFactory, tmp_path: Path) -> None:
     assert job.ask() == 101
 
 
+def test_the_end_of_a_job_whose_first_process_was_killed_meanwhile(counter: CounterFactory, tmp_path: Path) -> None:
+    """The others are stopped, and nobody would continue them."""
+    job = counter("--mib", "1", "--fork", "1")
+    with gpucr.freeze(job.pid) as frozen:
+        frozen.save(tmp_path / "s")
+        os.kill(job.pid, signal.SIGKILL)
+        job.reap()
+        frozen.end()
+    assert job.processes() == []
+    gpucr.restore(tmp_path / "s")
+    assert job.send("verify") == "ok"
+
+
 def test_the_registry_records_a_saved_and_ended_job(driver: CudaDriver, tmp_path: Path, state_home: Path) -> None:
     program = str(simulator.build() / "counter")
     started = gpucr.run_job([program, "--port", "0", "--mib", "1"], name="frozen")

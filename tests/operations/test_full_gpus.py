@@ -14,7 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
+import gpucr
+from gpucr.driver import gpus
 from gpucr.driver.cuda import CudaDriver
 from gpucr.driver.gpus import list_gpus
 from gpucr.errors import GpuFull, InterposerError
@@ -23,7 +26,7 @@ from gpucr.gpu_state import room
 from gpucr.interposer.client import ask_status
 from gpucr.interposer.library import installed, preload_path
 from gpucr.linux import processes
-from gpucr.model import CudaState, GangMember
+from gpucr.model import CudaState, GangMember, Gpu, GpuUse
 from tests import command
 from tests.command import python
 from tests.counter import Counter, CounterFactory, wait_until
@@ -333,6 +336,32 @@ def test_when_gpucr_gives_up_its_guard_waits_for_room(full: Start, tmp_path: Pat
     assert done.returncode == 1, done.stderr
     assert "was filled by others meanwhile" in done.stderr
     work.check()
+
+
+def test_memory_that_stays_at_a_checkpoint_needs_no_room(
+    full: Start, driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """OpenCL's contexts stay there, in NVML's figures of the process: its return needs less than it held."""
+    job = full(FILLS[0.6])
+    stays_bytes = 20 << 20
+
+    def with_more() -> tuple[GpuUse, ...]:
+        return (*gpus.gpu_processes(), GpuUse(job.pid, gpus.list_gpus()[0].uuid, stays_bytes))
+
+    def with_less_free() -> tuple[Gpu, ...]:
+        return tuple(replace(gpu, memory_free_bytes=gpu.memory_free_bytes - stays_bytes) for gpu in gpus.list_gpus())
+
+    gpucr.suspend(job.pid)  # which loads all modules
+    gpucr.resume(job.pid)
+    for module in [each for name, each in sys.modules.items() if name.startswith("gpucr.") and each is not gpus]:
+        for name, function in (("gpu_processes", with_more), ("list_gpus", with_less_free)):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, function)
+    for way in ("driver", "auto"):
+        gpucr.suspend(job.pid, gpu_state=way)
+        gpucr.resume(job.pid)
+        assert driver.state(job.pid) is CudaState.RUNNING
+        assert job.send("verify") == "ok"
 
 
 def test_waiting_for_room_ends(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,16 +21,19 @@ from typing import Any
 
 import pytest
 
-from gpucr.criu.recovery import EndDump, EndRestore, EndRestored
+from gpucr.criu.recovery import EndDump, EndRestore, EndRestored, RemoveGhosts, RemoveImages
 from gpucr.driver.cuda import CudaDriver
 from gpucr.errors import BrokenInstall, Unsupported
-from gpucr.gpu_state.recovery import BringBack, CallAfterRestore, DetachedStaging, GangProtection
+from gpucr.gpu_state.recovery import BringBack, CallAfterRestore, DetachedStaging, EndStop, ForgetWork, GangProtection
 from gpucr.jobs.recovery import CloseToTracers, EndJob, EndSandbox
 from gpucr.linux import own_python, processes
 from gpucr.linux.claims import claimed
+from gpucr.linux.cut_back import CutOff
 from gpucr.model import CudaState, GangMember, ProcessId, StagedExtent
-from gpucr.network.recovery import EndRepair, ForgetKept, RemoveFilters
+from gpucr.network.recovery import EndRepair, FilterPlace, ForgetKept, RemoveFilters
 from gpucr.snapshot.recovery import DiscardFolder, RemoveWorkingFolder
+from gpucr.snapshot.shared_files import MadeFile
+from gpucr.surroundings.recovery import PutBackCuts, RemoveLinkRemaps, RemoveSharedFiles, RemoveSocketFolders
 from gpucr.undo import guard as guards
 from gpucr.undo.guard import Guard
 from gpucr.undo.logs import append_to_log
@@ -741,7 +744,7 @@ _BRING_BACK = BringBack(
 )
 _ACTIONS: tuple[Action, ...] = (
     _BRING_BACK,
-    DiscardFolder("/snapshots/a", 0o755),
+    DiscardFolder("/snapshots/a", (1, 2), 0o755),
     RemoveWorkingFolder("/tmp/gpucr-work-0"),
     EndDump(ProcessId(13, 14), "manifest.json"),
     EndRestore((ProcessId(13, 14),), (15, 16)),
@@ -750,7 +753,15 @@ _ACTIONS: tuple[Action, ...] = (
     EndJob((ProcessId(19, 20), ProcessId(21, 22))),
     CloseToTracers((ProcessId(23, 24),)),
     CallAfterRestore((ProcessId(25, 26),)),
-    RemoveFilters("gpucr-1-0a1b2c3d", ("nftables", "iptables")),
+    ForgetWork(processes=(ProcessId(29, 30),)),
+    RemoveGhosts(("/a.cr.1.ghost",)),
+    RemoveImages(("/snapshots/a", "/tmp"), "0"),
+    RemoveLinkRemaps((ProcessId(27, 28),), (("/dev/shm", (1, 2)),)),
+    RemoveSharedFiles("/dev/shm", "0", (MadeFile("a/b", 1, 2),), ("a",)),
+    RemoveSocketFolders(("/run/a",)),
+    PutBackCuts((CutOff("/log", 1, 2, "/log.gpucr-0"),)),
+    RemoveFilters("gpucr-1-0a1b2c3d", (FilterPlace("nftables", 1), FilterPlace("iptables", 2))),
+    EndStop((ProcessId(27, 28),)),
     EndRepair((ProcessId(27, 28),), (29, 30)),
     ForgetKept("gpucr-kept-0a1b2c3d", ("nftables",), (ProcessId(27, 28),)),
 )

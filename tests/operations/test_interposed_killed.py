@@ -12,7 +12,7 @@ import gpucr
 from gpucr.driver.cuda import CudaDriver
 from gpucr.interposer.library import installed, preload_path
 from gpucr.model import CudaState
-from tests.command import python
+from tests.command import python, run
 from tests.counter import Counter, CounterFactory, wait_until
 from tests.operations.test_killed import is_claimed, is_unharmed
 from tests.storm import sample
@@ -48,8 +48,8 @@ def job(counter: CounterFactory, sim_only: None, tmp_path: Path) -> Counter:
     return counter("--mib", "24", "--fork", "1", env=variables)
 
 
-def killed(when: str, call: str, operation: str, *words: object) -> None:
-    done = python(KILLER, when, *call.split("."), operation, *words)
+def killed(when: str, call: str, operation: str, *words: object, first: str = "") -> None:
+    done = python(first + KILLER, when, *call.split("."), operation, *words)
     assert done.returncode == -signal.SIGKILL, done.stderr
 
 
@@ -113,6 +113,46 @@ def test_in_a_dump(when: str, call: str, job: Counter, driver: CudaDriver, tmp_p
     gpucr.restore(to)
     assert job.processes() == pids
     assert job.send("verify") == "ok"
+
+
+WITH_ITS_GUARD = """
+import os, signal
+from gpucr.undo.guard import Guard
+_real_init, _guards = Guard.__init__, []
+def _init(guard):
+    _real_init(guard)
+    _guards.append(guard)
+Guard.__init__ = _init
+_kill = os.kill
+def kill(pid, number):
+    for guard in _guards:
+        _kill(guard.pid, signal.SIGKILL)
+    _kill(pid, number)
+os.kill = kill
+"""
+
+
+def test_killed_with_its_guard_the_job_is_locked_and_resumed(job: Counter, driver: CudaDriver, tmp_path: Path) -> None:
+    """What comes next says so, and does not take the lock for the job's own."""
+    pids = job.processes()
+    killed("after", "driver.lock", "dump", job.pid, tmp_path / "s", first=WITH_ITS_GUARD)
+    assert CudaState.LOCKED in {driver.state(pid) for pid in pids}
+    done = run("dump", job.pid, "--to", tmp_path / "t", "--dry-run")
+    assert done.returncode == 0, done.stderr
+    assert f"`gpucr resume {job.pid}` lets it run now" in done.stderr
+    gpucr.resume(job.pid)
+    assert_runs(job, driver, pids, 101)
+
+
+def test_killed_with_its_guard_while_memory_was_away(job: Counter, driver: CudaDriver, tmp_path: Path) -> None:
+    """A snapshot would lack it: nothing but a resume is allowed, which says that nobody has it."""
+    killed("after", "agent.drop", "dump", job.pid, tmp_path / "s", first=WITH_ITS_GUARD)
+    for command in (("dump", job.pid, "--to", tmp_path / "t"), ("suspend", job.pid)):
+        done = run(*command)
+        assert done.returncode == 3, done.stderr
+        assert "of its device memory are away" in done.stderr
+    with pytest.raises(gpucr.InterposerError, match="nobody has it"):
+        gpucr.resume(job.pid)
 
 
 @pytest.mark.criu

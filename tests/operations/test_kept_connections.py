@@ -16,7 +16,7 @@ import pytest
 import gpucr
 from gpucr.checkups import network as network_checkup
 from gpucr.linux import nftables
-from gpucr.network import kept, left_behind
+from gpucr.network import kept
 from gpucr.network.filters import Namespace
 from gpucr.network.records import KeptRecord
 from gpucr.operations.connections import close_kept, list_kept
@@ -177,10 +177,10 @@ def said_by(*words: str) -> str:
 def test_they_end_with_a_folder(served: Served, tmp_path: Path) -> None:
     """The next gpucr of any kind sees that it is gone."""
     served.keep(tmp_path / "s")
-    left_behind.end_all()
+    kept.give_up_lost()
     assert filters() != ()
     shutil.rmtree(tmp_path / "s")
-    left_behind.end_all()
+    kept.give_up_lost()
     served.assert_reset()
 
 
@@ -189,7 +189,7 @@ def test_a_folder_that_cannot_be_seen_is_not_gone(served: Served, tmp_path: Path
     (tmp_path / "disk").mkdir()
     record = served.keep(tmp_path / "disk" / "s")
     (tmp_path / "disk").rename(tmp_path / "elsewhere")
-    left_behind.end_all()
+    kept.give_up_lost()
     assert filters() == (record.name,)
     close_kept(record.name)
     served.assert_reset()
@@ -214,7 +214,7 @@ def test_a_record_whose_filter_is_gone(served: Served, tmp_path: Path) -> None:
     record = served.keep(tmp_path / "s")
     with nftables.opened() as connection:
         nftables.remove(connection, record.name)
-    left_behind.end_all()
+    kept.give_up_lost()
     with Namespace() as own:
         assert kept.find(record.name) is None, own.inode
 

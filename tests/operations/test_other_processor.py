@@ -35,7 +35,7 @@ def test_a_missing_instruction_is_named_and_can_be_overruled(
     snapshot = f"{tmp_path}/{place}"
     with monkeypatch.context() as elsewhere:
         elsewhere.setattr(processor, "here", lambda: BETTER)
-        gpucr.dump(child.pid, snapshot)
+        gpucr.dump(child.pid, snapshot, force=True)  # this test reads what it prints
     child.reap()
     for more in ((), ("--isolate",)):
         done = run("restore", snapshot, *more)

@@ -511,6 +511,30 @@ def test_a_clone_needs_its_own_log(tmp_path: Path) -> None:
         plan_sandbox(samples.committed(tmp_path / "s"), None, isolate=False, clone=True, shell_job=False)
 
 
+ORPHANS = """
+import os, time
+os.pipe()
+if os.fork() == 0:
+    if os.fork() == 0:
+        os.setsid()
+        open("orphan", "w").close()
+        time.sleep(1000)
+    os._exit(0)
+os.wait()
+time.sleep(1000)
+"""
+
+
+def test_a_process_that_has_lost_its_parent_shares_a_pipe(folder: Path, tmp_path: Path) -> None:
+    """It is below the keeper: the process that started both is the job itself, and does not help."""
+    job = gpucr.run_job([sys.executable, "-c", ORPHANS], cwd=folder, name="job", isolate=True).record
+    wait_until((folder / "orphan").exists, "the job to start")
+    with pytest.raises(Unsupported) as caught:
+        gpucr.dump(job.root.pid, tmp_path / "s")
+    assert caught.value.code == "GPUCR-SHARED-OUTSIDE"
+    assert f"it has lost its parent, so it is not below {job.root.pid} (python" in str(caught.value.hint)
+
+
 def test_with_the_command(folder: Path, tmp_path: Path, driver: CudaDriver) -> None:
     with start_counter(folder, "--mib", "4") as original:
         run_json("dump", "counter", "--to", tmp_path / "s", "--leave-running")

@@ -90,7 +90,7 @@ def test_suspending_twice_changes_nothing(counter: CounterFactory, driver: CudaD
 
 
 @pytest.mark.parametrize("found", [LOCKED, CHECKPOINTED])
-def test_locked_and_checkpointed_states_are_restored(
+def test_a_checkpointed_state_is_restored_and_a_lock_is_not(
     counter: CounterFactory, driver: CudaDriver, found: CudaState
 ) -> None:
     job = counter("--fork", "1")
@@ -98,11 +98,14 @@ def test_locked_and_checkpointed_states_are_restored(
     driver.lock(child, 5000)
     if found is CHECKPOINTED:
         driver.checkpoint(child)
-    gpucr.suspend(job.pid)
+    report = gpucr.suspend(job.pid)
     assert states(driver, job) == {CHECKPOINTED}
+    said = [each for each in report.warnings if f"process {child} is locked" in each]
+    assert all(f"gpucr resume {job.pid}" in each for each in said)
+    assert len(said) == (found is LOCKED)
     gpucr.resume(job.pid)
     assert driver.state(job.pid) is RUNNING
-    assert driver.state(child) is found
+    assert driver.state(child) is (RUNNING if found is LOCKED else found)
     gpucr.resume(job.pid)
     assert states(driver, job) == {RUNNING}
 

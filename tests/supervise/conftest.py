@@ -60,6 +60,7 @@ class FakeJob:
     def __init__(self, clock: FakeClock) -> None:
         self.clock = clock
         self.now = RUNNING
+        self.is_locked = False
         self.done: list[str] = []
         self.stored: list[str] = []
         self.log: list[str] = []
@@ -94,6 +95,11 @@ class FakeJob:
     def snapshots(self) -> Sequence[str]:
         _raise_next(self.list_errors)
         return list(reversed(self.stored))
+
+    def resume(self) -> bool:
+        was_locked, self.is_locked = self.is_locked, False
+        self.done += ["resume"] if was_locked else []
+        return was_locked
 
     def end(self) -> None:
         self.done.append("end")

@@ -11,12 +11,15 @@ from pathlib import Path
 import pytest
 
 import gpucr
+from gpucr.driver.cuda import CudaDriver
 from gpucr.jobs.registered import registry
 from gpucr.jobs.registry import RECORD_NAME
 from gpucr.linux import processes
+from gpucr.model import CudaState
 from gpucr.supervise.folder import SupervisedFolder
 from tests import command
 from tests.counter import wait_until
+from tests.sandboxed import end_all_in, start_counter
 from tests.supervise import jobs
 from tests.supervise.jobs import own_state  # noqa: F401
 
@@ -193,6 +196,17 @@ def test_a_running_job_can_be_supervised(tmp_path: Path) -> None:
     kept = gpucr.list_snapshots(tmp_path / "store").snapshots
     assert 1 <= len(kept) <= 3
     assert {each.name for each in kept} == {"train"}
+
+
+def test_a_job_that_was_left_locked_is_resumed_not_killed(sim_only: None, driver: CudaDriver, tmp_path: Path) -> None:
+    with start_counter(tmp_path, "--mib", "4", name="train") as job:
+        driver.lock(job.pid, 5000)
+        command.run_json("supervise", "train", "--every", "1h", "--to", tmp_path / "store")
+        jobs.wait_for_event("resumed")
+        assert driver.state(job.pid) is CudaState.RUNNING
+        assert job.ask() == 101
+        assert jobs.events("failed") == []
+    end_all_in(tmp_path)
 
 
 def test_before_its_first_checkpoint_a_job_is_restarted(tmp_path: Path) -> None:

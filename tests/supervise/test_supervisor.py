@@ -82,6 +82,24 @@ def test_a_job_damaged_by_a_dump_is_restored(bench: Bench) -> None:
     assert bench.job.done == ["checkpoint", "end", "end", "restore s1"]
 
 
+@pytest.mark.parametrize("when", ["at first", "before a checkpoint", "by a failed checkpoint", "it hangs"])
+def test_a_job_that_is_only_locked_is_resumed_and_loses_nothing(bench: Bench, when: str) -> None:
+    def lock() -> None:
+        bench.job.is_locked = True
+
+    if when == "at first":
+        lock()
+    elif when == "by a failed checkpoint":
+        bench.job.checkpoint_errors = [JobDamaged("it could not be undone: lock", failures=["lock"])]
+        bench.job.during_checkpoint = lock
+    else:
+        bench.clock.after(10, lock)
+    bench.clock.after(620 if "checkpoint" in when else 500, bench.ends(DONE))
+    assert bench.supervise(output_timeout_s=300.0 if when == "it hangs" else None) == "finished"
+    assert bench.job.done == (["resume", "checkpoint"] if "checkpoint" in when else ["resume"])
+    assert len(bench.events("resumed")) == 1
+
+
 def test_a_full_disk_does_not_stop_the_supervisor(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")

@@ -14,7 +14,7 @@ import pytest
 
 from gpucr.linux import iptables, nftables, processes, sock_diag, tcp_repair
 from gpucr.model import Job
-from gpucr.network import kept, left_behind
+from gpucr.network import kept
 from gpucr.network.of_criu import AfterCriu
 from tests.own_network import filters, own_network
 from tests.unit.children import Child, python
@@ -85,7 +85,7 @@ def test_a_filter_for_the_restore_has_an_owner(container: Child) -> None:
     assert filters() == ("CRIU-4711",)
     with nftables.opened() as connection:
         nftables.remove(connection, "CRIU-4711")
-    left_behind.end_all()
+    kept.give_up_lost()
     assert not [each for each in kept.all_kept() if each.name == "CRIU-4711"]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,20 +26,39 @@ def test_cut_back_and_restored(log: Path) -> None:
     if os.geteuid() == 0:
         os.chown(log, 12, 34)
     cut = cut_back(log, 1000, stamp="20250102T030405")
-    assert cut == CutOff(log, 1000, log.with_name("log.gpucr-20250102T030405"))
+    kept_as = log.with_name("log.gpucr-20250102T030405")
+    assert cut == CutOff(str(log), 1000, len(LARGE), str(kept_as))
     assert log.read_bytes() == LARGE[:1000]
-    assert cut.kept_as.read_bytes() == LARGE[1000:]
-    before, kept = log.stat(), cut.kept_as.stat()
+    assert kept_as.read_bytes() == LARGE[1000:]
+    before, kept = log.stat(), kept_as.stat()
     assert (kept.st_mode, kept.st_uid, kept.st_gid) == (before.st_mode, before.st_uid, before.st_gid)
     put_back(cut)
     assert log.read_bytes() == LARGE
-    assert not cut.kept_as.exists()
+    assert not kept_as.exists()
+
+
+def test_a_cut_that_never_happened_is_undone(log: Path) -> None:
+    """Whoever is told of it before may be asked to undo it at any time."""
+    told: list[CutOff] = []
+    with pytest.raises(InterruptedError):
+        cut_back(log, 1000, stamp="s", about_to=lambda cut: _raise_after(told.append, cut))
+    put_back(told[0])
+    assert log.read_bytes() == LARGE
+    Path(told[0].kept_as).write_bytes(LARGE[1000:2000])  # killed while it was copied
+    put_back(told[0])
+    assert log.read_bytes() == LARGE
+    assert [path.name for path in log.parent.iterdir()] == ["log"]
+
+
+def _raise_after(note: Callable[[CutOff], None], cut: CutOff) -> None:
+    note(cut)
+    raise InterruptedError
 
 
 def test_a_saved_tail_is_never_overwritten(log: Path) -> None:
     cuts = [cut_back(log, size, stamp="s") for size in (3000, 2000, 1000)]
-    assert [cut.kept_as.name for cut in cuts] == ["log.gpucr-s", "log.gpucr-s-1", "log.gpucr-s-2"]
-    assert log.read_bytes() + b"".join(cut.kept_as.read_bytes() for cut in reversed(cuts)) == LARGE
+    assert [Path(cut.kept_as).name for cut in cuts] == ["log.gpucr-s", "log.gpucr-s-1", "log.gpucr-s-2"]
+    assert log.read_bytes() + b"".join(Path(cut.kept_as).read_bytes() for cut in reversed(cuts)) == LARGE
 
 
 def test_a_file_written_to_meanwhile_is_left_alone(log: Path) -> None:
@@ -48,7 +68,7 @@ def test_a_file_written_to_meanwhile_is_left_alone(log: Path) -> None:
     with pytest.raises(OSError, match=r"its old end is in .*log\.gpucr-s"):
         put_back(cut)
     assert log.read_bytes() == LARGE[:1000] + b"new"
-    assert cut.kept_as.read_bytes() == LARGE[1000:]
+    assert Path(cut.kept_as).read_bytes() == LARGE[1000:]
 
 
 def test_a_shorter_file(log: Path) -> None:
@@ -75,7 +95,7 @@ def test_other_users_links_are_not_followed(log: Path) -> None:
         cut_back(theirs / "folder" / "log", 1000, stamp="s")
     assert log.read_bytes() == LARGE
     os.chown(theirs, 0, 0)
-    assert cut_back(theirs / "folder" / "log", 1000, stamp="s").kept_as.read_bytes() == LARGE[1000:]
+    assert Path(cut_back(theirs / "folder" / "log", 1000, stamp="s").kept_as).read_bytes() == LARGE[1000:]
 
 
 def test_a_full_disk_truncates_nothing(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -153,6 +153,46 @@ def test_an_ended_process_is_no_error(parent: Child) -> None:
     assert let_go(found) == {}
 
 
+EXECUTES = """
+import mmap, os, sys
+fd = os.open(sys.argv[1], os.O_RDWR)
+os.set_inheritable(fd, True)
+code = '''
+import mmap, os, sys, time
+mapped = [mmap.mmap(os.open(path, os.O_RDONLY), 4096, prot=mmap.PROT_READ) for path in sys.argv[1:]]
+os.write(1, str(os.getpid()).encode() + bytes([10]))
+time.sleep(1000)
+'''
+for libraries in (), (sys.argv[2],), (sys.argv[1],):
+    if os.fork() == 0:
+        os.execv(sys.executable, [sys.executable, "-c", code, *libraries])
+os.close(fd)
+os.open(sys.argv[1], os.O_RDWR)
+os.write(1, str(os.getpid()).encode() + bytes([10]))
+os.wait()
+"""
+
+
+def test_descriptors_from_before_an_exec_are_released(device: Path, tmp_path: Path) -> None:
+    """Unless it has NVIDIA's libraries, or mappings of devices: then it may use what it has open."""
+    library = tmp_path / "libnvidia-ml.so.1"
+    library.write_bytes(bytes(4096))
+    with python(EXECUTES, device, library) as parent:
+        pids = {*parent.numbers, *(int(parent.line()) for _ in range(3))} - {parent.pid}
+        tree = processes.tree(parent.pid)
+        assert pids == {each.pid for each in tree[1:]}
+        (found,) = find_inherited(tree, [parent.pid])
+        assert (found.owner_pid, found.fds) == (None, ())
+        before = {pid: _targets(pid) for pid in pids}
+        assert {before[found.process.pid][fd] for fd in found.of_nobody} == {str(device)}
+        assert let_go([found]) == {}
+        nothing = dict.fromkeys(found.of_nobody, "/dev/null")
+        for pid in pids:
+            assert _targets(pid) == {**before[pid], **(nothing if pid == found.process.pid else {})}
+        for pid in pids:
+            os.kill(pid, 9)
+
+
 def test_processes_without_devices() -> None:
     with subprocess.Popen(["sleep", "60"]) as child:
         assert find_inherited(processes.tree(os.getpid()), [os.getpid()]) == ()

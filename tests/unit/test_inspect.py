@@ -63,7 +63,7 @@ def test_stored_and_zero_bytes_of_device_memory(with_device_data: Snapshot) -> N
     assert [line[:40] for line in lines[place + 1 :]] == [
         "├─ memory of all",
         "│  └─ device memory: 28.0 KiB in 1 exten",
-        "└─ 100 (locked, 4.0 GiB on GPUs, 2 threa",
+        "└─ 100 (checkpointed, 4.0 GiB on GPUs, 2",
         "   ├─ device memory: 28.0 KiB in 1 exten",
         "   └─ 102 (no CUDA, 1 thread) loader",
     ]

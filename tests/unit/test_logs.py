@@ -12,7 +12,7 @@ import pytest
 
 from gpucr.errors import CriuError
 from gpucr.linux.private_folders import state_folder
-from gpucr.undo.logs import log_kept_on_failure, remove_logs_of
+from gpucr.undo.logs import log_kept_on_failure, remove_left_behind, remove_logs_of
 
 pytestmark = pytest.mark.usefixtures("state_home")
 
@@ -124,14 +124,8 @@ def test_a_later_gpucr_removes_a_log_without_a_writer(state_home: Path) -> None:
     _killed()
     base = state_home / "gpucr" / "log"
     (left,) = (folder for folder in base.iterdir() if folder != kept.parent)
-    with log_kept_on_failure("dump"):
-        assert left.exists()
-    for path in (*left.iterdir(), left, *kept.parent.iterdir(), kept.parent):
-        os.utime(path, (0, 0))
-    with log_kept_on_failure("dump") as first:
+    with log_kept_on_failure("dump") as at_work:
+        remove_left_behind()
         assert not left.exists()
-        os.utime(first.parent, (0, 0))
-        os.utime(first.parent / ".at-work", (0, 0))
-        with log_kept_on_failure("dump"):
-            assert first.parent.exists(), "it is in use"
+        assert at_work.parent.exists(), "it is in use"
     assert list(base.iterdir()) == [kept.parent]

@@ -22,6 +22,7 @@ from gpucr.supervise import start
 from gpucr.supervise.folder import SupervisedFolder, SupervisedState
 from gpucr.surroundings.folders import MakeFolders
 from gpucr.undo.interrupts import Interrupts
+from gpucr.undo.protection import Protection
 from gpucr.undo.steps import Meter
 
 
@@ -54,15 +55,16 @@ def test_a_folder_of_sockets_that_two_restores_miss(tmp_path: Path, monkeypatch:
     folder = tmp_path / "sockets"
     made = preceded_by(os.mkdir, trusted_paths.make_folder_for)
     monkeypatch.setattr(trusted_paths, "make_folder_for", made)
-    step = MakeFolders([FolderRecord(str(folder), 0o755, os.geteuid(), os.getegid())])
-    step.run(Interrupts(), Meter("folders"))
-    step.undo()
+    with Protection() as protection:
+        step = MakeFolders([FolderRecord(str(folder), 0o755, os.geteuid(), os.getegid())], protection)
+        step.run(Interrupts(), Meter("folders"))
+        step.undo()
     assert folder.is_dir(), "it is the other's"
 
 
 def test_an_obstacle_to_a_folder_of_sockets(tmp_path: Path) -> None:
     (tmp_path / "sockets").touch()
-    step = MakeFolders([FolderRecord(str(tmp_path / "sockets"), 0o755, os.geteuid(), os.getegid())])
+    step = MakeFolders([FolderRecord(str(tmp_path / "sockets"), 0o755, os.geteuid(), os.getegid())], Protection())
     with pytest.raises(gpucr.Unsupported, match="cannot be used"):
         step.run(Interrupts(), Meter("folders"))
 

@@ -16,6 +16,7 @@ from gpucr.snapshot.device import folder_sink
 from gpucr.snapshot.folder import MANIFEST_NAME, Snapshot, UnfinishedSnapshot
 from gpucr.snapshot.origin import FolderSource
 from gpucr.undo.interrupts import Interrupts
+from gpucr.undo.protection import Protection
 from gpucr.undo.steps import Meter
 from tests.conftest import skip_or_fail
 from tests.criu.test_images import OUTSIDE, image
@@ -77,7 +78,7 @@ def test_an_opened_folder_is_read_to_the_end(theirs: Path, swap: Callable[[Path]
     swap(theirs / "a")
     opened.verify()
     source = FolderSource(opened)
-    assert source.provide(None, Interrupts(), Meter("verify")) == sum(f.size_bytes for f in made.manifest.files)
+    assert source.provide(Protection(), Interrupts(), Meter("verify")) == sum(f.size_bytes for f in made.manifest.files)
     with source.openers[0]("core-1.img") as stream:
         assert stream.read() == samples.IMAGES["core-1.img"]
     (folder,) = source.image_folders

@@ -45,7 +45,8 @@ def examine(target: int | str | JobSelector, folder: Path, *, was_named: bool) -
     job = found.job
     uses = gpu_processes() if job.gang else ()
     findings = _summary(job, isolated=found.sandbox is not None)
-    states = [*preflight.check_states(job), *(preflight.check_suspended(job) if job.gang else ())]
+    suspended = preflight.check_suspended(job) if job.gang else ()
+    states = [*preflight.check_states(job), *preflight.check_left_locked(job), *suspended]
     findings += from_findings("CUDA state", states, _states(job))
     findings += from_findings(
         "sharing",

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-
 from msgspec import Struct
 
 from gpucr.checkups.checkup import ok
 from gpucr.criu.install import CriuInstall
 from gpucr.diagnosis.preflight.findings import Finding
 from gpucr.linux import processes
-from gpucr.network import kept, of_criu, records
+from gpucr.network import kept, of_criu
 from gpucr.network.filters import Method, Namespace, find_method
-from gpucr.network.records import KeptRecord, OperationRecord
+from gpucr.network.records import KeptRecord
 from gpucr.quantities import counted
 
 _ABOUT = "connections"
@@ -21,16 +18,12 @@ _OF_CRIU = "CRIU"
 
 
 class NetworkFacts(Struct, frozen=True):
-    """``why_not``: why there is no ``method``. ``foreign``: filters of a CRIU that gpucr did not start.
-
-    ``left``: operations that were killed with their guard, and whose job could not be brought back.
-    """
+    """``why_not``: why there is no ``method``. ``foreign``: filters of a CRIU that gpucr did not start."""
 
     method: Method | None
     why_not: str
     is_privileged: bool
     kept: tuple[KeptRecord, ...] = ()
-    left: tuple[str, ...] = ()
     foreign: tuple[str, ...] = ()
 
 
@@ -42,12 +35,12 @@ def look() -> NetworkFacts:
         with Namespace() as own:
             foreign = tuple(sorted(of_criu.filters(own) - {record.name for record in kept.all_kept()}))
     is_privileged = processes.can_repair_sockets()
-    return NetworkFacts(method, why_not, is_privileged, kept.all_kept(), _left(), foreign)
+    return NetworkFacts(method, why_not, is_privileged, kept.all_kept(), foreign)
 
 
 def check(facts: NetworkFacts, criu: CriuInstall | None) -> list[Finding]:
     """The packet filter, kept connections, and what others have left. ``criu``: None if there is none."""
-    found = [*map(_kept, facts.kept), *map(_left_behind, facts.left), *map(_foreign, facts.foreign)]
+    found = [*map(_kept, facts.kept), *map(_foreign, facts.foreign)]
     if facts.method is not None:
         return [ok(_ABOUT, f"packets can be blocked with {facts.method}", "asked the kernel"), *found]
     if facts.is_privileged:
@@ -62,29 +55,6 @@ def _kept(record: KeptRecord) -> Finding:
         f"{record.method}: {record.name}",
         "the other ends get no answer until the snapshot is restored here",
         f"restore it; or `gpucr connections --close {record.name}`, and the other ends get a reset",
-        about=_ABOUT,
-    )
-
-
-def _left() -> tuple[str, ...]:
-    found = []
-    for name in records.names("operations"):
-        with contextlib.suppress(OSError):  # the operation, or its guard, lives
-            os.close(records.hold(name))
-            if records.read("operations", name, OperationRecord) is not None:
-                found.append(name)
-    return tuple(found)
-
-
-def _left_behind(name: str) -> Finding:
-    record = records.read("operations", name, OperationRecord)
-    pids = ", ".join(str(each.pid) for each in record.processes) if record is not None else "unknown"
-    return Finding(
-        "warning",
-        f"gpucr and its guard were killed in the middle of a dump of the processes {pids}",
-        f"the record {name}",
-        "they may stand still, and their connections may be unusable",
-        "run any gpucr command as the user of that dump; network.log in gpucr's log folder says why it could not help",
         about=_ABOUT,
     )
 

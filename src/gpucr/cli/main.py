@@ -21,6 +21,7 @@ from gpucr.cli.suggesting import SuggestingGroup
 from gpucr.errors import GpucrError, Interrupted, InvalidRequest, OutputLost
 from gpucr.linux.private_folders import runtime_folder
 from gpucr.undo.interrupts import Interrupts
+from gpucr.undo.left_behind import remove_left_behind
 from gpucr.version import __version__
 
 if TYPE_CHECKING:
@@ -147,8 +148,8 @@ def main() -> NoReturn:
 
 def _run(wanted: JsonWanted, interrupts: Interrupts) -> int:
     try:
-        _bring_back_left_behind()
         interrupts.raise_at_once()
+        _end_left_behind()
         command.main(prog_name="gpucr", standalone_mode=False, obj=wanted)
         interrupts.commit()
     except SystemExit as end:
@@ -173,18 +174,16 @@ def _run(wanted: JsonWanted, interrupts: Interrupts) -> int:
     return 0
 
 
-def _bring_back_left_behind() -> None:
-    """End what a gpucr that was killed together with its guard has left of its work on connections."""
+def _end_left_behind() -> None:
+    """End what a gpucr that was killed together with its guard has left, and connections kept for nobody."""
     if "_GPUCR_COMPLETE" in os.environ:
         return
-    try:
-        is_any = any(next(os.scandir(each), None) for each in os.scandir(runtime_folder() / "network"))
-    except OSError:
-        return
-    if is_any:
-        from gpucr.network import left_behind  # hardly ever needed
+    remove_left_behind()
+    with contextlib.suppress(OSError):
+        if any(os.scandir(runtime_folder() / "network" / "kept")):
+            from gpucr.network import kept  # hardly ever needed
 
-        left_behind.end_all()
+            kept.give_up_lost()
 
 
 def _say_too_late(reason: str) -> None:

@@ -176,7 +176,7 @@ def dump_for_runtime(root_pid: int, images: Path, hooks: RuntimeHooks, *, claim:
     with operation("dump", root_pid) as running, contextlib.ExitStack() as opened:
         opened.enter_context(part.older_aside())
         taken = opened.enter_context(taken_job(running, root_pid, TO_MOVE))
-        if taken.protection is None:
+        if not taken.found.job.gang:
             raise JobChanged(f"no process below {root_pid} uses CUDA any more", pids=[root_pid])
         context, cuda, findings = _prepare(taken.found, images, taken.protection)
         preflight.require_no_blocking(findings, force=None)
@@ -285,8 +285,7 @@ class RuntimeDump:
                 self._hooks.answer(None)  # the script is configured twice
         self.left_running = self._is_left()
         self._network.release()
-        if self._context.protection is not None:
-            self._context.protection.withdraw(EndDump)
+        self._context.protection.withdraw(EndDump)
         self._wait_until_thawed()
         return size_bytes
 

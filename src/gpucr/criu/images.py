@@ -145,11 +145,15 @@ class FilesImage:
 
 
 class RestoreImages:
-    """The images that a restore gives to CRIU: the snapshot's, or a folder with changed ones."""
+    """The images that a restore gives to CRIU: the snapshot's, or a folder with changed ones.
 
-    def __init__(self, original: Path) -> None:
+    ``mark``: in the names of such folders (`changed_images`).
+    """
+
+    def __init__(self, original: Path, mark: str) -> None:
         self.original = original
         self.folder = original
+        self.mark = mark
         self.made_in_view: Path | None = None
         """In a rehearsal a folder of its view, for the folders of changed images."""
         self._changed = contextlib.ExitStack()
@@ -161,7 +165,7 @@ class RestoreImages:
     def replace(self, images: Mapping[str, bytes]) -> None:
         """Use these images, by name, instead of the current ones. Raises Unsupported."""
         try:
-            self.folder = self._changed.enter_context(changed_images(self.folder, images, self.made_in_view))
+            self.folder = self._changed.enter_context(changed_images(self.folder, images, self.mark, self.made_in_view))
         except OSError as e:
             raise Unsupported(
                 f"no folder can be made for a changed image: {e.strerror} ({e.filename})",
@@ -174,8 +178,12 @@ class RestoreImages:
 
 
 @contextlib.contextmanager
-def changed_images(images_dir: Path, changed: Mapping[str, bytes], made_in_view: Path | None = None) -> Iterator[Path]:
+def changed_images(
+    images_dir: Path, changed: Mapping[str, bytes], mark: str = "", made_in_view: Path | None = None
+) -> Iterator[Path]:
     """A private folder for the block: what is ``changed``, by name, and otherwise the images of ``images_dir``.
+
+    `remove_changed` finds it by this ``mark``.
 
     They are hard links in a sibling folder inside the snapshot, which nobody else can replace. If that fails (a
     read-only disk), they are symbolic links in the system's temporary folder; then no other user may be able to change
@@ -183,9 +191,9 @@ def changed_images(images_dir: Path, changed: Mapping[str, bytes], made_in_view:
     for who sees the machine so (linux/private_view.py). Raises OSError.
     """
     if made_in_view is None:
-        folder = _linked(images_dir)
+        folder = _linked(images_dir, mark)
     else:
-        folder = _symlinked(images_dir, made_in_view, machine=private_view.MACHINE)
+        folder = _symlinked(images_dir, made_in_view, mark, machine=private_view.MACHINE)
     try:
         for name, data in changed.items():
             (folder / name).unlink()
@@ -197,10 +205,26 @@ def changed_images(images_dir: Path, changed: Mapping[str, bytes], made_in_view:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _linked(images_dir: Path) -> Path:
+def where_changed(images_dir: Path) -> tuple[str, ...]:
+    """The folders in which `changed_images` may make one. Absolute."""
+    return str(images_dir.parent.resolve()), os.path.abspath(tempfile.gettempdir())
+
+
+def remove_changed(folder: str, mark: str) -> None:
+    """Remove what a killed process has made with this ``mark`` in a folder of `where_changed`. Raises OSError."""
+    with trusted_paths.opened_folder(folder) as held:
+        for name in fnmatch.filter(os.listdir(held), f"*{_prefix(mark)}*"):
+            shutil.rmtree(f"/proc/self/fd/{held}/{name}")
+
+
+def _prefix(mark: str) -> str:
+    return f"gpucr-images-{mark}"
+
+
+def _linked(images_dir: Path, mark: str) -> Path:
     names = os.listdir(images_dir)
     with contextlib.suppress(OSError):
-        beside = Path(tempfile.mkdtemp(prefix=".gpucr-images-", dir=images_dir.parent))
+        beside = Path(tempfile.mkdtemp(prefix=f".{_prefix(mark)}", dir=images_dir.parent))
         try:
             for name in names:
                 os.link(images_dir / name, beside / name, follow_symlinks=False)
@@ -209,13 +233,13 @@ def _linked(images_dir: Path) -> Path:
             raise
         return beside
     trusted_paths.require_ours(tempfile.gettempdir(), is_sticky_enough=True)
-    return _symlinked(images_dir, Path(tempfile.gettempdir()))
+    return _symlinked(images_dir, Path(tempfile.gettempdir()), mark)
 
 
-def _symlinked(images_dir: Path, made_in: Path, machine: str = "") -> Path:
+def _symlinked(images_dir: Path, made_in: Path, mark: str, machine: str = "") -> Path:
     lasting = images_dir.resolve()  # paths of this process's descriptors mean nothing to CRIU, another process
     trusted_paths.require_ours(lasting)
-    folder = Path(tempfile.mkdtemp(prefix="gpucr-images-", dir=made_in))
+    folder = Path(tempfile.mkdtemp(prefix=_prefix(mark), dir=made_in))
     for name in os.listdir(images_dir):
         (folder / name).symlink_to(f"{machine}{lasting}/{name}")
     return folder

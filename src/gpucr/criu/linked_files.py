@@ -74,6 +74,20 @@ def save_linked_files(
     return tuple(names)
 
 
+def passing_ghosts(images_dir: Path) -> tuple[str, ...]:
+    """The names, as the tree sees them, under which a restore makes ghosts, and which it removes again.
+
+    Raises OSError, and ImageError for damaged images.
+    """
+    try:
+        ghosts = [each for each in read_remaps(images_in(images_dir)) if each.remap_type == GHOST]
+    except FileNotFoundError:
+        return ()
+    paths = FilesImage.read(images_dir).paths() if ghosts else {}
+    names = (f"{paths[each.orig_id]}.cr.{each.remap_id:x}.ghost" for each in ghosts if each.orig_id in paths)
+    return tuple(dict.fromkeys(names))
+
+
 def read_remaps(open_image: OpenImage) -> list[images_pb2.Remap]:
     """The files whose names are gone. Raises FileNotFoundError if there are none, OSError, and ImageError."""
     with open_image(REMAP_IMAGE) as stream:

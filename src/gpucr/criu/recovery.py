@@ -2,32 +2,90 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar
 
-from gpucr.criu import abandoned
+from gpucr.criu import abandoned, remains
 from gpucr.errors import JobChanged
 from gpucr.linux import processes
+from gpucr.linux.trusted_paths import opened_folder
 from gpucr.model import ProcessId
-from gpucr.undo.recovery import Action
+from gpucr.undo.recovery import Action, NotYet
+
+if TYPE_CHECKING:
+    from gpucr.criu.images import RestoreImages
+
+_UNDO_LIMIT_S = 5.0
+"""How long the next gpucr waits for a CRIU whose guard has died, too."""
 
 
 class EndDump(Action):
     """Make a dump by ``criu`` fail and release the tree, unless the snapshot is committed: then it ends the tree.
 
-    The descriptor is the snapshot's folder, in which a file ``committed_by`` says so.
+    The descriptor is the snapshot's folder, in which a file ``committed_by`` says so. Without it CRIU is only waited
+    for: it undoes by itself when it finds that its gpucr has died.
     """
+
+    is_on_record: ClassVar[bool] = True
 
     criu: ProcessId
     committed_by: str
 
     def recover(self, descriptors: Sequence[int]) -> bool:
-        """Wait for it, or have it undo."""
-        if any(_exists(self.committed_by, fd) for fd in descriptors):
+        """Wait for it, or have it undo; then end what it may have left."""
+        is_committed = any(_exists(self.committed_by, fd) for fd in descriptors)
+        if is_committed:
             abandoned.wait(self.criu)  # it ends the tree, as it should, or found the socket closed and undoes
-            return True
-        abandoned.end_dump(self.criu)
+        elif descriptors:
+            abandoned.end_dump(self.criu)
+        elif not abandoned.wait(self.criu, _UNDO_LIMIT_S):
+            raise NotYet
+        remains.kill_session(self.criu)
+        return is_committed
+
+
+class RemoveImages(Action):
+    """Remove the changed images with this ``mark`` that were made for CRIU in these ``folders``."""
+
+    outlives_job: ClassVar[bool] = True
+    is_on_record: ClassVar[bool] = True
+
+    folders: tuple[str, ...]
+    mark: str
+
+    def recover(self, descriptors: Sequence[int]) -> bool:
+        """Remove them."""
+        from gpucr.criu.images import remove_changed  # late: protobuf, which other recoveries do not need
+
+        for folder in self.folders:
+            with contextlib.suppress(FileNotFoundError):  # a working folder, for example
+                remove_changed(folder, self.mark)
         return False
+
+
+class RemoveGhosts(Action):
+    """Remove the names under which a killed CRIU has made files that are to have none (`passing_ghosts`)."""
+
+    is_on_record: ClassVar[bool] = True
+
+    paths: tuple[str, ...]
+
+    def recover(self, descriptors: Sequence[int]) -> bool:
+        """Remove them."""
+        for path in self.paths:
+            with contextlib.suppress(OSError), opened_folder(os.path.dirname(path)) as folder:
+                os.unlink(os.path.basename(path), dir_fd=folder)
+        return False
+
+
+def images_to_be_changed(images: Sequence[RestoreImages]) -> RemoveImages:
+    """The action for the changed images of one restore: call it, and name the action, before the first change."""
+    from gpucr.criu.images import where_changed  # late, as above
+
+    folders = dict.fromkeys(folder for each in images for folder in where_changed(each.original))
+    return RemoveImages(tuple(folders), images[0].mark)
 
 
 class EndRestore(Action):

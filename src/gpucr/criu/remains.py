@@ -1,4 +1,4 @@
-"""Kill what a killed CRIU has left of a tree that it was restoring."""
+"""Kill what a killed CRIU has left: of a tree that it was restoring, and of itself."""
 
 from __future__ import annotations
 
@@ -11,6 +11,11 @@ from gpucr.errors import ProcessNotFound
 from gpucr.linux import processes
 from gpucr.linux.namespaces import PidNamespace
 from gpucr.model import ProcessId
+
+SERVICE_WORD = "swrk"
+"""What makes CRIU serve one request, on its command line."""
+
+_TITLE = b"criu: "
 
 
 def task_pids(images_dir: Path) -> tuple[int, ...]:
@@ -31,6 +36,34 @@ def kill_orphans(pids: Collection[int], *, since_ticks: int, sandbox: PidNamespa
     while found := set(_orphans(pids, since_ticks, sandbox)) - ended:
         processes.kill_and_wait(found)
         ended |= found
+
+
+def kill_session(criu: ProcessId) -> None:
+    """SIGKILL the children of this CRIU, which has ended. Its tasks are in sessions of their own.
+
+    CRIU starts children to find out what the kernel can do, and ends them; without it they wait without end (``while
+    (1) sleep(1)`` in kerndat.c).
+    """
+    processes.kill_and_wait(_of_session(criu))
+
+
+def _of_session(criu: ProcessId) -> Iterator[ProcessId]:
+    """Another session may have got the number when this one was over: but not CRIU's command line."""
+    for pid in processes.all_pids():
+        stat = processes.read_stat(pid)
+        if stat is None or stat.session_id != criu.pid or pid == criu.pid:
+            continue
+        if stat.start_time_ticks >= criu.start_time_ticks and is_criu(pid):
+            yield ProcessId(pid, stat.start_time_ticks)
+
+
+def is_criu(pid: int) -> bool:
+    """Whether this process is a CRIU that serves a request, or a child of one. Its title changes at the request."""
+    try:
+        words = (processes.PROC / str(pid) / "cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return False
+    return SERVICE_WORD.encode() in words or any(word.startswith(_TITLE) for word in words)
 
 
 def _orphans(pids: Collection[int], since_ticks: int, sandbox: PidNamespace | None) -> Iterator[ProcessId]:

@@ -26,9 +26,11 @@ from msgspec import Struct
 
 from gpucr.criu import in_namespaces, rpc_pb2
 from gpucr.criu.install import CriuInstall
+from gpucr.criu.remains import SERVICE_WORD, kill_session
 from gpucr.errors import BrokenInstall
-from gpucr.linux import namespaces, own_python
+from gpucr.linux import namespaces, own_python, processes
 from gpucr.linux.namespaces import Kind, PidNamespace
+from gpucr.model import ProcessId
 
 # The number of CRIU's end of the socket, and the lowest number for our ends, so that no dup2 overwrites another.
 _CHILD_SOCKET_FD = 3
@@ -155,6 +157,8 @@ class CriuService:
                 )
             if parent is None:
                 self._pidfd = os.pidfd_open(self.pid)
+            stat = processes.read_stat(self.pid)
+            self._start_time_ticks = stat.start_time_ticks if stat is not None else 0
         except BaseException:
             if hasattr(self, "_socket"):
                 self._socket.close()
@@ -226,20 +230,28 @@ class CriuService:
         self._exit_status = -signal.SIGKILL
 
     def wait(self) -> int:
-        """Wait until CRIU has ended and reap it. Returns its exit code, negative for a signal."""
-        if self._exit_status is None and self._parent is not None:
+        """Wait until CRIU has ended and reap it. Returns its exit code, negative for a signal.
+
+        If it was killed, its children are, too.
+        """
+        if self._exit_status is None:
+            self._exit_status = self._reap()
+            if self._exit_status < 0:
+                kill_session(ProcessId(self.pid, self._start_time_ticks))
+        return self._exit_status
+
+    def _reap(self) -> int:
+        if self._parent is not None:
             _wait_for(self._pidfd)
             try:
-                self._exit_status = self._parent.exit_code(self.pid)
+                return self._parent.exit_code(self.pid)
             except BrokenInstall:  # the parent was killed: the exit code is unknown; look for what CRIU may have left
-                self._exit_status = -signal.SIGKILL
-        if self._exit_status is None:
-            try:
-                _, status = os.waitpid(self.pid, 0)
-                self._exit_status = os.waitstatus_to_exitcode(status)
-            except ChildProcessError:  # the embedding program ignores SIGCHLD: the kernel reaped it
-                self._exit_status = 0
-        return self._exit_status
+                return -signal.SIGKILL
+        try:
+            _, status = os.waitpid(self.pid, 0)
+        except ChildProcessError:  # the embedding program ignores SIGCHLD: the kernel reaped it
+            return 0
+        return os.waitstatus_to_exitcode(status)
 
     def end(self) -> int:
         """Close the socket, which makes a working CRIU undo at its next hook, and wait. Returns its exit code."""
@@ -259,7 +271,7 @@ def _wait_for(pidfd: int) -> None:
 
 def _arguments(command: Sequence[str]) -> list[str]:
     """The number of its socket follows these."""
-    return [*command, "--no-default-config", "swrk"]
+    return [*command, "--no-default-config", SERVICE_WORD]
 
 
 def _environment() -> dict[str, str]:

@@ -38,6 +38,11 @@ class AtWork:
         self._gpus = () if moves or not all(each) else tuple(sorted({uuid for gpus in each for uuid in gpus}))
         self._written: list[ProcessId] = []
 
+    @property
+    def processes(self) -> tuple[ProcessId, ...]:
+        """Whose records they are."""
+        return self._ids
+
     def begin(self) -> None:
         """Write the records."""
         RECORDS.remove_ended()
@@ -53,6 +58,13 @@ class AtWork:
         """Remove them: the work is over, or a process has joined that may be on any GPU."""
         while self._written:
             RECORDS.remove(self._written.pop())
+
+
+def forget_dead(process: ProcessId) -> None:
+    """Remove the record of this process if its writer has died."""
+    record = RECORDS.read(process, WorkRecord)
+    if record is not None and not processes.is_alive(record.by):
+        RECORDS.remove(process)
 
 
 def may_be_on(root: ProcessId, uuids: Collection[str]) -> bool:

@@ -17,6 +17,7 @@ from gpucr.gpu_state.custom_storage.backend import CustomStorages, files_of
 from gpucr.gpu_state.gang_staging import AllocateStaging, GangStaging
 from gpucr.gpu_state.interposed.hooks import ProgramHooks, has_hooks
 from gpucr.gpu_state.interposed.interposers import Interposers
+from gpucr.gpu_state.opencl import LetGoOfOpenCl
 from gpucr.gpu_state.placement import ProcessGpus, all_gpus, gpus_of
 from gpucr.gpu_state.recovery import GangProtection
 from gpucr.gpu_state.room import ROOM_LIMIT_S, total_of, wait_for_room
@@ -35,6 +36,7 @@ from gpucr.gpu_state.steps import (
 from gpucr.gpu_state.stop_others import StopOthers
 from gpucr.gpu_state.ways import GpuState, uses_files
 from gpucr.interposer.presence import agent_threads
+from gpucr.linux.opencl import has_opencl
 from gpucr.model import CudaState, GangMember, Gpu, Job, ProcessId
 from gpucr.undo.protection import Protection
 from gpucr.undo.steps import Step
@@ -113,8 +115,10 @@ class CudaWork(Struct, frozen=True, kw_only=True):
         With ``others`` the rest of the job is stopped too, by the last step of the first group.
         """
         detach = DetachStaging(self.checkpoint, self.staging, self.guarded)
+        with_opencl = [member.pid for member in self.gang.members if has_opencl(member.pid)]
+        opencl = [LetGoOfOpenCl(self.gang, with_opencl)] if with_opencl else []
         stop = StopThreads(self.threads, self.gang, self.guarded)
-        freeze = [*self.steps_off_gpu(), detach, stop, *([others] if others is not None else [])]
+        freeze = [*self.steps_off_gpu(), *opencl, detach, stop, *([others] if others is not None else [])]
         thaw: list[Step] = [
             HoldThreads(self.threads),
             AttachStaging(detach),

@@ -64,6 +64,34 @@ class CallAfterRestore(Action):
         return False
 
 
+class ForgetWork(Action):
+    """Remove the records that say where these processes belong while an operation has them (at_work.py)."""
+
+    outlives_job = True
+    is_on_record = True
+    processes: tuple[ProcessId, ...]
+
+    def recover(self, descriptors: Sequence[int]) -> bool:
+        """Remove those whose writer has died."""
+        from gpucr.gpu_state.at_work import forget_dead  # late: only needed here
+
+        for each in self.processes:
+            forget_dead(each)
+        return False
+
+
+class EndStop(Action):
+    """Let processes run again that SIGSTOP may have stopped, and that miss nothing else."""
+
+    is_on_record = True
+    processes: tuple[ProcessId, ...]
+
+    def recover(self, descriptors: Sequence[int]) -> bool:
+        """Do it."""
+        processes.continue_stopped(self.processes)
+        return False
+
+
 class BringBack(Action):
     """Bring a gang back to its found state and let it run.
 
@@ -308,8 +336,8 @@ def _take_out_again(driver: Driver, pid: int) -> None:
 class GangProtection:
     """What an operation's guard knows about its gang, updated as the steps proceed.
 
-    Each method announces a state, and is called before the change. They raise like `Protection.protect`; `attached`,
-    called after a change, does not.
+    Each method announces a state, and is called before the change. They raise like `Protection.protect`. Those that
+    leave the guard less to do (`attached`, `going_on`, and `blocks` without any) do not.
     """
 
     def __init__(self, protection: Protection) -> None:
@@ -323,6 +351,10 @@ class GangProtection:
         """These may leave the state in which they were found."""
         self._action.members = tuple(members)
         self._tell()
+
+    def at_work(self, processes: Sequence[ProcessId]) -> None:
+        """These may get records of `at_work`."""
+        self.protection.protect(ForgetWork(processes=tuple(processes)))
 
     def restore_threads(self, threads: Mapping[int, int]) -> None:
         """These are the restore threads, by pid; all others may be held from now on."""
@@ -346,21 +378,25 @@ class GangProtection:
         """All staging is back where the driver left it, and kept files are back too."""
         self._action.detached, self._files = (), ()
         self._action.copies, self._copies = (), ()
-        self.protection.amend(self._action, self._descriptors())
+        self._amend()
 
     def blocks(self, pid: int, uuids: Sequence[str], held: Sequence[Held]) -> None:
         """This process's device memory may only be in these descriptors; none: the process has it, or keeps it."""
         blocks = tuple(msgspec.structs.astuple(each.block) for each in held)
+        is_known = pid in self._blocks
         self._blocks[pid] = HeldBlocks(pid, tuple(uuids), blocks), tuple(each.descriptor for each in held)
         self._action.held = tuple(blocks for blocks, _ in self._blocks.values())
-        self._tell()
+        if is_known and not held:
+            self._amend()
+        else:
+            self._tell()
 
     def going_on(self, pids: Sequence[int], members: Sequence[GangMember] = ()) -> None:
         """These have all of their device memory again. ``members``: their new target states; none: as before."""
         self._action.going_on = tuple(pids)
         if members:
             self._action.members = tuple(members)
-        self._tell()
+        self._amend()
 
     def carried(self, carrier: ProcessId, pids: Iterable[int]) -> None:
         """Only this process may hold the device memory of these."""
@@ -380,12 +416,18 @@ class GangProtection:
         self._action.needs = {pid: dict(by_gpu) for pid, by_gpu in needs.items()}
 
     def stopped(self, stopped: Sequence[ProcessId]) -> None:
-        """These may be stopped by SIGSTOP."""
+        """These may be stopped by SIGSTOP. Without members, nothing else need be done for them."""
         self._action.stopped = tuple(stopped)
-        self._tell()
+        if self._action.members:
+            self._tell()
+        else:
+            self.protection.protect(EndStop(self._action.stopped))
 
     def _tell(self) -> None:
         self.protection.protect(self._action, self._descriptors())
+
+    def _amend(self) -> None:
+        self.protection.amend(self._action, self._descriptors())
 
     def _descriptors(self) -> tuple[int, ...]:
         return (*self._files, *self._copies, *(fd for _, fds in self._blocks.values() for fd in fds))

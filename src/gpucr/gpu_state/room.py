@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping
 
-from gpucr.driver.gpus import list_gpus
+from gpucr.driver.gpus import gpu_processes, list_gpus
 from gpucr.errors import GpuFull
 from gpucr.quantities import format_bytes
 
@@ -20,12 +20,24 @@ ROOM_LIMIT_S = 20.0
 
 
 def total_of(needs: Mapping[int, Mapping[str, int]], pids: Iterable[int]) -> dict[str, int]:
-    """What these processes need together, in bytes by GPU UUID."""
+    """What these CHECKPOINTED processes need together, in bytes by GPU UUID. ``needs``: what they held before."""
     total: dict[str, int] = {}
-    for by_gpu in (needs.get(pid, {}) for pid in pids):
+    for by_gpu in without_what_stays({pid: needs[pid] for pid in pids if pid in needs}).values():
         for uuid, size_bytes in by_gpu.items():
             total[uuid] = total.get(uuid, 0) + size_bytes
     return total
+
+
+def without_what_stays(held: Mapping[int, Mapping[str, int]]) -> dict[int, dict[str, int]]:
+    """What a checkpoint took of the device memory that processes held before it, by pid and GPU UUID.
+
+    It leaves what is not CUDA's: contexts of OpenCL stay on the GPU, and in NVML's figures (driver 580).
+    """
+    stays = {(use.pid, use.gpu_uuid): use.used_bytes or 0 for use in gpu_processes()} if held else {}
+    return {
+        pid: {uuid: max(0, size_bytes - stays.get((pid, uuid), 0)) for uuid, size_bytes in by_gpu.items()}
+        for pid, by_gpu in held.items()
+    }
 
 
 def lacking(needed_bytes: Mapping[str, int]) -> dict[str, int]:

@@ -48,6 +48,7 @@ class LockGang:
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
         """Lock all members that run."""
         self._protection.members(self._gang.members)
+        self._protection.at_work(self._at_work.processes)
         self._at_work.begin()
         lock = self._gang.lock(interrupts.check)
         if lock.attempts > 1:
@@ -159,7 +160,7 @@ class CheckpointGang:
             if each.process.pid in errors:
                 meter.note(f"{name} still has the GPUs open that it was forked with: {errors[each.process.pid]}")
             else:
-                meter.note(f"{name} let go of the GPUs that it was forked with: {len(each.fds)} descriptors")
+                meter.note(f"{name} let go of the GPUs that it was forked with: {len(each.all_fds)} descriptors")
 
     def _close_left_behind(self, meter: Meter) -> None:
         """Close open staging files: captures are over, so these were left by a killed gpucr.
@@ -345,7 +346,7 @@ class ReleaseThreads:
     def __init__(
         self,
         threads: GangThreads,
-        protection: Protection | None,
+        protection: Protection,
         stopped: Callable[[], Iterable[ProcessId]] = tuple,
         *,
         is_result: bool = False,
@@ -365,8 +366,7 @@ class ReleaseThreads:
         processes.continue_stopped(self._stopped())
         if self._is_result:
             interrupts.commit()
-        if self._protection is not None:
-            self._protection.job_runs()
+        self._protection.job_runs()
         return 0
 
     def undo(self) -> None:

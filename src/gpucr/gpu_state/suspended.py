@@ -1,7 +1,7 @@
 """Records that a suspend leaves for the resume: small, private, one per process, until the next boot.
 
 A resume needs two things that the driver does not report. The state in which the process was found, because one that
-was locked or checkpointed before the suspend stays so. And how much memory it held on which GPU: a restore that runs
+was checkpointed before the suspend stays so. And how much memory it held on which GPU: a restore that runs
 out of device memory loses the process (measured, H200, driver 580: the first attempt gives 2, every later one 304, even
 when the memory is free again), so the room is checked first.
 
@@ -20,11 +20,11 @@ from gpucr.model import CudaState, GangMember, GpuMap, ProcessId
 from gpucr.records import Count, Record, RecordError
 
 RECORDS = ProcessRecords("suspended")
-_FOUND_STATES = (CudaState.RUNNING, CudaState.LOCKED, CudaState.CHECKPOINTED)
+_STATES = (CudaState.RUNNING, CudaState.CHECKPOINTED)
 
 
 class SuspendedRecord(Record, frozen=True):
-    """One process: the state in which the suspend found it, and device memory per GPU UUID at that time.
+    """One process: the state to which a resume leads it, and device memory per GPU UUID when it was suspended.
 
     ``has_hooks``: its program has registered functions for the resume.
     """
@@ -34,8 +34,8 @@ class SuspendedRecord(Record, frozen=True):
     has_hooks: bool = False
 
     def __post_init__(self) -> None:
-        if self.found not in _FOUND_STATES:
-            raise RecordError(f"no process is found {self.found.word}")
+        if self.found not in _STATES:
+            raise RecordError(f"no process is resumed to {self.found.word}")
 
 
 def remember(member: GangMember, device_bytes: Mapping[str, int], *, has_hooks: bool = False) -> None:
@@ -46,7 +46,7 @@ def remember(member: GangMember, device_bytes: Mapping[str, int], *, has_hooks: 
     """
     if member.found is not CudaState.CHECKPOINTED:
         forget(member.id)
-    RECORDS.write(member.id, SuspendedRecord(member.found, dict(device_bytes), has_hooks))
+    RECORDS.write(member.id, SuspendedRecord(member.lasting_state, dict(device_bytes), has_hooks))
 
 
 def recall(process: ProcessId) -> SuspendedRecord | None:

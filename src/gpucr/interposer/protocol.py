@@ -191,6 +191,7 @@ class Status(Struct, frozen=True):
     peer_access: int
     external: int
     around: int
+    opencl: int
     traceable: int
     hooks: int
 

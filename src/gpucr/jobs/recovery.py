@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 from gpucr.errors import JobChanged
 from gpucr.linux import processes
@@ -12,6 +13,8 @@ from gpucr.undo.recovery import Action
 
 class EndJob(Action):
     """End a stopped job that is in a snapshot. Half of it must not run."""
+
+    is_on_record: ClassVar[bool] = True
 
     processes: tuple[ProcessId, ...]
 

@@ -151,6 +151,7 @@ class Registry:
         gpucr's. Raises InvalidRequest if the name is not available.
         """
         check_name(name)
+        self._remove_unregistered()
         with self._locked(name) as folder:
             taken = self.look(name)
             if taken is not None and not replaces(taken):
@@ -173,6 +174,7 @@ class Registry:
     def reserve_numbered(self, base: str, *, first: int = 1, log_path: Path | None = None) -> Iterator[Reservation]:
         """Like `reserve`, with the first unused name of ``BASE-1``, ``BASE-2``, ..."""
         trusted_paths.make_private(self._folder)
+        self._remove_unregistered()
         for name in numbered_names(base, first):
             try:
                 (self._folder / name).mkdir(mode=0o700)
@@ -231,6 +233,18 @@ class Registry:
                     record.log.unlink(missing_ok=True)
                     if not any(folder.glob("*.log")):
                         _remove(folder)
+
+    def _remove_unregistered(self) -> None:
+        """Remove the folders of jobs that never ran, because the gpucr that was about to start them was killed."""
+        for name in self._names():
+            folder = self._folder / name
+            if (folder / RECORD_NAME).exists():
+                continue
+            with contextlib.suppress(OSError), _lock_file(folder) as fd:
+                locks.lock(fd)
+                has_printed = any(log.stat().st_size for log in folder.glob("*.log"))  # its record was lost
+                if not has_printed and not (folder / RECORD_NAME).exists():
+                    _remove(folder)
 
     def _names(self) -> list[str]:
         try:

@@ -41,9 +41,7 @@ class RestoredTree(Struct, frozen=True):
         return [each for each in self.processes if each.pid in pids]
 
 
-def take_stock(
-    root_pids: Sequence[int], manifest: Manifest, gang: Gang | None, protection: Protection | None
-) -> RestoredTree:
+def take_stock(root_pids: Sequence[int], manifest: Manifest, gang: Gang | None, protection: Protection) -> RestoredTree:
     """Find the manifest's processes in the just restored trees of ``root_pids``.
 
     Those with CUDA become the members of ``gang``.
@@ -57,10 +55,9 @@ def take_stock(
             hint="somebody may have killed it; the snapshot is intact",
         ) from e
     restored = tuple(process.id for process in tree)
-    if protection is not None:
-        protection.protect(EndRestored(restored))
-        protection.withdraw(EndRestore)
-        protection.claim(process.pid for process in restored)
+    protection.protect(EndRestored(restored))
+    protection.withdraw(EndRestore)
+    protection.claim(process.pid for process in restored)
     by_namespace_pid = {process.ns_pids[-1]: process.id for process in tree}
     pids: dict[int, int] = {}
     for record in manifest.processes:

@@ -192,7 +192,7 @@ class StartSandbox:
         install: CriuInstall,
         source: RestoreSource,
         plan: SandboxPlan,
-        protection: Protection | None,
+        protection: Protection,
         *,
         ends_with_caller: bool,
         view: Callable[[], View] | None = None,
@@ -232,8 +232,7 @@ class StartSandbox:
         found = made.sandbox
         if plan.alone:
             _require_first(plan.lineage, found.keeper)
-        if self._protection is not None:
-            self._protection.protect(EndSandbox(found.keeper))
+        self._protection.protect(EndSandbox(found.keeper))
         shared, helper = found.shared_memory, None
         if self._install.origin == "helper":
             from gpucr.helper.client import HelperCriu
@@ -348,7 +347,7 @@ class KeepJob:
         tree: Result[RestoredTree],
         manifest: Manifest,
         name: RestoredName | None,
-        protection: Protection | None,
+        protection: Protection,
     ) -> None:
         self._site = site
         self._tree = tree
@@ -374,8 +373,7 @@ class KeepJob:
                     ends_with_caller=site.ends_with_caller,
                 )
             )
-        if self._protection is not None:
-            self._protection.withdraw(EndSandbox)
+        self._protection.job_runs()
         inner = {process.pid: process.ns_pids[-1] for process in manifest.processes}
         roots = (tree.root_pid, *tree.other_roots)  # each may have ended: then it cannot be queried
         site.keeper.adopt(roots, inner_pids=[inner[pid] for pid in manifest.root_pids])

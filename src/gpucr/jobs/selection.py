@@ -108,6 +108,9 @@ class FoundJob(Struct, frozen=True):
     def instead_of_without(self, other: int) -> str:
         """What to do if the job cannot be dumped without this process, which is not a part of it."""
         above = _job_above((*self.job.root_pids, other))
+        if above is not None and above.pid in self.job.root_pids:  # adopted by the job's keeper
+            name = f"{above.pid} ({above.name})"
+            return f"keep what starts {other} running: it has lost its parent, so it is not below {name}"
         if above is not None:
             return f"dump the process that started both, with all that it started: {above.pid} ({above.name})"
         return "start both with one command (`gpucr run -- sh -c 'FIRST | SECOND'`), and dump that"
@@ -259,6 +262,7 @@ def findings_for_criu(
         "open files": [
             *preflight.check_open_files(job, is_sandboxed=sandbox is not None),
             *preflight.check_foreign_files(job),
+            *(preflight.check_opencl(job) if job.gang and not is_frozen else ()),
             *preflight.check_squashed_files(job),
             *preflight.check_watches(job),
         ],
@@ -279,4 +283,4 @@ def findings_left_out(found: FoundJob, *, in_container: bool = False) -> list[pr
 
 def findings_before_freeze(job: Job, needs: Sequence[preflight.MemoryNeed]) -> list[preflight.Finding]:
     """Findings against freezing this job, including the host memory that its device memory needs."""
-    return [*preflight.check_states(job), *preflight.check_host_memory(needs)]
+    return [*preflight.check_states(job), *preflight.check_left_locked(job), *preflight.check_host_memory(needs)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from msgspec import Struct
 
@@ -11,32 +11,22 @@ from gpucr.driver.gpus import nvml_kept_open
 from gpucr.jobs import selection
 from gpucr.jobs.selection import FoundJob
 from gpucr.jobs.selector import JobSelector
-from gpucr.network import left_behind
 from gpucr.undo.operation import Operation
 from gpucr.undo.protection import Protection
 from gpucr.undo.roll import Roll
 
 
 class TakenJob(Struct, frozen=True, kw_only=True):
-    """A job on which only this gpucr works. ``protection`` is None for one tree without CUDA.
-
-    Such a job does not depend on gpucr: CRIU undoes by itself if gpucr dies. A job frozen as a whole does.
-    """
+    """A job on which only this gpucr works."""
 
     found: FoundJob
     roll: Roll
-    protection: Protection | None
-
-    def guard(self) -> Protection:
-        """The protection of a job with CUDA, or taken with ``guarded``."""
-        if self.protection is None:
-            raise ValueError("the job was not taken under guard")
-        return self.protection
+    protection: Protection
 
     def cuda(self) -> tuple[FoundJob, Protection]:
         """The job and its guard. Raises NotACudaProcess."""
         self.found.require_cuda()
-        return self.found, self.guard()
+        return self.found, self.protection
 
 
 @contextlib.contextmanager
@@ -47,23 +37,17 @@ def taken_job(
     *,
     only: bool = False,
     force: bool = False,
-    guarded: Callable[[FoundJob], bool] = lambda found: False,
 ) -> Iterator[TakenJob]:
     """Take the job for this operation during the block. ``each``: TO_CHANGE or TO_MOVE.
 
-    ``guarded``: whether it needs a guard even if it is one tree without CUDA.
-
     Raises as `selection.claimed_job`.
     """
-    left_behind.end_all()
     with contextlib.ExitStack() as opened:
         found = opened.enter_context(selection.claimed_job(pid, only=only, force=force))
         roll = opened.enter_context(Roll(found.job))
         running.require_descriptors(len(found.job.processes), len(found.job.gang), each)
-        protection = None
-        if found.job.gang or found.job.other_root_pids or guarded(found):
-            protection = opened.enter_context(Protection(found.claims, found.job.processes))
-        if found.job.gang and protection is not None:
+        protection = opened.enter_context(Protection(found.claims, found.job.processes))
+        if found.job.gang:
             from gpucr.jobs import tracing  # jobs without CUDA start without it
 
             opened.enter_context(tracing.open_to_us(found.job.gang, protection))

@@ -17,7 +17,7 @@ _LIMIT_S = 5.0
 
 
 def let_go(inherited: Iterable[InheritedDevices]) -> dict[int, OSError]:
-    """Replace what the owners have closed since: descriptors by /dev/null, and mappings of NVIDIA devices by memory.
+    """Replace what the owners have closed since, and what is nobody's: descriptors by /dev/null, mappings by memory.
 
     A number that were free could become another file's, and a late ``close`` or ``ioctl`` of the process would meet
     that one. All processes at once. Returns the error of each (by pid) that kept it from being done there: tracing is
@@ -56,20 +56,27 @@ class _Task(threading.Thread):
 def _replace(thread: TracedThread, inherited: InheritedDevices) -> None:
     pid, owner_pid = inherited.process.pid, inherited.owner_pid
     # Meanwhile the process may have closed some itself, and have other files at their numbers.
-    still_open, open_in_owner = devices_of(pid) & set(inherited.fds), devices_of(owner_pid)
-    stale = sorted(fd for fd in still_open if not (fd in open_in_owner and is_same_file(pid, owner_pid, fd)))
-    if not stale:
-        return
+    still_open = devices_of(pid)
+    stale = sorted(still_open & set(inherited.of_nobody))
+    if owner_pid is not None:
+        owned = still_open & set(inherited.fds) & devices_of(owner_pid)
+        stale += sorted(still_open & set(inherited.fds) - {fd for fd in owned if is_same_file(pid, owner_pid, fd)})
+    if stale:
+        mapped = [each for each in memory.read_maps(pid) if NVIDIA_DEVICE.match(each.path)]
+        replace_devices(thread, stale, mapped)
+
+
+def replace_devices(thread: TracedThread, fds: Iterable[int], mappings: Iterable[memory.Mapping]) -> None:
+    """Replace a stopped thread's descriptors by /dev/null, and its mappings by memory. Raises OSError."""
     scratch = scratch_address(thread)
     thread.write_memory(scratch, _NOTHING)
     nothing = run_syscall(thread, OPEN, scratch, os.O_RDWR | os.O_CLOEXEC, 0)
     try:
-        for fd in stale:
+        for fd in fds:
             run_syscall(thread, DUP3, nothing, fd, os.O_CLOEXEC)
     finally:
         run_syscall(thread, CLOSE, nothing)
     flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED
-    for mapping in memory.read_maps(pid):
-        if NVIDIA_DEVICE.match(mapping.path):
-            size_bytes = mapping.end - mapping.start
-            run_syscall(thread, MMAP, mapping.start, size_bytes, PROT_READ | PROT_WRITE, flags, -1, 0)
+    for mapping in mappings:
+        size_bytes = mapping.end - mapping.start
+        run_syscall(thread, MMAP, mapping.start, size_bytes, PROT_READ | PROT_WRITE, flags, -1, 0)

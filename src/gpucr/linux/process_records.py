@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,14 +22,20 @@ from gpucr.records import RecordError
 
 _MAX_BYTES = 1 << 20
 
+LARGE_BYTES = 64 << 20
+"""As many as a guard can be told (undo/guard_process.py)."""
+
+_SUFFIX = ".json"
+
 T = TypeVar("T")
 
 
 class ProcessRecords:
-    """The records of one kind, in a folder of that name."""
+    """The records of one kind, in a folder of that name. A larger one than ``max_bytes`` is not valid."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, *, max_bytes: int = _MAX_BYTES) -> None:
         self._kind = kind
+        self._max_bytes = max_bytes
 
     def write(self, process: ProcessId, record: object) -> None:
         """Write a process's record unless it has one."""
@@ -46,10 +52,23 @@ class ProcessRecords:
         with os.fdopen(fd, "wb") as stream:
             stream.write(records.encode(record))
 
+    def replace(self, process: ProcessId, record: object) -> None:
+        """Write a process's record instead of one that it may have."""
+        with contextlib.suppress(OSError):
+            path = self.path(process)
+            trusted_paths.make_private(path.parent)
+            temporary = path.with_suffix(".new")
+            with contextlib.suppress(FileNotFoundError):
+                temporary.unlink()
+            fd = trusted_paths.open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+            with os.fdopen(fd, "wb") as stream:
+                stream.write(records.encode(record))
+            temporary.rename(path)
+
     def read(self, process: ProcessId, kind: type[T]) -> T | None:
         """The record; None if there is none, or not a valid one."""
         with contextlib.suppress(OSError, RecordError), self.path(process).open("rb") as stream:
-            return records.decode(stream.read(_MAX_BYTES), kind)
+            return records.decode(stream.read(self._max_bytes), kind)
         return None
 
     def is_written(self, process: ProcessId) -> bool:
@@ -70,10 +89,23 @@ class ProcessRecords:
                 if not processes.is_alive(process):
                     path.unlink()
 
+    def ended(self) -> list[ProcessId]:
+        """The processes of this pid namespace that have a record, and have ended."""
+        found: set[ProcessId] = set()
+        with contextlib.suppress(OSError):
+            for path, process in self._all():
+                if processes.is_alive(process):
+                    continue
+                if path.suffix == _SUFFIX:
+                    found.add(process)
+                else:
+                    path.unlink()  # its writer was killed in `replace`
+        return list(found)
+
     def path(self, process: ProcessId) -> Path:
         """Where the record of a process is, or would be written to."""
         start = os.path.join(self.folder(), f"{scope()}-{process.pid}-")  # asked for every process of the machine
-        paths = [f"{start}{process.start_time_ticks + ticks}.json" for ticks in (0, -1, 1)]  # `ProcessId.is_same`
+        paths = [f"{start}{process.start_time_ticks + ticks}{_SUFFIX}" for ticks in (0, -1, 1)]  # `ProcessId.is_same`
         return Path(next(filter(os.path.lexists, paths), paths[0]))
 
     def folder(self) -> Path:
@@ -87,6 +119,14 @@ class ProcessRecords:
                 pid, start_time_ticks = map(whole_number, path.stem.removeprefix(f"{here}-").partition("-")[::2])
                 if pid is not None and start_time_ticks is not None:
                     yield path, ProcessId(pid, start_time_ticks)
+
+
+def remove_all_ended(*, apart_from: Collection[str]) -> None:
+    """`ProcessRecords.remove_ended` for every kind that has records, except these."""
+    with contextlib.suppress(OSError):
+        for kind in os.listdir(runtime_folder()):
+            if kind not in apart_from:
+                ProcessRecords(kind).remove_ended()
 
 
 def scope() -> str:

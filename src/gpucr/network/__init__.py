@@ -5,7 +5,7 @@ filters that belong to one operation (docs/adr/0070-connections-are-blocked-by-g
 
 - ``filters``: the kernel's packet filter, in one network namespace;
 - ``sockets``: a job's sockets, in all of its network namespaces;
-- ``lock``: what one operation does to a job's sockets, and its undo; ``records`` names it for other gpucr processes;
-- ``kept``: connections of a job that has ended, kept for its restore;
-- ``steps``, ``recovery``, ``left_behind``: the steps, the guard's actions, and what the next gpucr does.
+- ``lock``: what one operation does to a job's sockets, and its undo;
+- ``kept``: connections of a job that has ended, kept for its restore; ``records`` names them;
+- ``steps``, ``recovery``: the steps, and what the guard or the next gpucr does.
 """

@@ -16,6 +16,7 @@ from gpucr.linux.tcp_reset import reset_peer
 from gpucr.network import records
 from gpucr.network.filters import Filter, Method, Namespace, find_namespace, names, remove_by_name
 from gpucr.network.records import KeptRecord
+from gpucr.undo.logs import append_to_log
 
 
 def keep(record: KeptRecord, there: Namespace) -> None:
@@ -24,7 +25,7 @@ def keep(record: KeptRecord, there: Namespace) -> None:
     try:
         made.make(f"connections of {record.snapshot}", ends_alone=False)
         made.block(record.connections)
-        records.write("kept", record)
+        records.write(record)
     except BaseException:
         made.remove()
         raise
@@ -36,14 +37,14 @@ def find(name: str | None) -> KeptRecord | None:
     """The record with this name, if its connections are kept in the caller's network namespace."""
     if name is None:
         return None
-    record = records.read("kept", name, KeptRecord)
+    record = records.read(name)
     with Namespace() as own:
         return record if record is not None and record.namespace == own.inode else None
 
 
 def all_kept() -> tuple[KeptRecord, ...]:
     """All records of this machine; those that cannot be read are left out."""
-    found = (records.read("kept", name, KeptRecord) for name in records.names("kept"))
+    found = (records.read(name) for name in records.names())
     return tuple(record for record in found if record is not None)
 
 
@@ -53,7 +54,7 @@ def release(record: KeptRecord) -> None:
     if there is not None:
         with there:
             remove_by_name(record.name, record.method, there)
-    records.remove("kept", record.name)
+    records.remove(record.name)
 
 
 def forget(name: str, methods: Iterable[Method]) -> None:
@@ -61,7 +62,7 @@ def forget(name: str, methods: Iterable[Method]) -> None:
     with Namespace() as own:
         for method in methods:
             remove_by_name(name, method, own)
-    records.remove("kept", name)
+    records.remove(name)
 
 
 def give_up(record: KeptRecord) -> None:
@@ -85,7 +86,18 @@ def give_up_those_of(names: Iterable[str | None]) -> tuple[KeptRecord, ...]:
     return found
 
 
-def is_gone(record: KeptRecord) -> bool:
+def give_up_lost() -> None:
+    """Give up connections whose snapshot is gone, and forget those whose filter is. Raises nothing."""
+    for record in all_kept():
+        with contextlib.suppress(OSError):
+            if _is_gone(record):
+                records.remove(record.name)
+            elif _is_without_snapshot(record):
+                give_up(record)
+                append_to_log("network", f"the snapshot {record.snapshot} is gone: its connections were closed")
+
+
+def _is_gone(record: KeptRecord) -> bool:
     """Whether its filter is: CRIU has restored a container, or somebody has removed it. Raises OSError.
 
     Seen in its own network namespace only: another one may have no process, and a name that the caller does not see.
@@ -94,7 +106,7 @@ def is_gone(record: KeptRecord) -> bool:
         return record.namespace == own.inode and record.name not in names(own)
 
 
-def is_without_snapshot(record: KeptRecord) -> bool:
+def _is_without_snapshot(record: KeptRecord) -> bool:
     """Whether its snapshot was a folder that is gone, while its parent is there. Asked in its network namespace."""
     path = Path(record.snapshot)
     with Namespace() as own:

@@ -13,13 +13,12 @@ from collections.abc import Iterator
 
 from gpucr.errors import JobChanged, Unsupported, reason_of
 from gpucr.linux import processes, sock_diag, tcp_repair
-from gpucr.linux.process_records import scope
 from gpucr.linux.sock_diag import TcpSocket
 from gpucr.model import Job, ProcessId
-from gpucr.network import kept, records
+from gpucr.network import kept
 from gpucr.network.filters import PREFIX, Filter, Namespace, find_method
-from gpucr.network.records import FilterRecord, KeptRecord, OperationRecord
-from gpucr.network.recovery import EndRepair, ForgetKept, RemoveFilters
+from gpucr.network.records import KeptRecord
+from gpucr.network.recovery import EndRepair, FilterPlace, ForgetKept, RemoveFilters
 from gpucr.network.sockets import JobSockets, look, pids_by_namespace
 from gpucr.undo.protection import Protection
 
@@ -67,11 +66,9 @@ class JobNetwork:
         self._name = f"{PREFIX}{os.getpid()}-{os.urandom(4).hex()}"
         self.kept_name = f"{PREFIX}kept-{os.urandom(4).hex()}" if keeps else None
         self._parts: dict[int, _Part] = {}
-        self._held: int | None = None
         self._ids: tuple[ProcessId, ...] = ()
         self._reusing: tuple[int, ...] = ()
         self._can_repair = tcp_repair.is_possible()
-        self._found_stopped: set[ProcessId] | None = None
 
     def refuse_new(self) -> None:
         """Let no new connection in: whoever asks for one asks again after a second.
@@ -108,7 +105,6 @@ class JobNetwork:
         with explained("cannot be blocked"):
             self._protect_sockets()
             self._make()
-            self._write()
             for part in self._parts.values():
                 if part.filter is not None:
                     part.filter.block([each.connection for each in part.seen.connected])
@@ -150,23 +146,15 @@ class JobNetwork:
         self._let_go()
 
     def close(self) -> None:
-        """After the operation, however it ended. Idempotent.
-
-        A filter that cannot be removed keeps its record, for the next gpucr.
-        """
-        try:
+        """After the operation, however it ended. Idempotent. A filter that cannot be removed ends with its handle."""
+        with contextlib.suppress(OSError):
             self._remove_filters()
-        except OSError:
-            self._let_go(keeps_record=True)
-        else:
-            self._let_go()
+        self._let_go()
 
     def _look(self) -> None:
         """Look at the job's processes and sockets as they are now."""
         tree = [process for each in processes.trees(self._job.root_pids) for process in each]
         self._ids = tuple(process.id for process in tree)
-        if self._found_stopped is None:
-            self._found_stopped = {process.id for process in tree if process.status in "Tt"}
         for inode, pids in pids_by_namespace(process.pid for process in tree).items():
             part = self._parts.get(inode)
             with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
@@ -185,32 +173,11 @@ class JobNetwork:
         made = [new for part in self._parts.values() if (new := part.open_filter(self._name)) is not None]
         if not made:
             return
-        if self._held is None:
-            with contextlib.suppress(OSError):  # no record can be written: the guard knows
-                self._held = records.hold(self._name)
-        filters = [part.filter for part in self._parts.values() if part.filter is not None]
-        held = () if self._held is None else (self._held,)
-        self._protection.protect(
-            RemoveFilters(self._name, tuple(each.method for each in filters)), [*(f.handle for f in filters), *held]
-        )
-        self._write()
+        found = [(part.filter, part.there.inode) for part in self._parts.values() if part.filter is not None]
+        places = tuple(FilterPlace(each.method, inode) for each, inode in found)
+        self._protection.protect(RemoveFilters(self._name, places), [each.handle for each, _ in found])
         for each in made:
             each.make(f"gpucr {os.getpid()} saves process {self._job.root.pid}", ends_alone=True)
-
-    def _write(self) -> None:
-        found = [
-            FilterRecord(part.filter.method, part.there.inode)
-            for part in self._parts.values()
-            if part.filter is not None
-        ]
-        # A process with device memory elsewhere must not run: `gpucr resume` brings it back.
-        stopped = [each for each in self._ids if each not in (self._found_stopped or ()) and not self._job.gang]
-        record = OperationRecord(
-            self._name, scope(), tuple(found), self._ids, self._reusing, tuple(stopped), self.kept_name
-        )
-        if self._held is not None:
-            with contextlib.suppress(OSError):
-                records.write("operations", record)
 
     def _keep(self, name: str, snapshot: str) -> None:
         with Namespace() as own:
@@ -232,15 +199,10 @@ class JobNetwork:
         for part in self._parts.values():
             part.remove_filter()
 
-    def _let_go(self, *, keeps_record: bool = False) -> None:
+    def _let_go(self) -> None:
         for part in self._parts.values():
             part.close()
         self._parts = {}
-        if self._held is not None:
-            if not keeps_record:
-                records.remove("operations", self._name)
-            os.close(self._held)
-            self._held = None
 
 
 @contextlib.contextmanager

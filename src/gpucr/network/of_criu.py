@@ -78,4 +78,4 @@ class AfterCriu:
         now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
         for name in filters(self._there) - self._before - {_PREFIX}:
             made = KeptRecord(name, "nftables", self._there.inode, self._snapshot, now, self._leading_out)
-            records.write("kept", made)
+            records.write(made)

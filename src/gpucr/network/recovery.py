@@ -5,29 +5,39 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
+from msgspec import Struct
+
 from gpucr.linux import processes, tcp_repair
 from gpucr.model import ProcessId
-from gpucr.network import kept, records
-from gpucr.network.filters import Method, remove_by_handle
+from gpucr.network import kept
+from gpucr.network.filters import Method, find_namespace, remove_by_handle, remove_by_name
 from gpucr.undo.recovery import Action
 
 
-class RemoveFilters(Action):
-    """Remove the filters of an operation, and its record.
+class FilterPlace(Struct, frozen=True):
+    """How packets are blocked in a network namespace, and its number."""
 
-    ``methods``: of the filters; the descriptors are their handles, in order, and then the record's lock.
-    """
+    method: Method
+    namespace: int
+
+
+class RemoveFilters(Action):
+    """Remove the filters of an operation, in these places. The descriptors are their handles, in order."""
 
     outlives_job: ClassVar[bool] = True
+    is_on_record: ClassVar[bool] = True
 
     name: str
-    methods: tuple[Method, ...]
+    places: tuple[FilterPlace, ...]
 
     def recover(self, descriptors: Sequence[int]) -> bool:
-        """Remove them."""
-        for method, handle in zip(self.methods, descriptors[: len(self.methods)], strict=True):
-            remove_by_handle(self.name, method, handle)
-        records.remove("operations", self.name)
+        """Remove them. Without handles they have no owner any more: most kernels have removed them."""
+        for each, handle in zip(self.places, descriptors, strict=False):
+            remove_by_handle(self.name, each.method, handle)
+        for each in self.places[len(descriptors) :]:
+            if (there := find_namespace(each.namespace)) is not None:
+                with there:
+                    remove_by_name(self.name, each.method, there)
         return False
 
 
@@ -36,6 +46,8 @@ class EndRepair(Action):
 
     ``reusing``: those with SO_REUSEADDR, by inode.
     """
+
+    is_on_record: ClassVar[bool] = True
 
     processes: tuple[ProcessId, ...]
     reusing: tuple[int, ...]
@@ -52,6 +64,8 @@ class EndRepair(Action):
 
 class ForgetKept(Action):
     """Let the packets of kept connections through if the job that has them runs after all."""
+
+    is_on_record: ClassVar[bool] = True
 
     name: str
     methods: tuple[Method, ...]

@@ -17,7 +17,7 @@ from gpucr.gpu_state.ways import GpuState, may_be_interposed, require_possible
 from gpucr.jobs import registered, selection
 from gpucr.jobs.selector import JobSelector
 from gpucr.jobs.taken import taken_job
-from gpucr.model import GangLock, Job
+from gpucr.model import GangLock
 from gpucr.network.lock import IN_FLIGHT, JobNetwork
 from gpucr.network.steps import IN_FLIGHT_LIMIT_S, Block, CloseConnections, Quiet, Unblock
 from gpucr.operations.dump_steps import (
@@ -171,9 +171,7 @@ def dump(
         rehearsal = _rehearsal(deadline, on_progress, cancel) if rehearse else None
         while True:
             running.interrupts.raise_at_once()
-            with taken_job(
-                running, pid, TO_MOVE, force=force, guarded=lambda job: job.is_frozen_for(leave_running)
-            ) as taken:
+            with taken_job(running, pid, TO_MOVE, force=force) as taken:
                 prepared = prepare(
                     taken.found,
                     place,
@@ -252,7 +250,7 @@ class Prepared:
 def prepare(
     found: selection.FoundJob,
     place: TargetPlace,
-    protection: Protection | None,
+    protection: Protection,
     *,
     leave_running: bool,
     persist: Persist,
@@ -283,7 +281,7 @@ def prepare(
             hint="omit --tcp keep, or --leave-running",
         )
     preflight.require_privileges(job.root.pid)
-    stands_still = is_frozen or (protection is not None and found.is_frozen_for(leave_running))
+    stands_still = is_frozen or found.is_frozen_for(leave_running)
     is_stopped = stands_still or bool(job.gang)
     uses = gpu_processes() if job.gang and not is_frozen else ()
     frozen_cuda = frozen.cuda if frozen is not None else None
@@ -298,8 +296,8 @@ def prepare(
     criu = criu_for_dump(found)
     writer = DeviceWriter(target.sink)
     cuda = frozen_cuda
-    if protection is not None and job.gang and not is_frozen:
-        from gpucr.gpu_state.cuda_work import cuda_work  # as above
+    if job.gang and not is_frozen:
+        from gpucr.gpu_state.cuda_work import cuda_work  # jobs without CUDA start without it
 
         gently = leave_running and persist == "background"
         cuda = cuda_work(
@@ -349,7 +347,7 @@ def prepare(
         deadline=deadline,
         criu=criu,
         options=options,
-        network=frozen.network if frozen is not None else _network(job, protection, tcp),
+        network=frozen.network if frozen is not None else JobNetwork(job, protection, keeps=tcp == "keep"),
         launch=registered.launch_record(note.of_root) if note.of_root is not None else None,
         sandbox=found.sandbox,
         note=note,
@@ -370,10 +368,6 @@ def _rehearsal(deadline: float | None, on_progress: OnProgress | None, cancel: C
     return Rehearsal(hold)
 
 
-def _network(job: Job, protection: Protection | None, tcp: preflight.TcpMode) -> JobNetwork:
-    return JobNetwork(job, protection or Protection(), keeps=tcp == "keep")
-
-
 def _steps(context: OwnDump, persist: Persist, *, is_frozen: bool) -> tuple[list[Step], CommitSnapshot | CriuDump]:
     cuda, prepare, criu, network = context.cuda, PrepareTarget(context), CriuDump(context), context.network
     save = CommitSnapshot(context, criu)
@@ -381,7 +375,7 @@ def _steps(context: OwnDump, persist: Persist, *, is_frozen: bool) -> tuple[list
         return [prepare, SaveDevice(context), Block(network), criu, Unblock(network, refuses_new=True), save], save
     begin: list[Step] = [prepare, *([cuda.allocate(leave_running=context.leave_running)] if cuda is not None else [])]
     thaw: list[Step] = []
-    if context.is_frozen and context.protection is not None:
+    if context.is_frozen:
         freeze, thaw = steps_to_freeze(context.job, cuda, context.protection)
         begin += [Quiet(network, context.deadline), *freeze, Block(network)]
     elif cuda is not None:
@@ -389,7 +383,7 @@ def _steps(context: OwnDump, persist: Persist, *, is_frozen: bool) -> tuple[list
         begin += freeze
     begin.append(criu)
     if not context.leave_running:
-        if context.is_frozen and context.protection is not None:
+        if context.is_frozen:
             from gpucr.jobs.end_frozen import EndFrozenJob
 
             close = CloseConnections(network, lambda: save.snapshot.where if save.snapshot is not None else "")

@@ -40,6 +40,7 @@ from gpucr.snapshot.manifest import (
 )
 from gpucr.surroundings.folders import socket_folders
 from gpucr.surroundings.observe import Outside, TreeFiles, look_at_files, look_outside, remove_names
+from gpucr.surroundings.recovery import RemoveLinkRemaps, link_remaps
 from gpucr.surroundings.scheduling import with_scheduling
 from gpucr.undo.interrupts import Interrupts
 from gpucr.undo.logs import log_kept_on_failure
@@ -79,8 +80,8 @@ class JobDump(Struct, frozen=True, kw_only=True):
     """What is dumped, and where to, no matter who writes the CPU side. ``cuda`` is None for a job without CUDA.
 
     ``is_frozen``: all of it is stopped before CRIU begins, with its device memory away, and CRIU leaves it so;
-    otherwise it is one tree. ``protection``: what the guard knows; None if nothing of the job depends on gpucr, since
-    CRIU undoes by itself if gpucr dies. ``rehearsal``: of the snapshot, before the job is given up for it.
+    otherwise it is one tree. ``protection``: what the guard knows. ``rehearsal``: of the snapshot, before the job is
+    given up for it.
     """
 
     job: Job
@@ -88,7 +89,7 @@ class JobDump(Struct, frozen=True, kw_only=True):
     writer: DeviceWriter
     cuda: CudaWork | None
     leave_running: bool
-    protection: Protection | None
+    protection: Protection
     is_frozen: bool = False
     deadline: float | None = None
     note: DumpNote | None = None
@@ -113,6 +114,7 @@ class PrepareTarget:
 
     def __init__(self, context: JobDump) -> None:
         self._context = context
+        self._remaps: RemoveLinkRemaps | None = None
 
     def describe(self) -> str:
         """Which target."""
@@ -122,6 +124,9 @@ class PrepareTarget:
         """Prepare it."""
         context = self._context
         context.target.create(context.protection)
+        roots = [process.id for process in context.job.processes if process.pid in context.job.root_pids]
+        self._remaps = link_remaps(roots)
+        context.protection.protect(self._remaps)
         if context.cuda is not None:
             context.writer.start()
         return 0
@@ -130,6 +135,8 @@ class PrepareTarget:
         """Discard it, unless the snapshot is complete or holds the only copy of a part of the job."""
         context = self._context
         context.writer.cancel()
+        if self._remaps is not None:  # a CRIU that was killed has not removed them
+            self._remaps.recover(())
         has_failed = context.rehearsal is not None and context.rehearsal.has_failed
         is_needed = (context.leave_running and not has_failed) or not all(
             processes.is_alive(p.id) for p in context.job.processes
@@ -209,8 +216,7 @@ class CriuDump:
             self._after_failure(error)
         if self.snapshot is not None:
             return self._size_bytes_after_the_end()
-        if context.protection is not None:
-            context.protection.withdraw(EndDump)
+        context.protection.withdraw(EndDump)
         return _images_bytes(context)
 
     def _dump_tree(self, root_pid: int, images: Path, interrupts: Interrupts) -> None:
@@ -329,8 +335,7 @@ class CriuDump:
 
 def expect_criu(context: JobDump, criu: ProcessId) -> None:
     """Have the guard make this CRIU undo if gpucr dies before the snapshot is committed."""
-    if context.protection is not None:
-        context.protection.protect(EndDump(criu, MANIFEST_NAME), [context.target.folder.held.fd])
+    context.protection.protect(EndDump(criu, MANIFEST_NAME), [context.target.folder.held.fd])
 
 
 def _images_bytes(context: OwnDump) -> int:
@@ -499,7 +504,7 @@ def _with_cuda(record: ProcessRecord, cuda: CudaWork, member: GangMember) -> Pro
     thread = cuda.checkpoint.restore_threads.get(record.pid)
     return replace(
         record,
-        found_state=member.found,
+        found_state=member.lasting_state,
         restore_thread=processes.innermost_thread_id(record.pid, thread) if thread is not None else None,
         device_bytes=dict(cuda.device_bytes.get(record.pid, {})),
         staging=cuda.staging.private.get(record.pid, ()),

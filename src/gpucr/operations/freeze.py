@@ -38,6 +38,7 @@ from gpucr.operations.freeze_steps import findings_of_spool, steps_to_freeze
 from gpucr.snapshot.job_snapshot import JobSnapshot
 from gpucr.snapshot.location import Compress, Place, TargetPlace, find_target
 from gpucr.snapshot.recovery import DiscardFolder, RemoveWorkingFolder
+from gpucr.surroundings.recovery import RemoveLinkRemaps
 from gpucr.undo.cancellation import Cancellation
 from gpucr.undo.events import OnProgress
 from gpucr.undo.operation import TO_MOVE, operation
@@ -76,8 +77,8 @@ def freeze(
     ):
         require_possible(gpu_state)
         deadline = selection.deadline_after(timeout_s)
-        taken = opened.enter_context(taken_job(running, pid, TO_MOVE, force=force, guarded=lambda found: True))
-        found, protection = taken.found, taken.guard()
+        taken = opened.enter_context(taken_job(running, pid, TO_MOVE, force=force))
+        found, protection = taken.found, taken.protection
         found.require_without_us()
         uses = gpu_processes() if found.job.gang else ()
         held = device_bytes_in_use(found.job, uses)
@@ -226,7 +227,7 @@ class FrozenJob:
                 with contextlib.suppress(ProcessNotFound):
                     trees = processes.trees(found.job.root_pids)
                     processes.wait_for_stop((each.pid for tree in trees for each in tree), STOP_TIMEOUT_S)
-                hold.protection.withdraw(EndDump, DiscardFolder, RemoveWorkingFolder)
+                hold.protection.withdraw(EndDump, DiscardFolder, RemoveWorkingFolder, RemoveLinkRemaps)
         self._saved, self._note = report.snapshot, prepared.context.note
         return report
 
@@ -239,6 +240,7 @@ class FrozenJob:
         with operation("thaw", self.pid, on_progress=on_progress, is_undo=True) as running:
             # Not earlier: a signal until then leaves the job frozen, with its guard.
             self._lose()
+            hold.protection.needs_no_guard()
             with hold.opened:
                 try:
                     phases = running.run(
@@ -264,9 +266,10 @@ class FrozenJob:
             self._lose()
             if self._saved is not None:
                 registered.DumpNote(found.job).write(self._saved, left_running=False)
+            hold.protection.needs_no_guard()
             with contextlib.suppress(GpucrError):  # then the other ends notice later
                 hold.parts.network.settle("")
-            running.run([EndFrozenJob(found.job, hold.protection)])
+            running.run([EndFrozenJob(found.job, hold.protection)], protection=hold.protection)
             self._state = "ended"
             if found.sandbox is not None and found.sandbox.root == found.job.root.id:
                 with contextlib.suppress(OSError):

@@ -158,7 +158,7 @@ def _held(
             opened.enter_context(nvml_kept_open())
         known = manifest.processes
         running.require_descriptors(len(known), sum(each.found_state is not None for each in known), TO_MOVE)
-        protection = opened.enter_context(Protection()) if driver is not None else None
+        protection = opened.enter_context(Protection())
         plan = SandboxPlan("own", uuid.uuid4().hex, None, None, None, alone=False)
         start = StartSandbox(
             install,
@@ -168,7 +168,8 @@ def _held(
             ends_with_caller=True,
             view=lambda: view_for(source, install),
         )
-        images = [RestoreImages(folder) for folder in source.image_folders]
+        mark = os.urandom(8).hex()
+        images = [RestoreImages(folder, mark) for folder in source.image_folders]
         gang = None
         if driver is not None:
             from gpucr.gang import Gang
@@ -191,7 +192,7 @@ def _held(
             from gpucr.operations.restore_device import GpuRestore  # one tree without CUDA starts without it
 
             gpu = GpuRestore(source, gang, placement, criu.tree, protection, deadline)
-        around = _around(source, start.site, images)
+        around = _around(source, start.site, images, protection)
         steps = _steps(source, start, around, criu, gpu, protection)
         try:
             phases = running.run(steps, deadline=deadline, protection=protection)
@@ -225,11 +226,11 @@ def _findings(source: RestoreSource, placement: Placement, install: CriuInstall)
 
 
 def _around(
-    source: RestoreSource, site: Result[RestoreSite], images: Sequence[RestoreImages]
+    source: RestoreSource, site: Result[RestoreSite], images: Sequence[RestoreImages], protection: Protection
 ) -> list[PutBackSharedFiles | AdaptFiles]:
     manifest = source.snapshot.manifest
-    shared = [PutBackSharedFiles(source, site)] if manifest.shared_files else []
-    return [*shared, AdaptFiles(manifest, site, images, "keep", "close", in_view=True)]
+    shared = [PutBackSharedFiles(source, site, protection)] if manifest.shared_files else []
+    return [*shared, AdaptFiles(manifest, site, images, "keep", "close", protection, in_view=True)]
 
 
 def _steps(
@@ -238,7 +239,7 @@ def _steps(
     around: Sequence[PutBackSharedFiles | AdaptFiles],
     criu: CriuRestore,
     gpu: GpuRestore | None,
-    protection: Protection | None,
+    protection: Protection,
 ) -> list[Step]:
     provide = ProvideFiles(source, protection)
     load = gpu.load if gpu is not None else None

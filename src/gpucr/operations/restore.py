@@ -29,7 +29,7 @@ from gpucr.jobs import registered, selection
 from gpucr.jobs.sandbox_steps import KeepJob, SandboxPlan, StartKeeper, StartSandbox, check_clone, plan_sandbox
 from gpucr.linux.claims import claimed_pids
 from gpucr.model import GpuMap
-from gpucr.network import kept, left_behind
+from gpucr.network import kept
 from gpucr.network.steps import LetKeptGo
 from gpucr.operations.engines import install_for_restore
 from gpucr.operations.restore_steps import CriuRestore, WaitForOthers
@@ -131,7 +131,6 @@ def restore(
         operation("restore", subject, on_progress=on_progress, cancel=cancel) as running,
         contextlib.ExitStack() as on_failure,
     ):
-        left_behind.end_all()
         deadline = selection.deadline_after(timeout_s)
         if isinstance(snapshot, str | os.PathLike):
             snapshot = open_snapshot(snapshot, key)
@@ -178,7 +177,7 @@ def restore(
                 opened.enter_context(nvml_kept_open())
             known = snapshot.manifest.processes
             running.require_descriptors(len(known), sum(p.found_state is not None for p in known), TO_MOVE)
-            protection = opened.enter_context(Protection()) if driver is not None else None
+            protection = opened.enter_context(Protection())
             start = (
                 StartSandbox(install, source, plan, protection, ends_with_caller=ends_with_caller)
                 if plan is not None
@@ -188,7 +187,8 @@ def restore(
                     )
                 )
             )
-            images = [RestoreImages(folder) for folder in source.image_folders]
+            mark = os.urandom(8).hex()
+            images = [RestoreImages(folder, mark) for folder in source.image_folders]
             for each in images:
                 opened.callback(each.close)
             around = steps_before_criu(
@@ -197,6 +197,7 @@ def restore(
                 images,
                 files,
                 tcp,
+                protection,
                 in_our_network=in_our_network,
                 deadline=deadline,
             )
@@ -247,7 +248,7 @@ def _run(
     placement: Placement,
     findings: Sequence[preflight.Finding],
     running: Operation,
-    protection: Protection | None,
+    protection: Protection,
     deadline: float | None,
     ready: Sequence[Step],
 ) -> RestoreReport:
@@ -261,7 +262,7 @@ def _run(
     provide = ProvideFiles(source, protection)
     steps: list[Step] = [provide] if load is None else [provide, load] if source.provides_first else [load, provide]
     if snapshot.manifest.folders:
-        steps.append(MakeFolders(snapshot.manifest.folders))
+        steps.append(MakeFolders(snapshot.manifest.folders, protection))
     steps += [start, *around, criu]
     if gpu is not None:
         steps += gpu.steps_after_criu(ready)

@@ -39,7 +39,7 @@ class GpuRestore:
         gang: Gang | None,
         placement: Placement,
         tree: Result[RestoredTree],
-        protection: Protection | None,
+        protection: Protection,
         deadline: float | None,
     ) -> None:
         self._snapshot = source.snapshot

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 from gpucr.criu.credentials import with_full_bounding_sets
 from gpucr.criu.image_entries import images_in
 from gpucr.criu.images import FilesImage, RestoreImages
+from gpucr.criu.linked_files import passing_ghosts
 from gpucr.criu.options import RestoreOptions
-from gpucr.criu.recovery import EndRestore
+from gpucr.criu.recovery import EndRestore, RemoveGhosts, images_to_be_changed
 from gpucr.criu.remains import task_pids
 from gpucr.jobs.restored_tree import RestoredTree, end_restored, take_stock
 from gpucr.jobs.sandbox_steps import RestoreSite
@@ -19,7 +20,9 @@ from gpucr.model import ProcessId
 from gpucr.quantities import counted
 from gpucr.snapshot.manifest import Manifest
 from gpucr.snapshot.origin import images_read_from
+from gpucr.snapshot.shared_files import ROOT as SHARED_MEMORY
 from gpucr.surroundings.opened_files import require_as_recorded
+from gpucr.surroundings.recovery import can_be_told
 from gpucr.surroundings.scheduling import restore_scheduling
 from gpucr.undo.interrupts import Interrupts
 from gpucr.undo.logs import log_kept_on_failure
@@ -47,7 +50,7 @@ class CriuRestore:
         options: RestoreOptions,
         *,
         gang: Gang | None,
-        protection: Protection | None,
+        protection: Protection,
         deadline: float | None,
         stays_stopped: bool = False,
     ) -> None:
@@ -61,6 +64,7 @@ class CriuRestore:
         self._is_left_stopped = gang is not None or manifest.was_frozen or stays_stopped
         self._crius: list[ProcessId] = []
         self._root_pids: dict[int, int] = {}
+        self._ghosts = RemoveGhosts(())
         self.tree: Result[RestoredTree] = Result()
         self.warnings: tuple[str, ...] = ()
 
@@ -74,6 +78,9 @@ class CriuRestore:
         """Restore, then take stock of the restored processes."""
         if self._site.value.criu.install.is_unprivileged and self._site.value.helper is None:
             self._fit_images_to_a_user()
+        self._ghosts = self._passing_ghosts()
+        if self._ghosts.paths:
+            self._protection.protect(self._ghosts)
         with interrupts.allowed():
             self._restore_tree(0, interrupts)
             interrupts.postpone()
@@ -99,10 +106,19 @@ class CriuRestore:
             )
 
     def _fit_images_to_a_user(self) -> None:
+        self._protection.protect(images_to_be_changed(self._images))
         for images in self._images:
             with images_read_from(images.original):
                 fitting = with_full_bounding_sets(os.listdir(images.original), images_in(images.original))
             images.replace(fitting)
+
+    def _passing_ghosts(self) -> RemoveGhosts:
+        """Those of a sandbox's own shared memory end with it."""
+        with images_read_from(self._images[0].original):
+            names = [name for each in self._images for name in passing_ghosts(each.original)]
+        others = f"{SHARED_MEMORY}/" if self._site.value.isolated else ""
+        told = (each for each in names if can_be_told(each) and not (others and each.startswith(others)))
+        return RemoveGhosts(tuple(told))
 
     def _take_stock(self) -> None:
         roots = [self._root_pids[number] for number in range(len(self._images))]
@@ -110,7 +126,7 @@ class CriuRestore:
 
     def _on_start(self, criu: ProcessId) -> None:
         # In a sandbox CRIU and its tasks end with it, and their pids mean other processes here.
-        if self._protection is not None and not self._site.value.criu.is_in_sandbox:
+        if not self._site.value.criu.is_in_sandbox:
             self._crius.append(criu)
             with images_read_from(self._images[0].original):
                 pids = [pid for each in self._images for pid in task_pids(each.original)]
@@ -138,8 +154,11 @@ class CriuRestore:
                 interrupts.commit()
 
     def undo(self) -> None:
-        """End every process of the restored trees; the snapshot stays as it is."""
-        end_restored(tuple(self._root_pids.values()), self.tree.if_known)
+        """End every process of the restored trees, and remove CRIU's names; the snapshot stays as it is."""
+        try:
+            end_restored(tuple(self._root_pids.values()), self.tree.if_known)
+        finally:
+            self._ghosts.recover(())
 
 
 class WaitForOthers:

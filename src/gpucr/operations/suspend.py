@@ -25,6 +25,7 @@ from gpucr.gpu_state.interposed.line import require_free
 from gpucr.gpu_state.interposed.suspended import SuspendedBlocks
 from gpucr.gpu_state.placement import Placement, gpus_of, place_suspended
 from gpucr.gpu_state.recovery import GangProtection
+from gpucr.gpu_state.room import without_what_stays
 from gpucr.gpu_state.steps import RestoreGang, UnlockGang
 from gpucr.gpu_state.ways import GpuState, may_be_interposed, require_possible, uses_files
 from gpucr.interposer.protocol import Hooks
@@ -106,9 +107,10 @@ def suspend(
         phases = running.run(work.steps_off_gpu(), roll=taken.roll, deadline=deadline, protection=protection)
         gang = work.gang
         work.custom.release()
+        taken_bytes = without_what_stays(work.device_bytes)
         for member in gang.members:
             has_hooks = member.id in work.hooks.processes
-            suspended.remember(member, work.device_bytes.get(member.pid, {}), has_hooks=has_hooks)
+            suspended.remember(member, taken_bytes.get(member.pid, {}), has_hooks=has_hooks)
         taken.roll.require_gang("the rest of the job is suspended")
         warnings = tuple(finding.warning() for finding in findings)
         return replace(
@@ -149,6 +151,7 @@ def prepare_suspend(
     held = device_bytes_in_use(found.job, uses)
     about_job = [
         *preflight.check_states(found.job),
+        *preflight.check_left_locked(found.job),
         *findings_of_traps(found.job, found.driver, uses, may_share=may_be_interposed(gpu_state)),
     ]
     work = cuda_work(
@@ -184,7 +187,7 @@ def resume(
 
     ``gpu_map`` (``OLD=NEW,...``) and ``gpu`` (``auto``, or the new places of the GPUs that it uses) name GPUs of this
     machine by index or UUID; what they leave open is filled in. Running processes are left alone, and those that
-    `suspend` found LOCKED or CHECKPOINTED return to that state. Refuses up front if a GPU has too little free memory: a
+    `suspend` found CHECKPOINTED return to that state. Refuses up front if a GPU has too little free memory: a
     restore that runs out of it loses the job. On failure every process is CHECKPOINTED or LOCKED again, as it was
     found, so another attempt (with other GPUs, or when memory is free) is possible. Needs access to the processes.
 
@@ -196,6 +199,24 @@ def resume(
         request = GpuRequest.of(gpu_map, gpu)
         taken = opened.enter_context(taken_job(running, pid, TO_CHANGE, only=only, force=force))
         return _resume(taken, deadline, request, running, force=force)
+
+
+def resume_left_behind(pid: int | str) -> bool:
+    """Resume a job that stands still although no suspend of gpucr's is on record. Does nothing to any other job.
+
+    Its processes are locked or checkpointed because the gpucr that worked on them was killed together with its guard,
+    or could not undo. Returns whether that was so. Raises as `resume`.
+    """
+    gang = selection.find_job(pid, looks_only=True).job.gang
+    if not any(map(_is_left_behind, gang)):
+        return False
+    resume(pid)
+    return True
+
+
+def _is_left_behind(member: GangMember) -> bool:
+    is_checkpointed = member.found is CudaState.CHECKPOINTED
+    return member.found is CudaState.LOCKED or (is_checkpointed and suspended.recall(member.id) is None)
 
 
 def _resume(

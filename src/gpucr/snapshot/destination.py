@@ -74,7 +74,7 @@ class DumpTarget(Protocol):
     def findings(self, job: Job, device_bytes: int) -> list[preflight.Finding]:
         """Findings against it, before anything is changed."""
 
-    def create(self, protection: Protection | None) -> None:
+    def create(self, protection: Protection) -> None:
         """Prepare. Raises SnapshotExists, SnapshotError."""
 
     @property
@@ -141,12 +141,9 @@ class FolderTarget:
         """Whether the disk has room."""
         return preflight.check_disk(job, self.disk, device_bytes)
 
-    def create(self, protection: Protection | None) -> None:
+    def create(self, protection: Protection) -> None:
         """Make the folder."""
-        if protection is None:
-            self.folder.create()
-        else:
-            self.folder.create(lambda: protection.protect(*discard_folder(self.folder)))
+        self.folder.create(lambda: protection.protect(*discard_folder(self.folder)))
         self._sink.folder = self.folder.device
 
     @property

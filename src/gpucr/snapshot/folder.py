@@ -105,6 +105,18 @@ class UnfinishedSnapshot:
         unfinished._mode_before = mode_before
         return unfinished
 
+    def take_over(self, inode: tuple[int, int]) -> bool:
+        """Whether `left_behind` has found this very folder, and no other dump has it: then it is locked for us."""
+        if self._held is None or (self._held.status().st_dev, self._held.status().st_ino) != inode:
+            return False
+        try:
+            locks.lock(self._held.fd)
+        except BlockingIOError:
+            return False
+        except OSError:  # a file system without locks
+            return True
+        return True
+
     @property
     def mode_before(self) -> int | None:
         """The mode that an existing folder had before `create`; None if it was made here."""

@@ -49,7 +49,7 @@ _MAX_DEVICE_BYTES = 1 << 48
 _ABOUT = {"format", "format_version", "has_gpu_state"}
 """Members of the JSON that are not in `Manifest`."""
 _NOT_A_NAME = frozenset({"", ".", ".."})
-_STATES = {state.word: state for state in (CudaState.RUNNING, CudaState.LOCKED, CudaState.CHECKPOINTED)}
+_STATES = {state.word: state for state in (CudaState.RUNNING, CudaState.CHECKPOINTED)}
 
 Sha256 = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 Mode = Annotated[int, Meta(ge=0, lt=1 << 12)]
@@ -221,7 +221,7 @@ class ThreadRecord(Record, frozen=True):
 class ProcessRecord(Record, frozen=True):
     """One process as it was dumped.
 
-    ``found_state`` is the CUDA state in which gpucr found it, which a restore reproduces (None: no CUDA).
+    ``found_state`` is the CUDA state to which a restore leads it (None: no CUDA): CHECKPOINTED if gpucr found it so.
     ``device_bytes`` is the device memory that it held, per GPU UUID. ``staging``: where the driver left it.
     ``restore_thread``: its id in the process's own pid namespace. ``stopped``: by SIGSTOP. ``device_data`` is the part
     of its device memory from the driver (None: it has none, or CRIU's images hold it, kind ``plain``), ``above`` the

@@ -99,7 +99,7 @@ class RestoreSource(ABC):
         """`provide` will follow after a wait: its work may begin."""
 
     @abstractmethod
-    def provide(self, protection: Protection | None, interrupts: Interrupts, meter: Meter) -> int:
+    def provide(self, protection: Protection, interrupts: Interrupts, meter: Meter) -> int:
         """Put all files into ``folder``, checked. Returns their bytes. Raises SnapshotDamaged, StoreDamaged."""
 
     @abstractmethod
@@ -143,7 +143,7 @@ class FolderSource(RestoreSource):
         self._pool = ThreadPoolExecutor(1, "verify")
         self._verified = self._pool.submit(self._snapshot.verify_files, self._require_open)
 
-    def provide(self, protection: Protection | None, interrupts: Interrupts, meter: Meter) -> int:
+    def provide(self, protection: Protection, interrupts: Interrupts, meter: Meter) -> int:
         """Check every file."""
         with interrupts.allowed():
             if self._verified is None:
@@ -188,7 +188,7 @@ class FolderSource(RestoreSource):
 class ProvideFiles:
     """Make every file of the snapshot available and checked. Device memory is checked as it is read."""
 
-    def __init__(self, source: RestoreSource, protection: Protection | None) -> None:
+    def __init__(self, source: RestoreSource, protection: Protection) -> None:
         self._source = source
         self._protection = protection
         self.name = source.provision[0]

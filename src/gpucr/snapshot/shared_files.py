@@ -18,6 +18,8 @@ import stat
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
+from msgspec import Struct
+
 from gpucr.linux.sparse import copy_data
 from gpucr.linux.trusted_paths import make_folder_in
 from gpucr.snapshot.manifest import SharedFileRecord
@@ -52,16 +54,40 @@ def save(root: Path, snapshot: Path, *, inodes: Collection[int] | None = None) -
     return tuple(records)
 
 
-class SharedFiles:
-    """Restores a snapshot's shared files. `undo` brings back what they replaced."""
+class MadeFile(Struct, frozen=True):
+    """A file of shared memory that a restore makes: its name, and what tells it from another one of that name."""
 
-    def __init__(self, root: Path, snapshot: Path, records: Sequence[SharedFileRecord]) -> None:
+    name: str
+    size_bytes: int
+    modified_ns: int
+
+
+class SharedFiles:
+    """Restores a snapshot's shared files. `undo` brings back what they replaced.
+
+    ``mark``: in the names of files that are not complete.
+    """
+
+    def __init__(self, root: Path, snapshot: Path, records: Sequence[SharedFileRecord], mark: str = "") -> None:
         self._root = root
         self._snapshot = snapshot
         self._records = records
+        self._mark = mark
         self._made: list[tuple[str, tuple[int, int]]] = []
         self._made_folders: list[str] = []
         self._replaced: dict[str, int] = {}
+
+    def to_be_made(self) -> tuple[tuple[MadeFile, ...], tuple[str, ...]]:
+        """The files that `put_back` will make where there is none, and all folders of such files, outermost first."""
+        there = names_in_use(self._root, self._records)
+        files = [
+            MadeFile(name, record.size_bytes, record.modified_ns)
+            for record in self._records
+            for name in record.names
+            if name not in there
+        ]
+        folders = {str(folder) for file in files for folder in Path(file.name).parents} - {"."}
+        return tuple(files), tuple(sorted(folders))
 
     def put_back(self) -> int:
         """Make them as they were at the dump, replacing files with the same names. Returns their bytes.
@@ -113,7 +139,7 @@ class SharedFiles:
                 for name in record.names[1:]:
                     self._keep(name)
                     with self._folder_of(name, record) as other:
-                        temporary = _temporary_name()
+                        temporary = _temporary_name(self._mark)
                         os.link(Path(first).name, temporary, src_dir_fd=folder, dst_dir_fd=other, follow_symlinks=False)
                         os.rename(temporary, Path(name).name, src_dir_fd=other, dst_dir_fd=other)
                         self._made.append((name, inode))
@@ -128,13 +154,12 @@ class SharedFiles:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 raise FileExistsError(errno.EEXIST, "something else has the name of a shared file", name)
 
-    @staticmethod
-    def _write(folder: int, name: str, source: int, wanted: SharedFileRecord | os.stat_result) -> tuple[int, int]:
+    def _write(self, folder: int, name: str, source: int, wanted: SharedFileRecord | os.stat_result) -> tuple[int, int]:
         """Atomically create or replace a file of this name with the content of ``source``.
 
         Returns its device and inode.
         """
-        temporary = _temporary_name()
+        temporary = _temporary_name(self._mark)
         fd = os.open(temporary, _CREATE, 0o600, dir_fd=folder)
         try:
             if isinstance(wanted, SharedFileRecord):
@@ -195,6 +220,25 @@ def remove_remaps(root: Path, records: Sequence[SharedFileRecord]) -> None:
             if _REMAP.search(name):
                 with contextlib.suppress(OSError), _folder_in(root, Path(name).parts[:-1]) as folder:
                     os.unlink(Path(name).name, dir_fd=folder)
+
+
+def remove_made(root: Path, mark: str, files: Sequence[MadeFile], folders: Sequence[str]) -> None:
+    """Remove what a dead process has made by `SharedFiles.put_back`, as `to_be_made` says. Others' files stay."""
+    for inside in {"", *folders}:
+        with contextlib.suppress(OSError), _folder_in(root, Path(inside).parts) as folder:
+            for name in os.listdir(folder):
+                if name.startswith(f".gpucr-{mark}"):
+                    os.unlink(name, dir_fd=folder)
+    for file in files:
+        path = Path(file.name)
+        with contextlib.suppress(OSError), _folder_in(root, path.parts[:-1]) as folder:
+            status = os.lstat(path.name, dir_fd=folder)
+            if (status.st_size, status.st_mtime_ns) == (file.size_bytes, file.modified_ns):
+                os.unlink(path.name, dir_fd=folder)
+    for inside in reversed(folders):
+        path = Path(inside)
+        with contextlib.suppress(OSError), _folder_in(root, path.parts[:-1]) as folder:
+            os.rmdir(path.name, dir_fd=folder)
 
 
 def names_in_use(root: Path, records: Sequence[SharedFileRecord]) -> dict[str, tuple[int, int]]:
@@ -279,5 +323,5 @@ def _save_one(root: Path, snapshot: Path, stored: str, names: list[str]) -> Shar
     )
 
 
-def _temporary_name() -> str:
-    return f".gpucr-{os.urandom(8).hex()}"
+def _temporary_name(mark: str) -> str:
+    return f".gpucr-{mark}{os.urandom(8).hex()}"

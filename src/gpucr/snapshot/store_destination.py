@@ -128,14 +128,12 @@ class StoreTarget:
         why = "there is too little memory for them, or TMPDIR names a folder on a disk"
         return [facts.IMAGES_ON_DISK.seen(why, folder=self._working.path.parent)]
 
-    def create(self, protection: Protection | None) -> None:
+    def create(self, protection: Protection) -> None:
         """Make the working folder, and check what the store already has, while the job still runs."""
-        if protection is not None:
-            protection.protect(RemoveWorkingFolder(str(self._working.path)))
+        protection.protect(RemoveWorkingFolder(str(self._working.path)))
         self._working.create()
         self.folder.create()
-        if protection is not None:
-            protection.protect(*discard_folder(self.folder))
+        protection.protect(*discard_folder(self.folder))
         session = WriteSession.begin(self._store, compress=self._compress, checks=self._checks)
         self._session.set(session)
         self._sink.session.set(session)

@@ -59,10 +59,9 @@ class StoreSource(RestoreSource):
     def begin(self) -> None:
         """Nothing: the files are fetched before device memory is read."""
 
-    def provide(self, protection: Protection | None, interrupts: Interrupts, meter: Meter) -> int:
+    def provide(self, protection: Protection, interrupts: Interrupts, meter: Meter) -> int:
         """Fetch every file."""
-        if protection is not None:
-            protection.protect(RemoveWorkingFolder(str(self._working.path)))
+        protection.protect(RemoveWorkingFolder(str(self._working.path)))
         self._working.create()
         meter.expect(self.files_bytes)
         with self._explained():

@@ -22,6 +22,7 @@ from gpucr.operations.end_job import end_processes
 from gpucr.operations.launch import run_job
 from gpucr.operations.restore import restore
 from gpucr.operations.stores import list_snapshots, prune_store, verify_snapshots
+from gpucr.operations.suspend import resume_left_behind
 from gpucr.snapshot.gpus import place_snapshot
 from gpucr.snapshot.in_store import SnapshotInStore
 from gpucr.snapshot.job_snapshot import JobSnapshot
@@ -70,6 +71,9 @@ class SupervisedJob(Protocol):
 
     def snapshots(self) -> Sequence[str]:
         """The ids of its snapshots in the store, newest first by the store's clock."""
+
+    def resume(self) -> bool:
+        """Let it run again if it stands still, and nobody works on it. Returns whether it did that."""
 
     def end(self) -> None:
         """Kill the rest of it."""
@@ -182,6 +186,14 @@ class RegisteredJob:
         """The snapshots with the job's name."""
         found = list_snapshots(self._settings.store, key=self._key).snapshots
         return [each.id for each in reversed(found) if each.name == self._name]
+
+    def resume(self) -> bool:
+        """Only if no process that it had is gone. What prevents it is left to the restart."""
+        if not all(map(processes.keeps_running, self._known)):
+            return False
+        with contextlib.suppress(GpucrError, OSError):
+            return resume_left_behind(self._name)
+        return False
 
     def end(self) -> None:
         """SIGKILL to all of it. If a process hangs in the kernel, the restore will report that its pids are taken."""

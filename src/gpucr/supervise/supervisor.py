@@ -64,6 +64,7 @@ class Supervisor:
             phase = self._restart("taken-up", found.reason or "drained", is_its_fault=False)
             if phase is not None:
                 return self._end(phase)
+        self._resume()
         self._journal.update(phase="supervised")  # not earlier: until then a drained job is recognised as one
         while True:
             phase = self._turn()
@@ -96,7 +97,7 @@ class Supervisor:
             if not {uuid for uuid, _ in failed}.isdisjoint(self._job.gpus()):
                 return self._restart("gpu", "; ".join(f"GPU {uuid}: {what}" for uuid, what in failed))
         trouble = self._watch.trouble()
-        if trouble is not None:
+        if trouble is not None and not self._resume():
             hung_s = self._watch.hung_for_s(trouble[0])
             self._suspect(hung_s)
             self._worked_s = max(0.0, self._worked_s - hung_s)
@@ -142,6 +143,7 @@ class Supervisor:
 
     def _checkpoint(self) -> None:
         """Take one. On failure the job keeps running, and it is retried soon."""
+        self._resume()
         self._journal.tell("checkpoint-begin")
         began_s = self._clock.now_s()
         try:
@@ -166,7 +168,7 @@ class Supervisor:
         wait_s = policy.backoff_s(failed, self._random, first_s=self._settings.backoff_first_s, most_s=most_s)
         self._journal.tell("checkpoint-failed", **_told(error), again_in_s=round(wait_s, 3))
         self._plan(wait_s, interval_s)
-        if isinstance(error, JobDamaged):
+        if isinstance(error, JobDamaged) and not self._resume():
             self._job.end()  # the rest is no job any more; the next check finds that it has failed
 
     def _taken(self, taken: Checkpoint) -> None:
@@ -206,6 +208,14 @@ class Supervisor:
             return
         if removed:
             self._journal.tell("pruned", removed=removed)
+
+    def _resume(self) -> bool:
+        """A job that a killed or failed gpucr left locked is resumed, which loses nothing. False: it was not."""
+        if not self._job.resume():
+            return False
+        self._journal.tell("resumed")
+        self._watch.begin_again()
+        return True
 
     # --- restarts ----------------------------------------------------------------------------------------------
 

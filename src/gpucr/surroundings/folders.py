@@ -15,7 +15,9 @@ from gpucr.linux import trusted_paths
 from gpucr.linux.sockets import bound_socket_paths
 from gpucr.model import ProcessInfo
 from gpucr.snapshot.manifest import FolderRecord
+from gpucr.surroundings.recovery import RemoveSocketFolders, can_be_told, remove_socket_folder
 from gpucr.undo.interrupts import Interrupts
+from gpucr.undo.protection import Protection
 from gpucr.undo.steps import Meter
 
 
@@ -40,8 +42,9 @@ class MakeFolders:
 
     name = "folders"
 
-    def __init__(self, folders: Sequence[FolderRecord]) -> None:
+    def __init__(self, folders: Sequence[FolderRecord], protection: Protection) -> None:
         self._folders = folders
+        self._protection = protection
         self._made: list[str] = []
 
     def describe(self) -> str:
@@ -53,6 +56,11 @@ class MakeFolders:
 
         CRIU binds the sockets by path, as root: no folder, not even an existing one, may be behind another user's link.
         """
+        missing = tuple(
+            each.path for each in self._folders if not os.path.lexists(each.path) and can_be_told(each.path)
+        )
+        if missing:
+            self._protection.protect(RemoveSocketFolders(missing))
         for record in self._folders:
             try:
                 if not _is_there(record.path):
@@ -74,10 +82,9 @@ class MakeFolders:
                 raise
 
     def undo(self) -> None:
-        """Remove the new ones that are empty."""
+        """Remove the new ones that have nothing but sockets, which CRIU has made."""
         while self._made:
-            with contextlib.suppress(OSError):
-                trusted_paths.remove_empty_folder(self._made.pop())
+            remove_socket_folder(self._made.pop())
 
 
 def _is_there(path: str) -> bool:

@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import TypeAlias
 
 from gpucr.criu.images import FilesImage, RestoreImages
+from gpucr.criu.recovery import images_to_be_changed
 from gpucr.diagnosis.preflight.databases import spared_by_rewind
 from gpucr.diagnosis.preflight.surroundings import FilesMode, TcpMode
 from gpucr.errors import DeadlineExceeded, Unsupported
 from gpucr.jobs.sandbox_steps import RestoreSite
 from gpucr.linux import cut_back, sock_diag
+from gpucr.linux.cut_back import CutOff
 from gpucr.linux.sock_diag import TcpSocket
 from gpucr.model import Endpoint, JobFile
 from gpucr.quantities import counted, format_bytes
@@ -24,7 +26,9 @@ from gpucr.snapshot.manifest import Manifest
 from gpucr.snapshot.origin import RestoreSource, images_read_from
 from gpucr.snapshot.shared_files import SharedFiles
 from gpucr.surroundings.databases import PutBackDatabases
+from gpucr.surroundings.recovery import PutBackCuts, RemoveSharedFiles, can_be_told
 from gpucr.undo.interrupts import Interrupts
+from gpucr.undo.protection import Protection
 from gpucr.undo.steps import Meter, Result
 
 _TIME_WAIT_LIMIT_S = 70.0
@@ -38,6 +42,7 @@ def steps_before_criu(
     images: Sequence[RestoreImages],
     files: FilesMode,
     tcp: TcpMode,
+    protection: Protection,
     *,
     in_our_network: bool,
     deadline: float | None,
@@ -46,14 +51,14 @@ def steps_before_criu(
     manifest = source.snapshot.manifest
     steps: list[StepBeforeCriu] = []
     if manifest.shared_files:
-        steps.append(PutBackSharedFiles(source, site))
+        steps.append(PutBackSharedFiles(source, site, protection))
     endpoints = endpoints_to_bind(manifest, tcp)
     if in_our_network and endpoints:
         steps.append(FreePorts(endpoints, deadline))
     if files == "rewind" and (changed := [each for each in manifest.databases if state_now(each).newer]):
         steps.append(PutBackDatabases(source, changed))
     if _changed_sizes(manifest.open_files) or (manifest.connections and tcp == "close"):
-        steps.append(AdaptFiles(manifest, site, images, files, tcp))
+        steps.append(AdaptFiles(manifest, site, images, files, tcp, protection))
     return steps
 
 
@@ -71,9 +76,10 @@ class PutBackSharedFiles:
 
     name = "shared"
 
-    def __init__(self, source: RestoreSource, site: Result[RestoreSite]) -> None:
+    def __init__(self, source: RestoreSource, site: Result[RestoreSite], protection: Protection) -> None:
         self._source = source
         self._site = site
+        self._protection = protection
         self._files: SharedFiles | None = None
 
     def describe(self) -> str:
@@ -84,8 +90,12 @@ class PutBackSharedFiles:
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
         """Write them. Returns their bytes."""
-        root = self._site.value.shared_root
-        self._files = SharedFiles(root, self._source.folder, self._source.snapshot.manifest.shared_files)
+        root, mark = self._site.value.shared_root, os.urandom(8).hex()
+        self._files = SharedFiles(root, self._source.folder, self._source.snapshot.manifest.shared_files, mark)
+        if not self._site.value.isolated:  # otherwise they end with the sandbox
+            files, folders = self._files.to_be_made()
+            told = tuple(file for file in files if can_be_told(file.name))
+            self._protection.protect(RemoveSharedFiles(str(root), mark, told, tuple(filter(can_be_told, folders))))
         try:
             return self._files.put_back()
         except OSError as e:
@@ -178,10 +188,12 @@ class AdaptFiles:
         images: Sequence[RestoreImages],
         files: FilesMode,
         tcp: TcpMode,
+        protection: Protection,
         *,
         in_view: bool = False,
     ) -> None:
         """``in_view``: the job will see files as its sandbox shows them, and nothing is made outside."""
+        self._protection = protection
         self._manifest = manifest
         self._site = site
         self._images = images
@@ -212,9 +224,11 @@ class AdaptFiles:
                 image.adapt_to_sizes(sizes)
                 if self._tcp == "close":
                     image.close_connections(outside)
+        if not self._in_view:
+            self._protection.protect(images_to_be_changed(self._images))
         for folder, image in zip(self._images, images, strict=True):
             self._change(folder, image)
-        return sum(cut.kept_as.stat().st_size for cut in self._cut)
+        return sum(cut.whole_bytes - cut.size_bytes for cut in self._cut)
 
     def _change(self, folder: RestoreImages, image: FilesImage) -> None:
         if image.is_changed:
@@ -240,7 +254,7 @@ class AdaptFiles:
             size_bytes = _size_bytes(file.path) if file.path not in spared and not is_log else None
             if file.is_written and size_bytes is not None and size_bytes > file.size_bytes:
                 try:
-                    cut = cut_back.cut_back(Path(file.path), file.size_bytes, stamp=stamp)
+                    cut = cut_back.cut_back(Path(file.path), file.size_bytes, stamp=stamp, about_to=self._about_to_cut)
                 except OSError as e:
                     raise Unsupported(
                         f"{file.path} cannot be cut back to {file.size_bytes} bytes: {e.strerror}",
@@ -250,6 +264,9 @@ class AdaptFiles:
                 text = f"{size_bytes - file.size_bytes} bytes of {file.path} were cut off; they are in {cut.kept_as}"
                 meter.note(text)
                 self.warnings.append(text)
+
+    def _about_to_cut(self, cut: CutOff) -> None:
+        self._protection.protect(PutBackCuts(tuple(each for each in (*self._cut, cut) if can_be_told(each.path))))
 
 
 def _changed_sizes(files: Sequence[JobFile], root: str = "") -> dict[str, tuple[int, int]]:

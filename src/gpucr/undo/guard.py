@@ -46,6 +46,7 @@ class Guard:
         self._sequence = 0
         self._held = 0
         self._is_needed = False
+        self._lost_by: BrokenInstall | None = None
         self._output_fd = os.memfd_create("gpucr-guard-output", os.MFD_CLOEXEC)
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
@@ -65,9 +66,14 @@ class Guard:
         """The guard process's pid."""
         return self._process.pid
 
+    @property
+    def is_needed(self) -> bool:
+        """Whether it is left running when it is dismissed."""
+        return self._is_needed
+
     def wait_ready(self) -> None:
         """Returns when the guard is watching. Do not change the job before. Raises BrokenInstall."""
-        with self._turn:
+        with self._turn, self._lost_once():
             self._receive(time.monotonic() + ANSWER_LIMIT_S)
 
     def hold(self, descriptors: Sequence[int]) -> tuple[int, ...]:
@@ -174,15 +180,27 @@ class Guard:
     def _ask(self, kind: str, fds: Sequence[int], *rest: str, limit_s: float = ANSWER_LIMIT_S) -> str:
         self._sequence += 1
         message = " ".join((kind, str(self._sequence), *rest)).encode()
-        try:
-            socket.send_fds(self._socket, [message], fds)
-        except ConnectionError as e:
-            raise self._lost() from e
-        deadline = time.monotonic() + limit_s
-        # The answer to an interrupted call (Ctrl-C) may still arrive.
-        while (answer := self._receive(deadline))[0] != str(self._sequence):
-            continue
+        with self._lost_once():
+            try:
+                socket.send_fds(self._socket, [message], fds)
+            except ConnectionError as e:
+                raise self._lost() from e
+            deadline = time.monotonic() + limit_s
+            # The answer to an interrupted call (Ctrl-C) may still arrive.
+            while (answer := self._receive(deadline))[0] != str(self._sequence):
+                continue
         return " ".join(answer[1:])
+
+    @contextlib.contextmanager
+    def _lost_once(self) -> Iterator[None]:
+        """A guard that has ended, or not answered in time, is not asked again: an undo does not wait for it."""
+        if self._lost_by is not None:
+            raise self._lost_by
+        try:
+            yield
+        except BrokenInstall as error:
+            self._lost_by = error
+            raise
 
     def _receive(self, deadline: float) -> list[str]:
         """The words of the next message."""

@@ -110,10 +110,11 @@ class Post:
         while self._reserve:
             os.close(self._reserve.pop())
         if self.record:
-            from gpucr.undo.recovery import recover
+            from gpucr.undo import left_behind, recovery
 
-            if recover(self.record, self.descriptors, self._operation_pid, is_dead=is_dead):
+            if recovery.recover(self.record, self.descriptors, self._operation_pid, is_dead=is_dead):
                 self.record = b""
+                left_behind.forget_own()
         return not self.record
 
 

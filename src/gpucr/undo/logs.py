@@ -18,8 +18,6 @@ from gpucr.linux.private_folders import state_folder
 _AT_WORK = ".at-work"
 """A file with the pid of the log's writer. A log without it has been reported to somebody and is kept."""
 
-_LEFT_BEHIND_S = 600.0
-
 
 def append_to_log(name: str, line: str) -> None:
     """Add a line with the time to ``NAME.log`` in the log folder, or to syslog if that cannot be written."""
@@ -43,7 +41,6 @@ def log_kept_on_failure(phase: str) -> Iterator[Path]:
     try:
         base = state_folder() / "log"
         trusted_paths.make_private(base)
-        _remove_left_behind(base)
         folder = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
     except OSError:
         folder = Path(tempfile.mkdtemp(prefix=f"gpucr-{prefix}"))
@@ -66,6 +63,14 @@ def remove_logs_of(pid: int) -> None:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
+def remove_left_behind() -> None:
+    """Remove the logs of operations that were killed: nobody has been told about them. Raises nothing."""
+    with contextlib.suppress(OSError):
+        for folder in _marked(state_folder() / "log"):
+            if not _is_in_use(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
 @contextlib.contextmanager
 def _at_work(folder: Path) -> Iterator[None]:
     """Mark this folder as temporary, and lock it while this process lives."""
@@ -79,15 +84,6 @@ def _at_work(folder: Path) -> Iterator[None]:
         with contextlib.suppress(OSError):
             (folder / _AT_WORK).unlink(missing_ok=True)
         os.close(fd)
-
-
-def _remove_left_behind(base: Path) -> None:
-    """Remove logs of a gpucr that was killed with its guard or had none. Its CRIU may still be writing for a while."""
-    with contextlib.suppress(OSError):
-        for folder in _marked(base):
-            newest = max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
-            if time.time() - newest > _LEFT_BEHIND_S and not _is_in_use(folder):
-                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _marked(base: Path) -> list[Path]:

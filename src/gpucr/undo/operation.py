@@ -18,6 +18,7 @@ from gpucr.linux.descriptor_limit import OUT_OF_DESCRIPTORS, Reserve
 from gpucr.undo.cancellation import Cancellation
 from gpucr.undo.events import Listener, OnProgress
 from gpucr.undo.interrupts import Interrupts, interrupted
+from gpucr.undo.left_behind import remove_left_behind
 from gpucr.undo.protection import Protection
 from gpucr.undo.roll import Roll
 from gpucr.undo.steps import Phase, Step, run_steps
@@ -64,7 +65,16 @@ class Operation:
         protection: Protection | None = None,
         begun_before: Sequence[Step] = (),
     ) -> tuple[Phase, ...]:
-        """Like `run_steps`. When it returns, the operation has succeeded and signals have no effect."""
+        """Like `run_steps`. When it returns, the operation has succeeded and signals have no effect.
+
+        The undo does not need the guard of ``protection``.
+        """
+
+        def before_undo() -> None:
+            self.release()
+            if protection is not None:
+                protection.needs_no_guard()
+
         try:
             return run_steps(
                 steps,
@@ -73,7 +83,7 @@ class Operation:
                 listener=self._listener,
                 interrupts=self.interrupts,
                 begun_before=begun_before,
-                before_undo=self.release,
+                before_undo=before_undo,
                 second_undo=protection.undo_by_guard if protection is not None else None,
             )
         finally:
@@ -99,6 +109,7 @@ def operation(
 
     ``name`` and ``subject`` are for its events (events.py). With ``is_undo`` it cannot be interrupted.
     """
+    remove_left_behind()
     listener = Listener(on_progress, name, subject)
     with (
         descriptor_limit.raised(),

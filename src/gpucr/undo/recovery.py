@@ -27,17 +27,24 @@ _AS_FOUND = "its job is as it was found"
 _KIND = re.compile(r"(gpucr(?:\.[a-z_]+)*\.recovery):([A-Za-z]+)")
 
 
+class NotYet(Exception):
+    """What an action would remove is still in use."""
+
+
 class Action(msgspec.Struct):
     """Base of all actions. A subclass's fields must fit JSON."""
 
     outlives_job: ClassVar[bool] = False
     """Whether it still applies when the job runs again and needs nothing more."""
 
+    is_on_record: ClassVar[bool] = False
+    """Whether the next command does it, without descriptors, if operation and guard were killed (left_behind.py)."""
+
     def recover(self, descriptors: Sequence[int]) -> bool:
         """Do it. ``descriptors`` are those passed with it, in order.
 
         Returns whether the job has ended, or is being ended, as it should. May raise anything: the other actions are
-        still done.
+        still done. One that is on record raises NotYet if it, and those named before it, have to wait.
         """
         raise TypeError(f"{kind_of(self)} does not say how it recovers")
 
@@ -140,6 +147,28 @@ def recover(data: bytes, descriptors: Mapping[int, int], operation_pid: int, *, 
         "guard", "; ".join(filter(None, [title, lost, failed])) if lost or failed else f"{title}; {_AS_FOUND}"
     )
     return not failures
+
+
+def recover_left(data: bytes, operation_pid: int) -> bool:
+    """Do what is on record of an operation that was killed together with its guard. Raises nothing.
+
+    Returns False if something is still in use: then try again later.
+    """
+    failures: list[str] = []
+    try:
+        for each in reversed(decode(data).entries):
+            try:
+                _recover(each, {})
+            except NotYet:
+                return False
+            except Exception as error:  # noqa: BLE001 - the others must still be done
+                failures.append(f"{type(error).__name__}: {error}")
+    except ValueError as e:
+        failures.append(str(e))
+    title = f"the gpucr with pid {operation_pid} was killed together with its guard"
+    outcome = "undoing that failed: " + "; ".join(failures) if failures else "that is undone"
+    append_to_log("guard", f"{title}, and what it had begun stayed; {outcome}")
+    return True
 
 
 def before_release(data: bytes, descriptors: Mapping[int, int]) -> None:

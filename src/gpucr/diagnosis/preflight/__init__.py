@@ -41,6 +41,7 @@ from gpucr.diagnosis.preflight.surroundings import (
 from gpucr.diagnosis.preflight.tree import (
     check_free_pids,
     check_interrupted,
+    check_left_locked,
     check_left_out,
     check_limits,
     check_namespace_init,
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
     from gpucr.diagnosis.preflight.interposed import check_suspended, kept_bytes, undecided
     from gpucr.diagnosis.preflight.measured import BASICS, Measurement, Measurements, check_basics
     from gpucr.diagnosis.preflight.modes import check_driver, check_mig_targets, mps_programs
+    from gpucr.diagnosis.preflight.opencl import check_opencl
     from gpucr.diagnosis.preflight.reopened import check_reopened
     from gpucr.diagnosis.preflight.squashed import check_squashed_files
     from gpucr.diagnosis.preflight.terminals import check_foreign_terminals, check_own_terminals
@@ -98,6 +100,7 @@ __all__ = [
     "check_host_memory",
     "check_interrupted",
     "check_kept_connections",
+    "check_left_locked",
     "check_left_out",
     "check_limits",
     "check_locks",
@@ -105,6 +108,7 @@ __all__ = [
     "check_namespace_init",
     "check_namespaces",
     "check_open_files",
+    "check_opencl",
     "check_outside_connections",
     "check_own_terminals",
     "check_ports",
@@ -144,6 +148,7 @@ _LATE = {
     "interposed": ("check_suspended", "kept_bytes", "undecided"),
     "measured": ("BASICS", "Measurement", "Measurements", "check_basics"),
     "modes": ("check_driver", "check_mig_targets", "mps_programs"),
+    "opencl": ("check_opencl",),
     "reopened": ("check_reopened",),
     "squashed": ("check_squashed_files",),
     "terminals": ("check_foreign_terminals", "check_own_terminals"),

@@ -45,6 +45,18 @@ def check_interposed(job: JobTraits, measured: Measurements, *, may_share: bool 
     return found
 
 
+def check_half_away(job: JobTraits) -> list[Finding]:
+    """Processes without a part of their device memory that are not suspended."""
+    return [
+        facts.HALF_AWAY.seen(
+            _TOLD_BY, each.pid, process=_name(each), state=each.found.word, count=counted(each.counted.away, "block")
+        )
+        for each in job.processes
+        if each.counted is not None and each.counted.away
+        if each.found in (CudaState.RUNNING, CudaState.LOCKED)
+    ]
+
+
 def kept_bytes(job: Job) -> int:
     """How much device memory its suspended processes keep in files, through interposers or custom storage.
 

@@ -15,7 +15,7 @@ from gpucr.interposer.presence import is_interposed
 from gpucr.interposer.protocol import Status
 from gpucr.interposer.sharing import Sharing
 from gpucr.linux import memory, processes
-from gpucr.model import Gpu, GpuUse, Job, ProcessInfo
+from gpucr.model import CudaState, Gpu, GpuUse, Job, ProcessInfo
 
 _UVM_DEVICE = "/dev/nvidia-uvm"
 
@@ -26,7 +26,7 @@ class CudaTraits(Struct, frozen=True):
     ``environment`` is that of its start (None: not readable), ``mapped`` the paths of the files that it has mapped,
     ``gpus`` the UUIDs of those on which it holds memory (None: NVML does not know the process, as in most containers),
     ``uvm_mappings`` number of mappings of ``/dev/nvidia-uvm``; ``counted``: its interposer's counters (None: none, or
-    no answer); ``has_agent``: it has an interposer that should answer.
+    no answer); ``has_agent``: it has an interposer that should answer. ``found``: its CUDA state, if it is of the job.
     """
 
     process: ProcessInfo
@@ -36,6 +36,7 @@ class CudaTraits(Struct, frozen=True):
     gpus: frozenset[str] | None
     uvm_mappings: int = 0
     counted: Status | None = None
+    found: CudaState | None = None
     has_agent: bool = False
 
     @property
@@ -90,8 +91,8 @@ def look(job: Job, uses: Sequence[GpuUse]) -> JobTraits:
     """
     if not job.gang:
         return JobTraits((), ())
-    members = {member.pid for member in job.gang}
-    seen = tuple(_look_at(process, uses) for process in job.processes if process.pid in members)
+    found = {member.pid: member.found for member in job.gang}
+    seen = tuple(_look_at(each, uses, found[each.pid]) for each in job.processes if each.pid in found)
     relatives: list[CudaTraits] = []
     for process in _relatives(job, {use.pid for use in uses}):
         with contextlib.suppress(PermissionError):  # another user's: it shares nothing with this one
@@ -126,7 +127,7 @@ def _relatives(job: Job, holders: set[int]) -> list[ProcessInfo]:
     return [found[pid] for pid in sorted(holders.difference(job.pids) & found.keys())]
 
 
-def _look_at(process: ProcessInfo, uses: Sequence[GpuUse]) -> CudaTraits:
+def _look_at(process: ProcessInfo, uses: Sequence[GpuUse], found: CudaState | None = None) -> CudaTraits:
     try:
         paths = [mapping.path for mapping in memory.read_maps(process.pid) if mapping.path]
     except (FileNotFoundError, ProcessLookupError):
@@ -140,4 +141,5 @@ def _look_at(process: ProcessInfo, uses: Sequence[GpuUse]) -> CudaTraits:
         uvm_mappings=paths.count(_UVM_DEVICE),
         counted=ask_status(process.pid) if (has_agent := is_interposed(process.pid)) else None,
         has_agent=has_agent,
+        found=found,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gpucr.diagnosis.preflight.findings import Finding
-from gpucr.diagnosis.preflight.interposed import check_imported, check_interposed, knows_all
+from gpucr.diagnosis.preflight.interposed import check_half_away, check_imported, check_interposed, knows_all
 from gpucr.diagnosis.preflight.ipc import check_cuda_ipc
 from gpucr.diagnosis.preflight.managed import check_managed
 from gpucr.diagnosis.preflight.measured import Measurements, check_basics
@@ -21,6 +21,7 @@ def check_traps(job: JobTraits, measured: Measurements, *, may_share: bool = Fal
         return []
     return [
         *check_basics(measured),
+        *check_half_away(job),
         *(check_interposed(job, measured, may_share=may_share) if knows_all(job) else _inferred(job, measured)),
         *check_imported(job, measured, may_share=may_share),
         *check_shared_gpus(job),

@@ -92,6 +92,17 @@ def check_states(job: Job) -> list[Finding]:
     ]
 
 
+def check_left_locked(job: Job) -> list[Finding]:
+    """Processes that are locked already, and that nobody works on: call it with the job claimed."""
+    return [
+        facts.LEFT_LOCKED.seen(
+            "cuCheckpointProcessGetState", member.pid, process=f"process {member.pid}", root=job.root.pid
+        )
+        for member in job.gang
+        if member.found is CudaState.LOCKED
+    ]
+
+
 def check_tracers(job: Job) -> list[Finding]:
     """Debuggers, strace and profilers: a process has at most one tracer, and CRIU must be it."""
     found = []
@@ -233,7 +244,7 @@ def check_open_files(job: Job, *, is_sandboxed: bool = False) -> list[Finding]:
     ``is_sandboxed``: gpucr made the job's mounts, with this machine's files.
     """
     running = {member.pid for member in job.gang if member.found is not CudaState.CHECKPOINTED}
-    passing = {(each.process.pid, fd) for each in find_inherited(job.processes, running) for fd in each.fds}
+    passing = {(each.process.pid, fd) for each in find_inherited(job.processes, running) for fd in each.all_fds}
     found: list[Finding] = []
     judged: Judged = {}
     for process in job.processes:

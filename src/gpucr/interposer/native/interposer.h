@@ -14,7 +14,7 @@
 #define MAX_DEVICES 64
 
 /* Memory that stays with the driver is counted, so that gpucr knows about it. */
-enum counter { ARRAYS, POOLS, POOL_ALLOCATIONS, IPC_MEMORY, IPC_EVENTS, PEER_ACCESS, EXTERNAL, AROUND, COUNTERS };
+enum counter { ARRAYS, POOLS, POOL_ALLOCATIONS, IPC_MEMORY, IPC_EVENTS, PEER_ACCESS, EXTERNAL, AROUND, OPENCL, COUNTERS };
 extern _Atomic int64_t counters[COUNTERS];
 
 /* interposer.c */
@@ -27,6 +27,9 @@ void symbols_describe(struct slot *slot);   /* its role, by its name */
 void *symbols_resolve(struct slot *slot); /* the target of a stub that a program was linked with */
 void symbols_in_child(void);
 bool symbols_complete(void);              /* the driver has every function that is needed */
+
+/* opencl.c */
+void *opencl_dlsym(void *handle, const char *name);
 
 /* table.c: blocks of physical memory, where they are mapped, and address ranges that were given out */
 struct block {

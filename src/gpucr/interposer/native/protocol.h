@@ -105,9 +105,10 @@ struct status {
     uint64_t multicast, dma_buf; /* dma_buf: existing memory that was exported as one */
     uint64_t arrays, pools, pool_allocations, ipc_memory, ipc_events, peer_access, external;
     uint64_t around; /* libraries that were loaded so that their calls may not pass the gate */
+    uint64_t opencl; /* contexts of OpenCL that were made on NVIDIA GPUs */
     uint64_t traceable; /* processes of this user may trace this one (TRACE) */
     uint64_t hooks;     /* the program's own functions (HOOKS) */
 };
-_Static_assert(sizeof(struct status) == 27 * 8, "struct status");
+_Static_assert(sizeof(struct status) == 28 * 8, "struct status");
 
 #endif

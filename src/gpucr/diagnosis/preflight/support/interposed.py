@@ -66,6 +66,13 @@ SUSPENDED_SHARING = Fact(
     remedy="resume the job before its dump (`gpucr resume {root}`)",
     code="GPUCR-GPU-STATE",
 )
+HALF_AWAY = Fact(
+    what="{process} is {state}, and {count} of its device memory are away",
+    consequence="the gpucr that took them out was killed together with its guard, and a snapshot would lack them",
+    remedy="`gpucr resume` of the job brings back what the process keeps; otherwise end it, and restore its last "
+    "snapshot",
+    code="GPUCR-CUDA-STATE",
+)
 MULTICAST = Fact(
     what="{process} has {count} (NCCL's NVLS)",
     consequence="no driver checkpoints multicast memory",

@@ -28,6 +28,14 @@ STATE_UNKNOWN = Fact(
     code="GPUCR-CUDA-STATE",
     case="one that this gpucr does not know",
 )
+LEFT_LOCKED = Fact(
+    what="{process} is locked",
+    consequence="it waits in its next CUDA call: what worked on it was killed, or is another tool. A resume, or a "
+    "restore of its snapshot, lets it run",
+    remedy="`gpucr resume {root}` lets it run now",
+    code="GPUCR-CUDA-STATE",
+    severity="warning",
+)
 TRACED = Fact(
     what="{process} is being traced",
     consequence="CRIU cannot attach to it",
@@ -86,6 +94,27 @@ LEFT_OUT = Fact(
     what="{processes} in the job's {place} were not started by the job, or have lost their parent",
     consequence="they end with the job, and no snapshot has them",
     remedy="have the job's first process start what is to come back",
+    severity="warning",
+)
+_CL = "its calls of OpenCL fail from the dump on, with an error; CUDA is not disturbed"
+OPENCL_USED = Fact(
+    what="{process} has made {count} contexts of OpenCL",
+    consequence="no driver checkpoints them",
+    remedy="have the program use CUDA alone (OpenMM: the platform CUDA)",
+    code="GPUCR-OPENCL",
+)
+OPENCL_SEEN = Fact(
+    what="{process} has looked for OpenCL devices, and uses none",
+    consequence=_CL,
+    remedy="start the program again if it is to use OpenCL",
+    code="GPUCR-OPENCL",
+    severity="warning",
+)
+OPENCL_UNKNOWN = Fact(
+    what="{process} has OpenCL loaded, and no interposer that knows whether it is in use",
+    consequence=f"if it is, the dump is refused when the job stands still, and the job continues; if not, {_CL}",
+    remedy="start the job with `gpucr run`",
+    code="GPUCR-OPENCL",
     severity="warning",
 )
 NO_USERS = Fact(
