@@ -18,6 +18,7 @@ from msgspec import structs
 import gpucr
 from gpucr.errors import InvalidRequest, RehearsalFailed, SnapshotDamaged, Unsupported
 from gpucr.linux import processes
+from gpucr.linux.private_view import View
 from gpucr.operations.rehearse_steps import CheckRestored
 from gpucr.undo.events import Progress
 from tests.command import run, run_json
@@ -414,6 +415,19 @@ def test_the_gpu_part_of_a_container_is_refused(tmp_path: Path) -> None:
         gpucr.rehearse(without_images)
 
 
+def test_a_machine_that_cannot_show_its_files_so(
+    start: StartJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That is no failure of the snapshot's."""
+    job = start("done()\nstep()\ndone()\n")
+    gpucr.dump(job.pid, tmp_path / "s", leave_running=True)
+    monkeypatch.setattr("gpucr.operations.rehearse.view_for", lambda *_: View((), (), (), ("/missing",)))
+    with pytest.raises(Unsupported) as refused:
+        gpucr.rehearse(tmp_path / "s")
+    assert refused.value.code == "GPUCR-NO-REHEARSAL"
+    assert job.go_on() == "ok"
+
+
 # --- dumps ------------------------------------------------------------------------------------------------------------
 
 
@@ -474,3 +488,15 @@ def test_a_dry_run_names_the_rehearsal(start: StartJob, tmp_path: Path) -> None:
     assert any("rehearse" in step for step in steps)
     assert not any("rehearse" in step for step in gpucr.plan_dump(job.pid, tmp_path / "s").steps)
     assert job.go_on() == "ok"
+
+
+def test_a_dump_of_two_trees(start: StartJob, tmp_path: Path) -> None:
+    """They are stopped as a whole, and are so during the rehearsal."""
+    jobs = [start("done()\nstep()\ndone()\n") for _ in range(2)]
+    report = gpucr.dump(gpucr.JobSelector(*(job.pid for job in jobs)), tmp_path / "s", rehearse=True)
+    assert report.rehearsal is not None
+    assert report.rehearsal.processes == 2
+    for job in jobs:
+        job.reap()
+    gpucr.restore(tmp_path / "s")
+    assert [job.go_on() for job in jobs] == ["ok", "ok"]
