@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -403,6 +404,10 @@ def test_the_command(start: StartJob, tmp_path: Path) -> None:
     assert printed["left_out"] == []
     assert run("verify", "--rehearse", "--deep", tmp_path / "s").returncode == 2
     assert run("verify", "--timeout", "3", tmp_path / "s").returncode == 2
+    (job.folder / "stderr").unlink()  # the job has it open
+    failed = run("verify", "--rehearse", tmp_path / "s", "--json")
+    assert failed.returncode == 5
+    assert json.loads(failed.stdout)["data"]["cause_code"] == "GPUCR-FILE-MISSING"
     (tmp_path / "s" / "images" / "files.img").write_bytes(b"x")
     assert run("verify", "--rehearse", tmp_path / "s").returncode == 5
     assert job.go_on() == "ok"

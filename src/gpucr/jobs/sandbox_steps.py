@@ -21,7 +21,7 @@ from gpucr.jobs import sandbox
 from gpucr.jobs.recovery import EndSandbox
 from gpucr.jobs.registered import RestoredName
 from gpucr.jobs.restored_tree import RestoredTree
-from gpucr.jobs.sandbox import BareKeeper, EmptySandbox, HelpedKeepers, Network
+from gpucr.jobs.sandbox import BareKeeper, EmptySandbox, HelpedKeepers, Network, known_keepers
 from gpucr.linux import processes
 from gpucr.linux.namespaces import last_pid_clear_of
 from gpucr.linux.trusted_paths import open_file
@@ -245,11 +245,14 @@ class StartSandbox:
 
     def undo(self) -> None:
         """End everything in it."""
-        if self._made is not None and not self._made.end():
-            keeper = self._made.sandbox.keeper.pid
+        if self._made is None:
+            return
+        keeper = self._made.sandbox.keeper
+        if not self._made.end():
             raise JobDamaged(
-                f"the sandbox of process {keeper} does not end", failures=[f"process {keeper} does not end"]
+                f"the sandbox of process {keeper.pid} does not end", failures=[f"process {keeper.pid} does not end"]
             )
+        known_keepers.forget(keeper)
 
 
 class StartKeeper:

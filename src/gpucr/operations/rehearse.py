@@ -250,7 +250,7 @@ def _steps(
     elif source.snapshot.manifest.device_parts:
         steps.append(CheckDevice(source))
     steps.append(CheckRestored(source, criu.tree))
-    return [*steps, EndRehearsal(start, steps[steps.index(start) :])]
+    return [*steps, EndRehearsal(steps[steps.index(start) :])]
 
 
 def _close(source: RestoreSource) -> None:

@@ -12,8 +12,6 @@ from gpucr.criu.install import CriuInstall
 from gpucr.criu.reopened import reopened
 from gpucr.errors import JobChanged, SnapshotDamaged
 from gpucr.jobs.restored_tree import RestoredTree
-from gpucr.jobs.sandbox import known_keepers
-from gpucr.jobs.sandbox_steps import StartSandbox
 from gpucr.linux import processes
 from gpucr.linux.private_view import Folder, View
 from gpucr.quantities import counted, format_bytes
@@ -153,9 +151,8 @@ class EndRehearsal:
 
     name = "end"
 
-    def __init__(self, start: StartSandbox, steps: Sequence[Step]) -> None:
+    def __init__(self, steps: Sequence[Step]) -> None:
         """``steps``: those in the sandbox; the first one made it."""
-        self._start = start
         self._steps = steps
 
     def describe(self) -> str:
@@ -166,7 +163,6 @@ class EndRehearsal:
         """Kill them. Raises JobDamaged if one does not end."""
         for step in reversed(self._steps):
             step.undo()
-        known_keepers.forget(self._start.site.value.keeper.id)
         return 0
 
     def undo(self) -> None:
