@@ -480,7 +480,7 @@ def test_a_dump_of_a_cuda_job(counter: CounterFactory, tmp_path: Path) -> None:
     job = counter("--mib", "8")
     assert job.ask() == 101
     printed = run_json("dump", job.pid, "--to", tmp_path / "s", "--rehearse")
-    assert printed["rehearsal"]["device_bytes"] >= 8 << 20
+    assert printed["rehearsal"]["checked_bytes"] >= 8 << 20
     assert [phase["name"] for phase in printed["rehearsal"]["phases"]][-3:] == ["restore", "compare", "end"]
     job.reap()
     gpucr.restore(tmp_path / "s")

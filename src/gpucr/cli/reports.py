@@ -69,7 +69,7 @@ def rehearsal_fields(report: RehearsalReport) -> dict[str, Any]:
     """The members of a rehearsal's JSON."""
     return {
         "process_count": report.processes,
-        "device_bytes": report.device_bytes,
+        "checked_bytes": report.device_bytes,
         "left_out": list(report.left_out),
         "phases": report.phases,
         "seconds": report.seconds,
