@@ -50,6 +50,7 @@ if TYPE_CHECKING:
         NotPermitted,
         NotSupportedByDriver,
         ProcessNotFound,
+        RehearsalFailed,
         SimulatorUnavailable,
         SnapshotDamaged,
         SnapshotError,
@@ -79,6 +80,7 @@ if TYPE_CHECKING:
     from gpucr.operations.listing import ProcessState, job_states, list_cuda_processes
     from gpucr.operations.move import move, plan_move
     from gpucr.operations.plan import Plan
+    from gpucr.operations.rehearse import RehearsalReport, rehearse
     from gpucr.operations.requests import Persist
     from gpucr.operations.restore import RestoreReport, plan_restore, restore
     from gpucr.operations.stores import (
@@ -143,8 +145,9 @@ _HOMES = {
         "BrokenInstall", "CriuError", "CriuUnavailable", "CudaStarted", "DeadlineExceeded", "DriverError",
         "DriverUnavailable", "GpuFull", "GpucrError", "IllegalState", "InterposerError", "Interrupted",
         "InvalidRequest", "JobChanged", "JobDamaged", "LockTimeout", "NodeFailed", "NotACudaProcess", "NotPermitted",
-        "NotSupportedByDriver", "ProcessNotFound", "SimulatorUnavailable", "SnapshotDamaged", "SnapshotError",
-        "SnapshotExists", "SnapshotUnfinished", "StoreDamaged", "StoreError", "Unsupported", "WrongKey",
+        "NotSupportedByDriver", "ProcessNotFound", "RehearsalFailed", "SimulatorUnavailable", "SnapshotDamaged",
+        "SnapshotError", "SnapshotExists", "SnapshotUnfinished", "StoreDamaged", "StoreError", "Unsupported",
+        "WrongKey",
     ),
     "gpucr.gpu_state.ways": ("GpuState",),
     "gpucr.interposer.hooks": ("after_restore", "before_freeze"),
@@ -168,6 +171,7 @@ _HOMES = {
     "gpucr.diagnosis.probe": ("last_probe", "probe"),
     "gpucr.operations.move": ("move", "plan_move"),
     "gpucr.operations.plan": ("Plan",),
+    "gpucr.operations.rehearse": ("RehearsalReport", "rehearse"),
     "gpucr.operations.requests": ("Persist",),
     "gpucr.operations.restore": ("RestoreReport", "plan_restore", "restore"),
     "gpucr.supervise.clock": ("Wish",),
@@ -285,6 +289,8 @@ __all__ = [
     "PruneReport",
     "PruneRules",
     "Range",
+    "RehearsalFailed",
+    "RehearsalReport",
     "Rendezvous",
     "Repair",
     "RepairName",
@@ -355,6 +361,7 @@ __all__ = [
     "probe",
     "prune_store",
     "recover_borrowed",
+    "rehearse",
     "remove_snapshot",
     "restore",
     "restore_part",
