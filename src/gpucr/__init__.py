@@ -71,14 +71,16 @@ if TYPE_CHECKING:
     from gpucr.nodes.parts import PartReport
     from gpucr.nodes.rendezvous import Rendezvous
     from gpucr.nodes.restore import restore_part
-    from gpucr.operations.dump import DumpPlan, DumpReport, Persist, dump, plan_dump
-    from gpucr.operations.freeze import FrozenJob, freeze
+    from gpucr.operations.dump import DumpReport, dump, plan_dump
+    from gpucr.operations.freeze import FrozenJob, freeze, plan_freeze
     from gpucr.operations.gpu_jobs import GpuJob, list_gpu_jobs
     from gpucr.operations.inspect import ProcessContents, SnapshotContents, inspect
     from gpucr.operations.launch import LaunchPlan, StartedJob, forget_job, list_jobs, plan_job, run_job
     from gpucr.operations.listing import ProcessState, job_states, list_cuda_processes
-    from gpucr.operations.move import move
-    from gpucr.operations.restore import RestoreReport, restore
+    from gpucr.operations.move import move, plan_move
+    from gpucr.operations.plan import Plan
+    from gpucr.operations.requests import Persist
+    from gpucr.operations.restore import RestoreReport, plan_restore, restore
     from gpucr.operations.stores import (
         CopiedSnapshot,
         StoreKey,
@@ -155,8 +157,8 @@ _HOMES = {
     "gpucr.nodes.parts": ("PartReport",),
     "gpucr.nodes.rendezvous": ("Rendezvous",),
     "gpucr.nodes.restore": ("restore_part",),
-    "gpucr.operations.dump": ("DumpPlan", "DumpReport", "Persist", "dump", "plan_dump"),
-    "gpucr.operations.freeze": ("FrozenJob", "freeze"),
+    "gpucr.operations.dump": ("DumpReport", "dump", "plan_dump"),
+    "gpucr.operations.freeze": ("FrozenJob", "freeze", "plan_freeze"),
     "gpucr.operations.gpu_jobs": ("GpuJob", "list_gpu_jobs"),
     "gpucr.operations.inspect": ("ProcessContents", "SnapshotContents", "inspect"),
     "gpucr.snapshot.job_snapshot": ("JobSnapshot",),
@@ -164,8 +166,10 @@ _HOMES = {
     "gpucr.operations.listing": ("ProcessState", "job_states", "list_cuda_processes"),
     "gpucr.snapshot.location": ("Compress", "Place", "open_snapshot"),
     "gpucr.diagnosis.probe": ("last_probe", "probe"),
-    "gpucr.operations.move": ("move",),
-    "gpucr.operations.restore": ("RestoreReport", "restore"),
+    "gpucr.operations.move": ("move", "plan_move"),
+    "gpucr.operations.plan": ("Plan",),
+    "gpucr.operations.requests": ("Persist",),
+    "gpucr.operations.restore": ("RestoreReport", "plan_restore", "restore"),
     "gpucr.supervise.clock": ("Wish",),
     "gpucr.supervise.ends": ("stop_job", "wait_job"),
     "gpucr.supervise.settings": ("StartAgain", "Supervision"),
@@ -219,7 +223,6 @@ __all__ = [
     "DriverError",
     "DriverUnavailable",
     "DumpCounts",
-    "DumpPlan",
     "DumpReport",
     "EnvironmentChange",
     "Event",
@@ -268,6 +271,7 @@ __all__ = [
     "Persist",
     "Phase",
     "Place",
+    "Plan",
     "ProbeReport",
     "Process",
     "ProcessContents",
@@ -340,7 +344,10 @@ __all__ = [
     "move",
     "open_snapshot",
     "plan_dump",
+    "plan_freeze",
     "plan_job",
+    "plan_move",
+    "plan_restore",
     "plan_resume",
     "plan_suspend",
     "probe",

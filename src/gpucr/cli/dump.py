@@ -22,15 +22,16 @@ from gpucr.cli.options import (
     timeout_option,
     verbose_option,
 )
-from gpucr.cli.output import print_json, say
+from gpucr.cli.output import print_json
 from gpucr.cli.progress import progress_printer
-from gpucr.cli.reports import lock_fields, print_phases, report_fields, say_warnings, snapshot_text
+from gpucr.cli.reports import lock_fields, print_phases, print_plan, report_fields, say_warnings, snapshot_text
 from gpucr.containers.record import Runtime
 from gpucr.diagnosis.preflight import TcpMode
-from gpucr.errors import InvalidRequest, Unsupported
+from gpucr.errors import InvalidRequest
 from gpucr.gpu_state.ways import GpuState
 from gpucr.jobs.selector import JobSelector
-from gpucr.operations.dump import DumpPlan, Persist, dump, plan_dump
+from gpucr.operations.dump import dump, plan_dump
+from gpucr.operations.requests import Persist
 from gpucr.quantities import format_bytes
 from gpucr.records import to_json
 from gpucr.snapshot.folder import Snapshot
@@ -152,7 +153,9 @@ def command(
             raise InvalidRequest(f"{to} is a store, and a runtime writes to a folder", hint="name a folder with --to")
         about: _OfContainer = {"runtime": runtime, "runtime_root": runtime_root, "leave_running": leave_running}
         if dry_run:
-            _show_plan(by_runtime.plan_container_dump(container, Path(to), **about), as_json=as_json, quiet=quiet)
+            print_plan(
+                "dump", by_runtime.plan_container_dump(container, Path(to), **about), as_json=as_json, quiet=quiet
+            )
             return
         report_of_container = by_runtime.dump_container(container, Path(to), **about)
         print_container("dump", report_of_container, as_json=as_json, quiet=quiet)
@@ -165,7 +168,7 @@ def command(
     }  # fmt: skip
     if dry_run:
         plan = with_key(key_file, lambda key: plan_dump(job, to, **options, key=key, force=force), place=to)
-        _show_plan(plan, as_json=as_json, quiet=quiet, force=force)
+        print_plan("dump", plan, as_json=as_json, quiet=quiet, force=force)
         return
     listener = progress_printer(quiet=quiet or as_json, verbose=verbose)
     report = with_key(
@@ -199,26 +202,3 @@ def command(
             f"{format_bytes(counts.written_bytes)} of {seen} written: {format_bytes(counts.zero_bytes)} were zero, "
             f"{format_bytes(counts.known_bytes)} known, {saved} saved by compression"
         )
-
-
-def _show_plan(plan: DumpPlan, *, as_json: bool, quiet: bool, force: bool = False) -> None:
-    """Print it. Ends with the exit code of a dump that would be refused."""
-    _print_plan(plan, as_json=as_json, quiet=quiet)
-    if not force and any(finding.severity == "blocking" for finding in plan.findings):
-        raise SystemExit(Unsupported.exit_code)
-
-
-def _print_plan(plan: DumpPlan, *, as_json: bool, quiet: bool) -> None:
-    if as_json:
-        print_json("dump.plan", {"pid": plan.pid, "steps": plan.steps, "findings": plan.findings})
-        return
-    for number, step in enumerate(plan.steps, 1):
-        if not quiet:
-            click.echo(f"{number}. {step}")
-    for finding in plan.findings:
-        if quiet and finding.severity != "blocking":
-            continue
-        say(f"{finding.severity}: {finding.sentence()}: {finding.consequence}")
-        say(f"hint:  {finding.remedy}")
-        if finding.severity == "blocking":
-            say(f"code:  {finding.code}")

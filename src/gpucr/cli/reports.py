@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from gpucr.cli.output import print_json, say
+from gpucr.errors import Unsupported
 from gpucr.quantities import format_bytes
 from gpucr.undo.steps import Phase
 
 if TYPE_CHECKING:  # each command loads only its own operation
     from gpucr.model import GangLock
     from gpucr.operations.dump import DumpReport
+    from gpucr.operations.plan import Plan
     from gpucr.operations.restore import RestoreReport
     from gpucr.operations.suspend import ChangeReport
     from gpucr.snapshot.job_snapshot import JobSnapshot
@@ -103,3 +105,26 @@ def change_fields(report: ChangeReport) -> dict[str, Any]:
     data = {"pid": report.pid, "processes": processes, "phases": phases, "host_bytes": report.size_bytes}
     data |= {"seconds": report.seconds, "lock": lock_fields(report.lock), "warnings": list(report.warnings)}
     return {**data, **gpu_fields(report)}
+
+
+def print_plan(command: str, plan: Plan, *, as_json: bool, quiet: bool, force: bool = False) -> None:
+    """Print a plan. Ends with the exit code of an operation that would be refused."""
+    if as_json:
+        print_json(f"{command}.plan", {"pid": plan.pid, "steps": plan.steps, "findings": plan.findings})
+    else:
+        _print_steps(plan, quiet=quiet)
+    if plan.is_refused and not force:
+        raise SystemExit(Unsupported.exit_code)
+
+
+def _print_steps(plan: Plan, *, quiet: bool) -> None:
+    for number, step in enumerate(plan.steps, 1):
+        if not quiet:
+            click.echo(f"{number}. {step}")
+    for finding in plan.findings:
+        if quiet and finding.severity != "blocking":
+            continue
+        say(f"{finding.severity}: {finding.sentence()}: {finding.consequence}")
+        say(f"hint:  {finding.remedy}")
+        if finding.severity == "blocking":
+            say(f"code:  {finding.code}")

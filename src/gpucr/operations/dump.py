@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING
 
 from gpucr.criu.options import choose_dump_options
 from gpucr.diagnosis import preflight
@@ -23,6 +23,8 @@ from gpucr.network.steps import IN_FLIGHT_LIMIT_S, Block, CloseConnections, Quie
 from gpucr.operations.dump_steps import CommitSnapshot, CriuDump, OwnDump, PrepareTarget, SaveDevice, SaveFirst
 from gpucr.operations.engines import criu_for_dump
 from gpucr.operations.freeze_steps import findings_of_spool, steps_to_freeze
+from gpucr.operations.plan import Plan
+from gpucr.operations.requests import DumpRequest, Persist
 from gpucr.snapshot.destination import DumpCounts, repairs_of
 from gpucr.snapshot.device.writer import DeviceWriter
 from gpucr.snapshot.job_snapshot import JobSnapshot
@@ -38,9 +40,6 @@ from gpucr.undo.steps import Phase, Step
 if TYPE_CHECKING:
     from gpucr.gpu_state.cuda_work import CudaWork
     from gpucr.store.keys import Secret
-
-Persist = Literal["background", "sync"]
-"""When a dump with leave_running writes device memory: while the job runs again, or before."""
 
 KEEPER_LIMIT_S = 10.0
 """How long to wait for a sandbox to end after the dump has ended its job."""
@@ -92,15 +91,6 @@ class DumpReport:
     lock: GangLock | None = field(default=None, repr=False)
 
 
-@dataclass(frozen=True)
-class DumpPlan:
-    """What a dump would do, in order, and what preflight found (``--dry-run``)."""
-
-    pid: int
-    steps: tuple[str, ...]
-    findings: tuple[preflight.Finding, ...] = field(repr=False)
-
-
 def dump(
     pid: int | str | JobSelector,
     to: Place,
@@ -148,6 +138,7 @@ def dump(
     JobDamaged (not undone).
     """  # fmt: skip
     with operation("dump", pid, on_progress=on_progress, cancel=cancel) as running:
+        request = DumpRequest(leave_running=leave_running, persist=persist, tcp=tcp, only=only, gpu_state=gpu_state)
         require_possible(gpu_state)
         deadline = selection.deadline_after(timeout_s)
         place = find_target(to, compress=compress, encrypt=encrypt, trust_store=trust_store, key=key)
@@ -155,17 +146,7 @@ def dump(
         while True:
             running.interrupts.raise_at_once()
             with taken_job(running, pid, TO_MOVE, force=force) as taken:
-                prepared = prepare(
-                    taken.found,
-                    place,
-                    taken.protection,
-                    leave_running=leave_running,
-                    persist=persist,
-                    tcp=tcp,
-                    only=only,
-                    gpu_state=gpu_state,
-                    deadline=deadline,
-                )
+                prepared = prepare(taken.found, place, taken.protection, request, deadline=deadline)
                 preflight.require_no_blocking(prepared.findings, force=force)
                 try:
                     return run_prepared(prepared, running, taken.roll)
@@ -187,26 +168,17 @@ def plan_dump(
     trust_store: bool = False,
     key: Secret | None = None,
     force: bool = False,
-) -> DumpPlan:
+) -> Plan:
     """What `dump` would do with the same arguments. Changes nothing; raises like `dump` before its first step."""
+    request = DumpRequest(leave_running=leave_running, persist=persist, tcp=tcp, only=only, gpu_state=gpu_state)
     require_possible(gpu_state)
     place = find_target(to, compress=compress, encrypt=encrypt, trust_store=trust_store, key=key)
     with selection.claimed_job(pid, force=force) as found:
-        prepared = prepare(
-            found,
-            place,
-            Protection(),
-            leave_running=leave_running,
-            persist=persist,
-            tcp=tcp,
-            only=only,
-            gpu_state=gpu_state,
-            deadline=None,
-        )
-        steps = tuple(step.describe() for step in prepared.steps)
+        prepared = prepare(found, place, Protection(), request, deadline=None)
+        plan = Plan.of(prepared.context.job.root.pid, prepared.steps, prepared.findings)
         if prepared.context.cuda is not None:
             prepared.context.cuda.close()
-    return DumpPlan(prepared.context.job.root.pid, steps, prepared.findings)
+    return plan
 
 
 @dataclass(frozen=True)
@@ -231,33 +203,20 @@ def prepare(
     found: selection.FoundJob,
     place: TargetPlace,
     protection: Protection,
+    request: DumpRequest,
     *,
-    leave_running: bool,
-    persist: Persist,
-    tcp: preflight.TcpMode = "close",
-    only: bool = False,
-    gpu_state: GpuState = "auto",
     deadline: float | None,
     frozen: FrozenParts | None = None,
 ) -> Prepared:
     """Inspect the job, and prepare what a dump needs. Changes nothing. ``frozen``: the job is, and stays so."""
-    is_frozen = frozen is not None
+    is_frozen, leave_running, gpu_state = frozen is not None, request.leave_running, request.gpu_state
     job = found.job
     found.require_without_us()
     found.require_one_namespace()
-    if only and len(job.processes) > 1:
+    if request.only and len(job.processes) > 1:
         raise InvalidRequest(
             f"process {job.root.pid} has {len(job.processes) - 1} descendants, and a dump cannot leave them out",
             hint="omit --only to dump the whole tree, or name the descendant itself",
-        )
-    if persist not in get_args(Persist):
-        raise InvalidRequest(f"persist is {persist!r}", hint="give one of " + ", ".join(get_args(Persist)))
-    if tcp not in get_args(preflight.TcpMode):
-        raise InvalidRequest(f"tcp is {tcp!r}", hint="give one of " + ", ".join(get_args(preflight.TcpMode)))
-    if tcp == "keep" and leave_running:
-        raise InvalidRequest(
-            "a job that is left running keeps its connections, and no restore can take them up",
-            hint="omit --tcp keep, or --leave-running",
         )
     preflight.require_privileges(job.root.pid)
     stands_still = is_frozen or found.is_frozen_for(leave_running)
@@ -278,7 +237,7 @@ def prepare(
     if job.gang and not is_frozen:
         from gpucr.gpu_state.cuda_work import cuda_work  # jobs without CUDA start without it
 
-        gently = leave_running and persist == "background"
+        gently = leave_running and request.persist == "background"
         cuda = cuda_work(
             found.driver,
             found.job,
@@ -302,7 +261,7 @@ def prepare(
         *(findings_of_traps(job, found.driver, uses, may_share=may_be_interposed(gpu_state)) if not is_frozen else ()),
         *(preflight.check_handed_over(cuda.custom.pids(job.gang)) if cuda is not None and not is_frozen else ()),
         *preflight.check_dump_by_user(job, criu.install, in_sandbox=found.sandbox is not None),
-        *selection.findings_for_criu(found, tcp, leave_running=leave_running, is_frozen=is_frozen),
+        *selection.findings_for_criu(found, request.tcp, leave_running=leave_running, is_frozen=is_frozen),
         *preflight.check_databases(job, leave_running=leave_running),
         *(each for tree in job.trees for each in preflight.check_terminal(tree) if leave_running and is_stopped),
         *target.findings(job, held_bytes),
@@ -323,13 +282,13 @@ def prepare(
             leave_running=leave_running or stands_still,
             other_root_pids=job.other_root_pids,
         ),
-        network=frozen.network if frozen is not None else JobNetwork(job, protection, keeps=tcp == "keep"),
+        network=frozen.network if frozen is not None else JobNetwork(job, protection, keeps=request.tcp == "keep"),
         launch=registered.launch_record(note.of_root) if note.of_root is not None else None,
         sandbox=found.sandbox,
         note=note,
         overruled=tuple(OverruledFinding(f.sentence(), f.consequence) for f in findings if f.severity == "blocking"),
     )
-    steps, commit = _steps(context, persist, is_frozen=is_frozen)
+    steps, commit = _steps(context, request.persist, is_frozen=is_frozen)
     return Prepared(context, tuple(steps), findings, commit)
 
 
