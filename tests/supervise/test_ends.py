@@ -59,7 +59,7 @@ def test_a_job_that_ignores_signals_is_stopped_with_all_its_processes(isolate: b
 
 @pytest.mark.criu
 def test_a_supervisor_whose_parents_ignored_signals_hears_gpucr(tmp_path: Path) -> None:
-    """A shell ignores SIGINT for what a script starts with `&`, and whatever is started from there inherits that."""
+    """A shell ignores SIGINT for what a script starts with `&`, and all that is started there inherits it."""
     store = str(tmp_path / "store")
     words = [sys.executable, "-m", "gpucr", "run", "--every", "1h", "--to", store, "--name", "train", "--"]
     script = ["sh", "-c", "trap '' TERM HUP; \"$@\" & wait $!", "sh"]
