@@ -12,7 +12,7 @@ TYPE_CHECKING = False  # type checkers treat this name as typing's; importing ty
 if TYPE_CHECKING:
     from typing import Any
 
-    from gpucr.borrow.borrower import borrow_gpus
+    from gpucr.borrow.borrower import BorrowPlan, borrow_gpus, plan_borrow
     from gpucr.borrow.ledger import BorrowPhase
     from gpucr.borrow.listing import Borrowed, Borrower, LentJob, list_borrowed, recover_borrowed
     from gpucr.borrow.several import JobOutcome, JobOutlook, plan_resume, plan_suspend, resume_jobs, suspend_jobs
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
         NotPermitted,
         NotSupportedByDriver,
         ProcessNotFound,
+        RehearsalFailed,
         SimulatorUnavailable,
         SnapshotDamaged,
         SnapshotError,
@@ -79,6 +80,7 @@ if TYPE_CHECKING:
     from gpucr.operations.listing import ProcessState, job_states, list_cuda_processes
     from gpucr.operations.move import move, plan_move
     from gpucr.operations.plan import Plan
+    from gpucr.operations.rehearse import RehearsalReport, rehearse
     from gpucr.operations.requests import Persist
     from gpucr.operations.restore import RestoreReport, plan_restore, restore
     from gpucr.operations.stores import (
@@ -124,7 +126,7 @@ if TYPE_CHECKING:
     from gpucr.undo.steps import Phase
 
 _HOMES = {
-    "gpucr.borrow.borrower": ("borrow_gpus",),
+    "gpucr.borrow.borrower": ("BorrowPlan", "borrow_gpus", "plan_borrow"),
     "gpucr.borrow.ledger": ("BorrowPhase",),
     "gpucr.borrow.listing": ("Borrowed", "Borrower", "LentJob", "list_borrowed", "recover_borrowed"),
     "gpucr.borrow.several": (
@@ -143,8 +145,9 @@ _HOMES = {
         "BrokenInstall", "CriuError", "CriuUnavailable", "CudaStarted", "DeadlineExceeded", "DriverError",
         "DriverUnavailable", "GpuFull", "GpucrError", "IllegalState", "InterposerError", "Interrupted",
         "InvalidRequest", "JobChanged", "JobDamaged", "LockTimeout", "NodeFailed", "NotACudaProcess", "NotPermitted",
-        "NotSupportedByDriver", "ProcessNotFound", "SimulatorUnavailable", "SnapshotDamaged", "SnapshotError",
-        "SnapshotExists", "SnapshotUnfinished", "StoreDamaged", "StoreError", "Unsupported", "WrongKey",
+        "NotSupportedByDriver", "ProcessNotFound", "RehearsalFailed", "SimulatorUnavailable", "SnapshotDamaged",
+        "SnapshotError", "SnapshotExists", "SnapshotUnfinished", "StoreDamaged", "StoreError", "Unsupported",
+        "WrongKey",
     ),
     "gpucr.gpu_state.ways": ("GpuState",),
     "gpucr.interposer.hooks": ("after_restore", "before_freeze"),
@@ -168,6 +171,7 @@ _HOMES = {
     "gpucr.diagnosis.probe": ("last_probe", "probe"),
     "gpucr.operations.move": ("move", "plan_move"),
     "gpucr.operations.plan": ("Plan",),
+    "gpucr.operations.rehearse": ("RehearsalReport", "rehearse"),
     "gpucr.operations.requests": ("Persist",),
     "gpucr.operations.restore": ("RestoreReport", "plan_restore", "restore"),
     "gpucr.supervise.clock": ("Wish",),
@@ -204,6 +208,7 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "BorrowPhase",
+    "BorrowPlan",
     "Borrowed",
     "Borrower",
     "BrokenInstall",
@@ -284,6 +289,8 @@ __all__ = [
     "PruneReport",
     "PruneRules",
     "Range",
+    "RehearsalFailed",
+    "RehearsalReport",
     "Rendezvous",
     "Repair",
     "RepairName",
@@ -343,6 +350,7 @@ __all__ = [
     "list_snapshots",
     "move",
     "open_snapshot",
+    "plan_borrow",
     "plan_dump",
     "plan_freeze",
     "plan_job",
@@ -353,6 +361,7 @@ __all__ = [
     "probe",
     "prune_store",
     "recover_borrowed",
+    "rehearse",
     "remove_snapshot",
     "restore",
     "restore_part",

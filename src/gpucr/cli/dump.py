@@ -24,7 +24,16 @@ from gpucr.cli.options import (
 )
 from gpucr.cli.output import print_json
 from gpucr.cli.progress import progress_printer
-from gpucr.cli.reports import lock_fields, print_phases, print_plan, report_fields, say_warnings, snapshot_text
+from gpucr.cli.reports import (
+    lock_fields,
+    print_phases,
+    print_plan,
+    rehearsal_fields,
+    rehearsal_text,
+    report_fields,
+    say_warnings,
+    snapshot_text,
+)
 from gpucr.containers.record import Runtime
 from gpucr.diagnosis.preflight import TcpMode
 from gpucr.errors import InvalidRequest
@@ -53,6 +62,7 @@ class _Options(TypedDict):
     compress: Compress
     encrypt: bool
     trust_store: bool
+    rehearse: bool
 
 
 @click.command("dump")
@@ -93,6 +103,11 @@ class _Options(TypedDict):
 )
 @click.option("--encrypt", is_flag=True, help="Refuse stores that are not encrypted.")
 @click.option("--trust-store", is_flag=True, help="In a store: do not read and check what it has already.")
+@click.option(
+    "--rehearse",
+    is_flag=True,
+    help="Before the job is ended, restore the snapshot once beside it; if that fails, the job keeps running.",
+)
 @key_file_option
 @click.option(
     "--dry-run",
@@ -119,6 +134,7 @@ def command(
     compress: Compress,
     encrypt: bool,
     trust_store: bool,
+    rehearse: bool,
     key_file: Path | None,
     dry_run: bool,
     gpu_state: GpuState,
@@ -139,6 +155,7 @@ def command(
     Example:
       gpucr dump 4711 --to /var/snapshots/training-0042
       gpucr dump 4711 --to /var/snapshots/training-0043 --leave-running
+      gpucr dump 4711 --to /var/snapshots/training-0044 --rehearse
       gpucr dump 4711 4712 --as-one --to /var/snapshots/both-ranks
       gpucr dump 4711 --to /var/snapshots/store#before-lunch --leave-running
       gpucr dump 4711 --to s3://bucket/prefix#nightly --encrypt --key-file /root/store.key
@@ -164,7 +181,7 @@ def command(
         raise click.UsageError("name what to dump: PID, NAME, or --container ID with --runtime and --runtime-root")
     options: _Options = {
         "leave_running": leave_running, "persist": persist, "tcp": tcp, "only": only, "gpu_state": gpu_state,
-        "compress": compress, "encrypt": encrypt, "trust_store": trust_store,
+        "compress": compress, "encrypt": encrypt, "trust_store": trust_store, "rehearse": rehearse,
     }  # fmt: skip
     if dry_run:
         plan = with_key(key_file, lambda key: plan_dump(job, to, **options, key=key, force=force), place=to)
@@ -186,6 +203,7 @@ def command(
                 "downtime_s": report.downtime_s,
                 "left_running": report.left_running,
                 "lock": lock_fields(report.lock),
+                "rehearsal": rehearsal_fields(report.rehearsal) if report.rehearsal is not None else None,
                 "process_count": len(report.snapshot.manifest.processes),
                 **to_json(report.counts),
             },
@@ -195,6 +213,8 @@ def command(
     after = "keeps running" if report.left_running else "was ended"
     headline = f"{snapshot_text(report.snapshot)}: job {report.pid} dumped; it {after}"
     print_phases(headline, report.phases, ("downtime", report.downtime_s))
+    if report.rehearsal is not None:
+        click.echo(rehearsal_text(report.rehearsal))
     if not isinstance(report.snapshot, Snapshot):
         seen, counts = format_bytes(report.counts.seen_bytes), report.counts
         saved = format_bytes(counts.compressed_saved_bytes)

@@ -20,8 +20,16 @@ from gpucr.jobs.taken import taken_job
 from gpucr.model import GangLock
 from gpucr.network.lock import IN_FLIGHT, JobNetwork
 from gpucr.network.steps import IN_FLIGHT_LIMIT_S, Block, CloseConnections, Quiet, Unblock
-from gpucr.operations.dump_steps import CommitSnapshot, CriuDump, OwnDump, PrepareTarget, SaveDevice, SaveFirst
-from gpucr.operations.engines import criu_for_dump
+from gpucr.operations.dump_steps import (
+    CommitSnapshot,
+    CriuDump,
+    OwnDump,
+    PrepareTarget,
+    Rehearsal,
+    SaveDevice,
+    SaveFirst,
+)
+from gpucr.operations.engines import criu_for_dump, require_possible_rehearsal
 from gpucr.operations.freeze_steps import findings_of_spool, steps_to_freeze
 from gpucr.operations.plan import Plan
 from gpucr.operations.requests import DumpRequest, Persist
@@ -39,6 +47,7 @@ from gpucr.undo.steps import Phase, Step
 
 if TYPE_CHECKING:
     from gpucr.gpu_state.cuda_work import CudaWork
+    from gpucr.operations.rehearse import RehearsalReport
     from gpucr.store.keys import Secret
 
 KEEPER_LIMIT_S = 10.0
@@ -76,7 +85,7 @@ class DumpReport:
     ``downtime_s`` is the time from the first lock (without CUDA: from the start of CRIU's dump) until the job ran again
     or, if it was not left running, until it was gone. ``size_bytes`` is the size of the snapshot's content, without
     zeros in device memory; ``counts`` says how much of it was written. ``lock`` says how its CUDA processes, if any,
-    were locked.
+    were locked. ``rehearsal`` is None if there was none.
     """
 
     snapshot: JobSnapshot
@@ -89,6 +98,7 @@ class DumpReport:
     warnings: tuple[str, ...]
     counts: DumpCounts = field(repr=False)
     lock: GangLock | None = field(default=None, repr=False)
+    rehearsal: RehearsalReport | None = field(default=None, repr=False)
 
 
 def dump(
@@ -103,6 +113,7 @@ def dump(
     compress: Compress = "auto",
     encrypt: bool = False,
     trust_store: bool = False,
+    rehearse: bool = False,
     key: Secret | None = None,
     timeout_s: float | None = None,
     force: bool = False,
@@ -127,6 +138,10 @@ def dump(
     ``"keep"`` their packets are dropped instead until a restore on this machine takes them up, or until the snapshot is
     removed. A connection that is just being made delays the dump: until ``timeout_s``, else up to 30 s.
 
+    With ``rehearse`` the snapshot is restored once beside the job, before the job is ended for it (`gpucr.rehearse`).
+    The job stands still meanwhile, unless it is left running. If that fails, the snapshot is discarded and the job
+    keeps running.
+
     ``to`` is a folder that does not exist or is empty, or a store (``STORE#NAME``; the name is optional). Data that a
     store already has is not stored again: it is read and compared, and rewritten if damaged; with ``trust_store`` it is
     assumed intact, unread. The rest is compressed as ``compress`` says. ``key`` opens an encrypted store; with
@@ -134,7 +149,8 @@ def dump(
 
     Raises ProcessNotFound, InvalidRequest, NotPermitted, SnapshotExists, Unsupported, WrongKey (before anything was
     changed);
-    LockTimeout, DeadlineExceeded, Interrupted, DriverError, CriuError, JobChanged, SnapshotError (all undone);
+    LockTimeout, DeadlineExceeded, Interrupted, DriverError, CriuError, JobChanged, SnapshotError, RehearsalFailed (all
+    undone);
     JobDamaged (not undone).
     """  # fmt: skip
     with operation("dump", pid, on_progress=on_progress, cancel=cancel) as running:
@@ -143,10 +159,13 @@ def dump(
         deadline = selection.deadline_after(timeout_s)
         place = find_target(to, compress=compress, encrypt=encrypt, trust_store=trust_store, key=key)
         attempts = _Attempts(deadline)
+        rehearsal = _rehearsal(deadline, on_progress, cancel) if rehearse else None
         while True:
             running.interrupts.raise_at_once()
             with taken_job(running, pid, TO_MOVE, force=force) as taken:
-                prepared = prepare(taken.found, place, taken.protection, request, deadline=deadline)
+                prepared = prepare(
+                    taken.found, place, taken.protection, request, deadline=deadline, rehearsal=rehearsal
+                )
                 preflight.require_no_blocking(prepared.findings, force=force)
                 try:
                     return run_prepared(prepared, running, taken.roll)
@@ -166,6 +185,7 @@ def plan_dump(
     compress: Compress = "auto",
     encrypt: bool = False,
     trust_store: bool = False,
+    rehearse: bool = False,
     key: Secret | None = None,
     force: bool = False,
 ) -> Plan:
@@ -174,7 +194,8 @@ def plan_dump(
     require_possible(gpu_state)
     place = find_target(to, compress=compress, encrypt=encrypt, trust_store=trust_store, key=key)
     with selection.claimed_job(pid, force=force) as found:
-        prepared = prepare(found, place, Protection(), request, deadline=None)
+        rehearsal = _rehearsal(None, None, None) if rehearse else None
+        prepared = prepare(found, place, Protection(), request, deadline=None, rehearsal=rehearsal)
         plan = Plan.of(prepared.context.job.root.pid, prepared.steps, prepared.findings)
         if prepared.context.cuda is not None:
             prepared.context.cuda.close()
@@ -207,6 +228,7 @@ def prepare(
     *,
     deadline: float | None,
     frozen: FrozenParts | None = None,
+    rehearsal: Rehearsal | None = None,
 ) -> Prepared:
     """Inspect the job, and prepare what a dump needs. Changes nothing. ``frozen``: the job is, and stays so."""
     is_frozen, leave_running, gpu_state = frozen is not None, request.leave_running, request.gpu_state
@@ -266,6 +288,13 @@ def prepare(
         *(each for tree in job.trees for each in preflight.check_terminal(tree) if leave_running and is_stopped),
         *target.findings(job, held_bytes),
     )
+    options = choose_dump_options(
+        job.pids,
+        leave_running=leave_running or stands_still,
+        other_root_pids=job.other_root_pids,
+    )
+    if rehearsal is not None:
+        require_possible_rehearsal(shell_job=options.shell_job)
     note = registered.DumpNote(job)
     context = OwnDump(
         job=job,
@@ -277,19 +306,26 @@ def prepare(
         is_frozen=stands_still,
         deadline=deadline,
         criu=criu,
-        options=choose_dump_options(
-            job.pids,
-            leave_running=leave_running or stands_still,
-            other_root_pids=job.other_root_pids,
-        ),
+        options=options,
         network=frozen.network if frozen is not None else JobNetwork(job, protection, keeps=request.tcp == "keep"),
         launch=registered.launch_record(note.of_root) if note.of_root is not None else None,
         sandbox=found.sandbox,
         note=note,
         overruled=tuple(OverruledFinding(f.sentence(), f.consequence) for f in findings if f.severity == "blocking"),
+        rehearsal=rehearsal,
     )
     steps, commit = _steps(context, request.persist, is_frozen=is_frozen)
     return Prepared(context, tuple(steps), findings, commit)
+
+
+def _rehearsal(deadline: float | None, on_progress: OnProgress | None, cancel: Cancellation | None) -> Rehearsal:
+    from gpucr.operations.rehearse import rehearse  # other dumps start without it
+
+    def hold(snapshot: JobSnapshot) -> RehearsalReport:
+        left_s = None if deadline is None else max(deadline - time.monotonic(), 0.001)
+        return rehearse(snapshot, timeout_s=left_s, on_progress=on_progress, cancel=cancel)
+
+    return Rehearsal(hold)
 
 
 def _steps(context: OwnDump, persist: Persist, *, is_frozen: bool) -> tuple[list[Step], CommitSnapshot | CriuDump]:
@@ -350,6 +386,7 @@ def run_prepared(prepared: Prepared, running: Operation, roll: Roll | None) -> D
         warnings=_warnings(prepared),
         counts=context.target.counts(context.writer),
         lock=context.cuda.gang.first_lock if context.cuda is not None else None,
+        rehearsal=context.rehearsal.report if context.rehearsal is not None else None,
     )
 
 

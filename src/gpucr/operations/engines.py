@@ -12,6 +12,9 @@ from gpucr.jobs.selection import FoundJob
 from gpucr.linux import processes
 from gpucr.snapshot.origin import RestoreSource
 
+NO_REHEARSAL = "GPUCR-NO-REHEARSAL"
+"""Code of what keeps a rehearsal from being held."""
+
 
 def criu_for_dump(found: FoundJob) -> Criu:
     """The helper's only if the caller's own cannot dump this job. Raises CriuUnavailable, BrokenInstall."""
@@ -42,6 +45,22 @@ def install_for_restore(source: RestoreSource) -> CriuInstall:
         hint="restore it with sudo",
         code=REFUSED,
     )
+
+
+def require_possible_rehearsal(*, shell_job: bool) -> None:
+    """Raise Unsupported where no rehearsal of such a job can be held."""
+    if not processes.can_checkpoint_processes():
+        raise Unsupported(
+            "a rehearsal needs root: its sandbox has mounts of its own",
+            hint="run it with sudo, or leave the rehearsal out",
+            code=NO_REHEARSAL,
+        )
+    if shell_job:
+        raise Unsupported(
+            "the job has a terminal outside, which the sandbox of a rehearsal cannot give it",
+            hint="leave the rehearsal out; `gpucr run` starts jobs without a terminal",
+            code=NO_REHEARSAL,
+        )
 
 
 def _granted() -> CriuInstall | None:
