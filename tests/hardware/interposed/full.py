@@ -5,7 +5,7 @@
 FULL_FILL (0.98) is the share of the GPU that is taken, contexts and all; FULL_GIB is a size instead. Cases: ``chunks``
 (torch, blocks of 1 GiB), ``one`` (a single block of cuMemCreate, with FULL_FILL at most 0.95), ``small`` (5,000 blocks
 of odd sizes, and larger ones), ``segments`` and ``pool`` (torch with expandable segments, and with cudaMallocAsync),
-``jax`` (one preallocated block), ``ranks`` (two of NCCL, one GPU each).
+``jax`` (one preallocated block), ``ranks`` (of NCCL, one for each GPU).
 """
 
 from __future__ import annotations
@@ -154,13 +154,13 @@ def by_jax() -> Callable[[int], str]:
     return step
 
 
-def rank(number: int, steps: int, pause_s: float) -> None:
-    """One of two: its memory, and a sum over both."""
+def rank(number: int, count: int, steps: int, pause_s: float) -> None:
+    """One of them: its memory, and a sum over all."""
     import torch
     import torch.distributed as dist
 
     torch.cuda.set_device(number)
-    dist.init_process_group("nccl", rank=number, world_size=2)
+    dist.init_process_group("nccl", rank=number, world_size=count)
     shared = torch.zeros(1 << 20, device="cuda")
     dist.all_reduce(shared)
     own = by_torch(number)
@@ -176,17 +176,19 @@ def rank(number: int, steps: int, pause_s: float) -> None:
         run(steps, pause_s, step)
     else:
         for at in range(steps):
-            pace.wait_for(at)  # as the other one: who waits on the GPU for a rank that does not come cannot be stopped
+            pace.wait_for(at)  # as the first one: who waits on the GPU for a rank that does not come cannot be stopped
             step(at)
 
 
 def ranks(steps: int, pause_s: float) -> None:
-    """Start the second one, and be the first."""
+    """Start one for each GPU."""
+    import torch
     import torch.multiprocessing as mp
 
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": os.environ.get("FULL_PORT", "29511"), "USE_LIBUV": "0",
                    "PYTHONHASHSEED": "0", "NCCL_NVLS_ENABLE": "0"}  # fmt: skip
-    mp.spawn(rank, args=(steps, pause_s), nprocs=2)
+    count = torch.cuda.device_count()
+    mp.spawn(rank, args=(count, steps, pause_s), nprocs=count)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Two ranks with NCCL's defaults, DistributedDataParallel and a checked all-reduce: python ranks.py STEPS PAUSE_S.
+"""A rank for each GPU, with NCCL's defaults, DistributedDataParallel and a checked all-reduce: ranks.py STEPS PAUSE_S.
 
 NCCL shares memory by descriptors over NVLink (P2P/CUMEM); multicast is off (NCCL_NVLS_ENABLE=0).
 """
@@ -20,7 +20,7 @@ import torch.multiprocessing as processes
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-RANKS, WIDTH = 2, 1024
+RANKS, WIDTH = max(2, torch.cuda.device_count()), 1024
 
 
 def rank_main(rank: int, port: int, steps: int, pause_s: float) -> None:
