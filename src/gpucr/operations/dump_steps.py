@@ -179,7 +179,7 @@ class CriuDump:
         count = counted(len(job.processes), "process") + (f" in {len(job.trees)} trees" if job.other_root_pids else "")
         left = "keep them running" if self._context.leave_running else "commit, then kill them"
         after = "leave them frozen" if self._context.is_frozen else left
-        by = "CRIU, by the privileged helper," if self._context.criu.install.origin == "helper" else "CRIU"
+        by = "CRIU, by the privileged helper," if self._context.criu.install.is_helpers else "CRIU"
         return f"dump {count} with {by} to {self._context.target.images_at}, {after}"
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:

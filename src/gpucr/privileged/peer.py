@@ -11,11 +11,11 @@ from collections.abc import Mapping
 
 from msgspec import Struct
 
-from gpucr.helper import session
-from gpucr.helper.rights import Refused, Rights, label_of, require_no_special, rights_of
-from gpucr.helper.session import Session
 from gpucr.linux.capabilities import Capabilities
 from gpucr.linux.credentials import Credentials
+from gpucr.privileged import session
+from gpucr.privileged.rights import Refused, Rights, label_of, require_no_special, rights_of
+from gpucr.privileged.session import Session
 
 _SO_PEERPIDFD = 77  # include/uapi/asm-generic/socket.h, from Linux 6.5 on
 _CREDENTIALS = struct.Struct("3i")

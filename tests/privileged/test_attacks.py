@@ -14,13 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from gpucr.helper import inheritance, limits
-from gpucr.helper.keys import SIGNATURE_NAME
+from gpucr.helper.messages import MAX_REQUESTS_PER_USER, SIGNATURE_NAME
 from gpucr.linux import processes
+from gpucr.privileged import inheritance
 from tests.counter import kill_at_once, wait_until
-from tests.helper.conftest import Machine
 from tests.helper.test_sessions import CONNECTED, WITH_FILES, counted, dump, runs, start
-from tests.ordinary_user import OrdinaryUser
+from tests.ordinary_user import Machine, OrdinaryUser
 from tests.storm import later, sample
 
 pytestmark = pytest.mark.criu
@@ -401,7 +400,7 @@ def test_h9_the_helper_dumps_only_what_it_restores(
 def test_h11_the_helper_has_its_own_keyring() -> None:
     script = """
     import ctypes
-    from gpucr.helper.inheritance import _KEYCTL, leave_keyring
+    from gpucr.privileged.inheritance import _KEYCTL, leave_keyring
     import os
     libc = ctypes.CDLL(None)
     number = _KEYCTL[os.uname().machine]
@@ -486,7 +485,7 @@ def test_h13_a_helper_killed_by_its_user_leaves_no_root_process(machine: Machine
 
 def test_h14_concurrent_requests_are_limited_per_user(user: OrdinaryUser) -> None:
     script = f"""
-    held = [_connected(Path(os.environ["GPUCR_HELPER"])) for _ in range({limits.MAX_REQUESTS_PER_USER + 1})]
+    held = [_connected(Path(os.environ["GPUCR_HELPER"])) for _ in range({MAX_REQUESTS_PER_USER + 1})]
     poller = select.poll()
     for each in held:
         poller.register(each.socket, select.POLLIN)
