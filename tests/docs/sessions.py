@@ -60,8 +60,8 @@ def typed_in(text: str) -> list[Typed]:
 
 
 _HELPER = """
-XDG_DATA_HOME={data} {python} -m gpucr helper listen --socket {folder}/socket --keys {folder}/keys --work {folder}/work \\
-    >{folder}/out 2>&1 &
+XDG_DATA_HOME={data} {python} -m gpucr helper listen \\
+    --socket {folder}/socket --keys {folder}/keys --work {folder}/work >{folder}/out 2>&1 &
 until [ -S {folder}/socket ]; do sleep 0.05; done
 """
 

@@ -6,32 +6,31 @@ Root's own lies where users may not look. The copy's capabilities are those with
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import tempfile
 from pathlib import Path
 
 from gpucr.criu.install import LIBRARY_FOLDER, CriuInstall, least_version, probe
 from gpucr.errors import CriuUnavailable, reason_of
-from gpucr.linux import trusted_paths
+from gpucr.linux import locks, trusted_paths
 
 FOLDER = Path("/opt/gpucr/helper")
 
+_UNFINISHED, _COMPLETE = "new-", "criu-"
 _NAME, _LIBRARIES, _LOADER = "criu", "lib", "ld-linux-x86-64.so.2"
 
 
 def place(install: CriuInstall) -> None:
     """Copy this CRIU, and see that the copy starts; older copies are removed. Needs root. Raises CriuUnavailable."""
     try:
-        folder = _new_folder()
+        _make_folder()
+        held = os.open(FOLDER, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            _copy(install, folder)
-            _probe(folder / _NAME)
-        except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
-        for old in FOLDER.iterdir():
-            if old != folder:
-                shutil.rmtree(old)
+            locks.lock(held, wait_s=None)
+            _replace(install)
+        finally:
+            os.close(held)
     except OSError as e:
         raise CriuUnavailable(
             f"{install.path} cannot be copied for ordinary users: {reason_of(e)}",
@@ -41,9 +40,23 @@ def place(install: CriuInstall) -> None:
 
 def find() -> CriuInstall:
     """The copy. Raises CriuUnavailable."""
-    for program in sorted(FOLDER.glob(f"*/{_NAME}")):
+    for program in FOLDER.glob(f"{_COMPLETE}*/{_NAME}"):
         return _probe(program)
     raise CriuUnavailable("the helper has no CRIU", hint="have root run: gpucr helper install")
+
+
+def _replace(install: CriuInstall) -> None:
+    before = list(FOLDER.iterdir())
+    made = Path(tempfile.mkdtemp(prefix=_UNFINISHED, dir=FOLDER))
+    try:
+        _copy(install, made)
+        _probe(made / _NAME)
+        made.rename(FOLDER / made.name.replace(_UNFINISHED, _COMPLETE, 1))
+    except BaseException:
+        shutil.rmtree(made, ignore_errors=True)
+        raise
+    for each in before:
+        shutil.rmtree(each)
 
 
 def _probe(program: Path) -> CriuInstall:
@@ -52,15 +65,13 @@ def _probe(program: Path) -> CriuInstall:
     return probe((*loaded_by, str(program)), "helper", program, least_version())
 
 
-def _new_folder() -> Path:
-    """Only root's until it is complete: nobody starts an unfinished copy."""
+def _make_folder() -> None:
     trusted_paths.require_ours(FOLDER)
     for each in (FOLDER.parent, FOLDER):
         with contextlib.suppress(FileExistsError):
             each.mkdir()
             each.chmod(0o755)  # regardless of the umask
     trusted_paths.require_ours(FOLDER)
-    return Path(tempfile.mkdtemp(prefix="criu-", dir=FOLDER))
 
 
 def _copy(install: CriuInstall, folder: Path) -> None:

@@ -44,7 +44,7 @@ from gpucr.helper.messages import (
 from gpucr.linux import capabilities, descriptor_limit, processes
 from gpucr.linux.held_folder import HeldFolder
 from gpucr.linux.tcp_repair import sockets_released
-from gpucr.privileged import copied_criu, folders, inspected, limits, peer, sandboxes, session, terminals
+from gpucr.privileged import copied_criu, folders, inspected, limits, mounts, peer, sandboxes, session, terminals
 from gpucr.privileged.inheritance import (
     adopt_descendants,
     as_peer_with,
@@ -124,6 +124,7 @@ class _Request:
         try:
             if len(fds) != _descriptors_of(request):
                 raise BadMessage("another number of descriptors")
+            mounts.join(self._connection.socket)
             self._peer = peer.of(self._connection.socket)
             if isinstance(request, Ask):
                 self._here()
