@@ -12,7 +12,7 @@ TYPE_CHECKING = False  # type checkers treat this name as typing's; importing ty
 if TYPE_CHECKING:
     from typing import Any
 
-    from gpucr.borrow.borrower import borrow_gpus
+    from gpucr.borrow.borrower import BorrowPlan, borrow_gpus, plan_borrow
     from gpucr.borrow.ledger import BorrowPhase
     from gpucr.borrow.listing import Borrowed, Borrower, LentJob, list_borrowed, recover_borrowed
     from gpucr.borrow.several import JobOutcome, JobOutlook, plan_resume, plan_suspend, resume_jobs, suspend_jobs
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
         NotPermitted,
         NotSupportedByDriver,
         ProcessNotFound,
+        RehearsalFailed,
         SimulatorUnavailable,
         SnapshotDamaged,
         SnapshotError,
@@ -71,14 +72,17 @@ if TYPE_CHECKING:
     from gpucr.nodes.parts import PartReport
     from gpucr.nodes.rendezvous import Rendezvous
     from gpucr.nodes.restore import restore_part
-    from gpucr.operations.dump import DumpPlan, DumpReport, Persist, dump, plan_dump
-    from gpucr.operations.freeze import FrozenJob, freeze
+    from gpucr.operations.dump import DumpReport, dump, plan_dump
+    from gpucr.operations.freeze import FrozenJob, freeze, plan_freeze
     from gpucr.operations.gpu_jobs import GpuJob, list_gpu_jobs
     from gpucr.operations.inspect import ProcessContents, SnapshotContents, inspect
     from gpucr.operations.launch import LaunchPlan, StartedJob, forget_job, list_jobs, plan_job, run_job
     from gpucr.operations.listing import ProcessState, job_states, list_cuda_processes
-    from gpucr.operations.move import move
-    from gpucr.operations.restore import RestoreReport, restore
+    from gpucr.operations.move import move, plan_move
+    from gpucr.operations.plan import Plan
+    from gpucr.operations.rehearse import RehearsalReport, rehearse
+    from gpucr.operations.requests import Persist
+    from gpucr.operations.restore import RestoreReport, plan_restore, restore
     from gpucr.operations.stores import (
         CopiedSnapshot,
         StoreKey,
@@ -122,7 +126,7 @@ if TYPE_CHECKING:
     from gpucr.undo.steps import Phase
 
 _HOMES = {
-    "gpucr.borrow.borrower": ("borrow_gpus",),
+    "gpucr.borrow.borrower": ("BorrowPlan", "borrow_gpus", "plan_borrow"),
     "gpucr.borrow.ledger": ("BorrowPhase",),
     "gpucr.borrow.listing": ("Borrowed", "Borrower", "LentJob", "list_borrowed", "recover_borrowed"),
     "gpucr.borrow.several": (
@@ -141,8 +145,9 @@ _HOMES = {
         "BrokenInstall", "CriuError", "CriuUnavailable", "CudaStarted", "DeadlineExceeded", "DriverError",
         "DriverUnavailable", "GpuFull", "GpucrError", "IllegalState", "InterposerError", "Interrupted",
         "InvalidRequest", "JobChanged", "JobDamaged", "LockTimeout", "NodeFailed", "NotACudaProcess", "NotPermitted",
-        "NotSupportedByDriver", "ProcessNotFound", "SimulatorUnavailable", "SnapshotDamaged", "SnapshotError",
-        "SnapshotExists", "SnapshotUnfinished", "StoreDamaged", "StoreError", "Unsupported", "WrongKey",
+        "NotSupportedByDriver", "ProcessNotFound", "RehearsalFailed", "SimulatorUnavailable", "SnapshotDamaged",
+        "SnapshotError", "SnapshotExists", "SnapshotUnfinished", "StoreDamaged", "StoreError", "Unsupported",
+        "WrongKey",
     ),
     "gpucr.gpu_state.ways": ("GpuState",),
     "gpucr.interposer.hooks": ("after_restore", "before_freeze"),
@@ -155,8 +160,8 @@ _HOMES = {
     "gpucr.nodes.parts": ("PartReport",),
     "gpucr.nodes.rendezvous": ("Rendezvous",),
     "gpucr.nodes.restore": ("restore_part",),
-    "gpucr.operations.dump": ("DumpPlan", "DumpReport", "Persist", "dump", "plan_dump"),
-    "gpucr.operations.freeze": ("FrozenJob", "freeze"),
+    "gpucr.operations.dump": ("DumpReport", "dump", "plan_dump"),
+    "gpucr.operations.freeze": ("FrozenJob", "freeze", "plan_freeze"),
     "gpucr.operations.gpu_jobs": ("GpuJob", "list_gpu_jobs"),
     "gpucr.operations.inspect": ("ProcessContents", "SnapshotContents", "inspect"),
     "gpucr.snapshot.job_snapshot": ("JobSnapshot",),
@@ -164,8 +169,11 @@ _HOMES = {
     "gpucr.operations.listing": ("ProcessState", "job_states", "list_cuda_processes"),
     "gpucr.snapshot.location": ("Compress", "Place", "open_snapshot"),
     "gpucr.diagnosis.probe": ("last_probe", "probe"),
-    "gpucr.operations.move": ("move",),
-    "gpucr.operations.restore": ("RestoreReport", "restore"),
+    "gpucr.operations.move": ("move", "plan_move"),
+    "gpucr.operations.plan": ("Plan",),
+    "gpucr.operations.rehearse": ("RehearsalReport", "rehearse"),
+    "gpucr.operations.requests": ("Persist",),
+    "gpucr.operations.restore": ("RestoreReport", "plan_restore", "restore"),
     "gpucr.supervise.clock": ("Wish",),
     "gpucr.supervise.ends": ("stop_job", "wait_job"),
     "gpucr.supervise.settings": ("StartAgain", "Supervision"),
@@ -200,6 +208,7 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "BorrowPhase",
+    "BorrowPlan",
     "Borrowed",
     "Borrower",
     "BrokenInstall",
@@ -219,7 +228,6 @@ __all__ = [
     "DriverError",
     "DriverUnavailable",
     "DumpCounts",
-    "DumpPlan",
     "DumpReport",
     "EnvironmentChange",
     "Event",
@@ -268,6 +276,7 @@ __all__ = [
     "Persist",
     "Phase",
     "Place",
+    "Plan",
     "ProbeReport",
     "Process",
     "ProcessContents",
@@ -280,6 +289,8 @@ __all__ = [
     "PruneReport",
     "PruneRules",
     "Range",
+    "RehearsalFailed",
+    "RehearsalReport",
     "Rendezvous",
     "Repair",
     "RepairName",
@@ -339,13 +350,18 @@ __all__ = [
     "list_snapshots",
     "move",
     "open_snapshot",
+    "plan_borrow",
     "plan_dump",
+    "plan_freeze",
     "plan_job",
+    "plan_move",
+    "plan_restore",
     "plan_resume",
     "plan_suspend",
     "probe",
     "prune_store",
     "recover_borrowed",
+    "rehearse",
     "remove_snapshot",
     "restore",
     "restore_part",

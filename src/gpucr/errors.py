@@ -16,6 +16,7 @@
     │   ├── SnapshotExists             the target already holds something
     │   ├── SnapshotUnfinished         there is no manifest: the dump never ended
     │   ├── SnapshotDamaged            a file is missing, changed, or leads outside
+    │   ├── RehearsalFailed            restored to the last step but one, the job did not come back
     │   └── StoreError                 a store of snapshots cannot be used, or is none
     │       ├── WrongKey               the store is encrypted, and not with this key
     │       └── StoreDamaged           something in the store is missing, cut short, or changed
@@ -193,6 +194,19 @@ class SnapshotDamaged(SnapshotError):
     """A file of the snapshot is missing, differs from its digest, or has a name that leads outside."""
 
     code = "GPUCR-SNAPSHOT-DAMAGED"
+
+
+class RehearsalFailed(SnapshotError):
+    """The job of a snapshot did not come back in a rehearsal, which has ended what it had restored.
+
+    ``cause_code``: the code of the error that a restore would have.
+    """
+
+    code = "GPUCR-REHEARSAL"
+
+    def __init__(self, message: str, *, path: str, cause_code: str, hint: str | None = None) -> None:
+        super().__init__(message, path=path, hint=hint)
+        self.cause_code = cause_code
 
 
 class StoreError(SnapshotError):

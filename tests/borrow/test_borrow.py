@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,46 @@ def test_no_job_has_to_make_room(shared: Machine) -> None:
     assert borrower.returncode == 7, err
     assert out == ",".join(gpu.uuid for gpu in reversed(list_gpus())) + "\n"
     assert gpucr.list_borrowed() == gpucr.Borrowed((), ())
+
+
+def test_a_plan_says_who_makes_room_and_changes_nothing(
+    shared: Machine, in_room: Callable[[int], None], tmp_path: Path
+) -> None:
+    first, low = shared.job("first", priority=5, mib=120), shared.job("low", priority=1)
+    high = shared.job("high", priority=50, devices="1")
+    there = json.loads(run_here("borrow", "--gpu", "0", "--dry-run", "--json", "true").stdout)
+    assert (there["waits_for"], there["room"]) == ([], {"first": None, "low": None})
+    assert gpucr.plan_borrow(["true"], "0,1", priority=20).waits_for == ("high",)
+    said = run_here("borrow", "--gpu", "0,1", "--priority", "20", "--dry-run", "true").stdout
+    assert said.startswith("wait for high\n")
+    in_room(250 << 20)
+    stored = tmp_path / "new" / "folder"
+    assert (gpucr.plan_borrow(["true"], "0", to=str(stored)).room["low"] or "").startswith(f"{stored}/low-")
+    assert not stored.parent.exists()
+    assert gpucr.list_borrowed() == gpucr.Borrowed((), ())
+    assert [job.state for job in (first, low, high)] == ["running"] * 3
+
+
+@pytest.mark.parametrize("why", ["has to wait", "no host memory", "stranger", "no such GPU"])
+def test_a_plan_is_refused_as_the_borrower_is(
+    why: str, shared: Machine, counter: CounterFactory, in_room: Callable[[int], None]
+) -> None:
+    options: dict[str, Any] = {"isolate": False}
+    gpus = "7" if why == "no such GPU" else "0"
+    if why == "stranger":
+        counter("--mib", "1")
+    else:
+        shared.job("other", priority=50 if why == "has to wait" else 1)
+    if why == "has to wait":
+        options |= {"wait": False, "priority": 20}
+    if why == "no host memory":
+        in_room(1 << 10)
+    said = []
+    for ask in (gpucr.plan_borrow, gpucr.borrow_gpus):
+        with pytest.raises(gpucr.GpucrError) as caught:
+            ask(["true"], gpus, **options)
+        said.append((caught.value.code, caught.value.exit_code, caught.value.message))
+    assert said[0] == said[1]
 
 
 @pytest.mark.by_user

@@ -54,3 +54,12 @@ def test_a_filter_that_a_killed_criu_has_left() -> None:
         assert facts.foreign == ("CRIU-4711",)
     one = only(network.check(replace(facts, kept=()), CRIU))
     assert "nft delete table inet CRIU-4711" in one.remedy
+
+
+def test_many_left_filters_are_one_finding() -> None:
+    several = replace(FACTS, kept=(), foreign=("CRIU", *(f"CRIU-{number}" for number in range(20))))
+    tables, chain = [each for each in network.check(several, CRIU) if each.severity == "warning"]
+    assert "20 packet filters" in tables.what
+    assert "CRIU-19" in tables.evidence
+    assert "nft delete table inet CRIU-0`, and so on" in tables.remedy
+    assert "iptables" in chain.remedy

@@ -22,6 +22,7 @@ from gpucr.diagnosis.preflight.support.fact import Fact
 from gpucr.linux.processes import OpenFile
 from gpucr.model import Job
 from tests.conftest import skip_or_fail
+from tests.counter import wait_until
 from tests.diagnosis.programs import job_of, program
 
 pytestmark = pytest.mark.root
@@ -71,6 +72,25 @@ def test_a_kind_that_criu_refuses(kind: str, tmp_path: Path) -> None:
     names = {"process": f"process {pid} (python3)"}
     assert any(_is(each, fact, evidence) for each in found), found
     assert {each.code for each in found} == {fact.code}, names
+
+
+def test_one_path_on_two_mounts(tmp_path: Path) -> None:
+    """CRIU: "Can't lookup mount=24 for fd=10 path=/dev/null". The program has opened its own /dev/null as well."""
+    said, words = tmp_path / "said", f'exec "{sys.executable}" -I -S -c "$0" </dev/null >said 2>&1'
+    with open(os.devnull) as theirs:
+        number = theirs.fileno()
+        child = subprocess.Popen(
+            ["unshare", "--mount", "sh", "-c", words, f"{READY.strip()}\nimport signal\nsignal.pause()"],
+            pass_fds=(number,),
+            cwd=tmp_path,
+        )
+    with child:
+        try:
+            wait_until(lambda: said.exists() and "\n" in said.read_text(), "the program to speak")
+            (found,) = preflight.check_foreign_files(job_of(child.pid))
+        finally:
+            child.kill()
+    assert _is(found, facts.FOREIGN_FILE, f"fd {number}, /dev/null")
 
 
 def _is(finding: Finding, fact: Fact, evidence: str) -> bool:

@@ -121,6 +121,7 @@ def test_the_fields_of_dump_inspect_and_restore_in_json(counter: CounterFactory,
     _assert_fields_are_described("gpucr dump plan", plan)
     _assert_fields_are_described("gpucr dump", run_json("dump", program.pid, "--to", folder))
     program.reap()
+    _assert_fields_are_described("gpucr verify rehearsal", run_json("verify", folder, "--rehearse"))
     inspected = run_json("inspect", folder)
     assert set(inspected["manifest"]) == set(manifest.Manifest.__struct_fields__)
     _assert_fields_are_described("gpucr inspect", inspected)

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from gpucr import Secret, init_store
-from gpucr.cli import dump, explain, failures
+from gpucr.cli import explain, failures, reports
 from gpucr.cli.output import JsonWanted
 from gpucr.criu.diagnosis import KNOWN_FAILURES, diagnose
 from gpucr.diagnosis.preflight.findings import Finding, require_no_blocking
 from gpucr.errors import CriuError, GpucrError, InvalidRequest, SnapshotError, Unsupported
-from gpucr.operations.dump import DumpPlan
+from gpucr.operations.plan import Plan
 from tests.command import run
 from tests.docs.pages import SOURCES, error_classes
 
@@ -84,7 +84,7 @@ def test_a_dry_run_shows_the_codes_of_blocking_findings(
 ) -> None:
     blocking = Finding("blocking", "what", "evidence", "consequence", "remedy", code="GPUCR-MIG")
     findings = (blocking, Finding("warning", "w", "e", "c", "r"))
-    dump._print_plan(DumpPlan(7, ("step",), findings), as_json=False, quiet=False)
+    reports._print_steps(Plan(7, ("step",), findings), quiet=False)
     assert capsys.readouterr().err.splitlines() == [
         "blocking: what (evidence): consequence",
         "hint:  remedy",

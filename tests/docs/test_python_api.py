@@ -32,6 +32,8 @@ OPERATIONS = [
     "move",
     "dump",
     "plan_dump",
+    "plan_move",
+    "plan_restore",
     "freeze",
     "restore",
     "dump_part",
@@ -73,7 +75,15 @@ def test_the_errors_named_for_an_operation_are_errors(name: str) -> None:
     raises = (inspect.getdoc(getattr(gpucr, name)) or "").partition("Raises")[2]
     types = set(re.findall(r"\b[A-Z][a-z]+[A-Z]\w+", raises))
     assert types <= {error.__name__ for error in error_classes()} | {"OSError", "ValueError"}
-    assert raises or name in {"plan_suspend", "plan_resume", "plan_dump", "take_up_jobs"}
+    assert raises or name in {
+        "plan_suspend",
+        "plan_resume",
+        "plan_dump",
+        "plan_freeze",
+        "plan_move",
+        "plan_restore",
+        "take_up_jobs",
+    }
 
 
 RECORDS = [
@@ -94,7 +104,7 @@ RECORDS = [
     "DumpCounts",
     "Difference",
     "PruneRules",
-    "DumpPlan",
+    "Plan",
     "RestoreReport",
     "PartReport",
     "Rendezvous",

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpucr.helper import messages
+from gpucr.errors import BrokenInstall
+from gpucr.helper import client, messages
 from gpucr.helper.messages import Answer, Ask, BadMessage, Connection, Dump, Files, HungUp, Isolate, Restore, Stop
 from gpucr.privileged import served
 
@@ -130,3 +131,15 @@ def test_a_refusal_with_a_name_that_is_not_utf_8() -> None:
         served._tell(ours, messages.Failed("refused", served._cut("CRIU's image \udcff.img " + "x" * 5000)))
         found, _ = theirs.receive(messages.Failed)
         assert found.message.startswith("CRIU's image \\udcff.img x")
+
+
+def test_a_helper_that_is_slow_has_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "_ANSWER_S", 0.01)
+    ours, theirs = pair()
+    with ours, pytest.raises(BrokenInstall, match=r"has not answered for 0\.01 s"), theirs:
+        client._converse(ours, Ask(), ())
+    ours, theirs = pair()
+    with theirs:
+        pass
+    with ours, pytest.raises(BrokenInstall, match="has ended without an answer"):
+        client._converse(ours, Ask(), ())

@@ -15,7 +15,7 @@ from gpucr.driver.cuda import CudaDriver
 from gpucr.errors import BrokenInstall
 from gpucr.linux import processes
 from gpucr.model import CudaState
-from gpucr.operations.dump import Persist
+from gpucr.operations.requests import Persist
 from tests.counter import Counter, CounterFactory, wait_until
 from tests.storm import sample
 

@@ -342,3 +342,25 @@ def test_a_snapshot_is_refused_without_its_interposer(
     (tmp_path / "elsewhere").rename(library)
     gpucr.restore(tmp_path / "s")
     assert_runs(job, driver, [job.pid], 101)
+
+
+@pytest.mark.root
+@pytest.mark.parametrize(("gpus", "is_full"), [("1x1GiB", False), ("1x300MiB", True)], ids=["room", "full"])
+def test_a_rehearsal_beside_the_job(
+    gpus: str,
+    is_full: bool,
+    machine: MakeMachine,
+    counter: CounterFactory,
+    variables: dict[str, str],
+    driver: CudaDriver,
+    tmp_path: Path,
+) -> None:
+    machine(gpus)
+    job = counter("--mib", "150", env=variables)
+    pids = job.processes()
+    command.run_json("dump", job.pid, "--to", tmp_path / "s", "--leave-running")  # this process may know other GPUs
+    assert "interposed" in gpucr.open_snapshot(tmp_path / "s").manifest.kinds.values()
+    rehearsal = command.run_json("verify", "--rehearse", tmp_path / "s")
+    assert bool(rehearsal["left_out"]) is is_full
+    assert ("restore" in [phase["name"] for phase in rehearsal["phases"]]) is not is_full
+    assert_runs(job, driver, pids, 101)

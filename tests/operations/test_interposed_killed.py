@@ -98,7 +98,7 @@ def test_in_a_resume(when: str, call: str, job: Counter, driver: CudaDriver) -> 
 
 @pytest.mark.criu
 @pytest.mark.parametrize(("call", "when"), around(
-    "agent.close_gate", "agent.export", "agent.drop", "vault.read", "driver.checkpoint", "criu.dump",
+    "agent.close_gate", "agent.export", "agent.drop", "vault.read_into", "driver.checkpoint", "criu.dump",
 ))  # fmt: skip
 def test_in_a_dump(when: str, call: str, job: Counter, driver: CudaDriver, tmp_path: Path) -> None:
     """Before the commit the job keeps running; after it there is a snapshot of the whole job."""
@@ -157,7 +157,7 @@ def test_killed_with_its_guard_while_memory_was_away(job: Counter, driver: CudaD
 
 @pytest.mark.criu
 @pytest.mark.parametrize(("call", "when"), around(
-    "vault.make", "vault.write", "driver.restore", "agent.give_back", "driver.unlock",
+    "vault.make", "vault.write_from", "driver.restore", "agent.give_back", "driver.unlock",
 ))  # fmt: skip
 def test_in_a_restore(when: str, call: str, job: Counter, driver: CudaDriver, tmp_path: Path) -> None:
     """Nothing of it is left, and the next one succeeds."""

@@ -227,7 +227,7 @@ def test_more_images_than_the_open_file_limit(many_threads: subprocess.Popen[byt
 
 @pytest.mark.by_user
 @pytest.mark.parametrize("persist", ["background", later("sync")])
-def test_left_running(counter: CounterFactory, store: Path, persist: gpucr.operations.dump.Persist) -> None:
+def test_left_running(counter: CounterFactory, store: Path, persist: gpucr.Persist) -> None:
     job = counter("--mib", "16")
     report = gpucr.dump(job.pid, store, leave_running=True, persist=persist, compress="strong")
     assert job.ask() == 101

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -54,6 +55,20 @@ def test_a_job_that_ignores_signals_is_stopped_with_all_its_processes(isolate: b
     assert ended == {"job": "train", "state": "ended", "exit_code": None, "signal": signal.SIGKILL}
     assert "heard TERM" in record.log.read_text()
     assert not any(processes.is_alive(each) for each in tree)
+
+
+@pytest.mark.criu
+def test_a_supervisor_whose_parents_ignored_signals_hears_gpucr(tmp_path: Path) -> None:
+    """A shell ignores SIGINT for what a script starts with `&`, and all that is started there inherits it."""
+    store = str(tmp_path / "store")
+    words = [sys.executable, "-m", "gpucr", "run", "--every", "1h", "--to", store, "--name", "train", "--"]
+    script = ["sh", "-c", "trap '' TERM HUP; \"$@\" & wait $!", "sh"]
+    subprocess.run([*script, *words, *jobs.counting(10**6)], check=True, timeout=60, cwd=tmp_path)
+    supervisor = SupervisedFolder("train").supervisor()
+    assert supervisor is not None
+    assert command.run("kill", "train").returncode == 0
+    assert not processes.is_alive(supervisor)
+    assert SupervisedFolder("train").state().phase == "stopped"
 
 
 def test_a_job_that_ends_by_itself_is_not_killed() -> None:

@@ -33,16 +33,20 @@ def test_the_units_are_installed_updated_and_removed(tmp_path: Path) -> None:
     folder.mkdir()
     arguments = ("--units-dir", folder)
     made = command.run_json("service", "install", *arguments, "--no-enable")["changes"]
-    assert [change["what"] for change in made] == ["made"] * 3
-    assert {path.name for path in folder.iterdir()} == set(service.units())
-    assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o644}
+    assert [change["what"] for change in made] == ["made"] * len(service.units())
+    files = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
+    assert files.keys() == set(service.units())
+    assert {path.stat().st_mode & 0o777 for path in files.values()} == {0o644}
     unit = folder / "gpucr-supervise.timer"
     unit.write_text(unit.read_text().replace("5min", "9min"))
     again = command.run_json("service", "install", *arguments)["changes"]
-    assert [change["what"] for change in again] == ["unchanged", "unchanged", "changed"]
+    assert [change["path"] for change in again if change["what"] != "unchanged"] == [str(unit)]
+    others = folder / "user@.service.d/others.conf"
+    others.write_text("[Unit]\n")
     gone = command.run_json("service", "uninstall", *arguments)["changes"]
-    assert [change["what"] for change in gone] == ["removed"] * 3
-    assert not list(folder.iterdir())
+    assert [change["what"] for change in gone] == ["removed"] * len(service.units())
+    assert [path for path in folder.rglob("*") if path.is_file()] == [others]
+    assert list(folder.iterdir()) == [others.parent]
     assert "9min" not in command.run("service", "show").stdout
 
 
@@ -58,7 +62,7 @@ def test_a_foreign_unit_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_the_service_resumes_and_drains_jobs_and_never_kills_them() -> None:
-    main, check, timer = (_parsed(text) for text in service.units().values())
+    main, check, timer, *_ = (_parsed(text) for text in service.units().values())
     assert main["Service"]["ExecStart"].startswith("-")
     assert main["Service"]["ExecStart"].endswith("supervise --all")
     assert main["Service"]["ExecStop"].endswith("supervise --all --drain")
@@ -68,11 +72,18 @@ def test_the_service_resumes_and_drains_jobs_and_never_kills_them() -> None:
     assert timer["Timer"]["Unit"] == "gpucr-supervise-check.service"
 
 
+def test_sessions_and_user_managers_end_after_the_last_dumps() -> None:
+    drop_ins = {name: _parsed(text) for name, text in service.units().items() if "/" in name}
+    assert {name.partition(".d/")[0] for name in drop_ins} == {"session-.scope", "user@.service"}
+    assert {text["Unit"]["Before"] for text in drop_ins.values()} == {"gpucr-supervise.service"}
+
+
 def test_systemd_verifies_the_units(tmp_path: Path) -> None:
     if shutil.which("systemd-analyze") is None:
         pytest.skip("there is no systemd-analyze")
-    paths = [tmp_path / name for name in service.units()]
-    for path, text in zip(paths, service.units().values(), strict=True):
+    units = {name: text for name, text in service.units().items() if "/" not in name}  # the others are drop-ins
+    paths = [tmp_path / name for name in units]
+    for path, text in zip(paths, units.values(), strict=True):
         path.write_text(text)
     assert unit_files.verify(paths)
     paths[0].write_text(paths[0].read_text().replace("Type=oneshot", "Type=nonsense").replace("ExecStart=", "Exec="))

@@ -149,6 +149,13 @@ def test_only_one_restore_can_claim_a_pid() -> None:
         pass
 
 
+def test_a_restore_claims_the_processes_that_it_has_restored(way: str) -> None:
+    with sleeper() as job, claimed_pids([job.pid]):
+        with claimed([job.pid]):
+            assert not _is_free(job.pid)
+        assert _is_free(job.pid)
+
+
 @pytest.mark.root
 def test_a_restore_is_visible_through_another_mount_of_proc() -> None:
     code = "import sys; from gpucr.linux.claims import *\nwith claimed_pids([int(sys.argv[1])]): pass"

@@ -9,15 +9,17 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
 
 from gpucr.borrow import ledger, lend, policy
 from gpucr.borrow.chosen import named_gpus
 from gpucr.borrow.guard import guarded
 from gpucr.borrow.ledger import Borrowing
-from gpucr.borrow.lend import Say, Seen, look, plan, read_key
+from gpucr.borrow.lend import Say, Seen, folder_of, look, plan, read_key
 from gpucr.borrow.recovery import end_command, recover, settle
 from gpucr.errors import GpucrError, Interrupted, Unsupported
 from gpucr.jobs.log import job_log
@@ -62,17 +64,91 @@ def borrow_gpus(
     InvalidRequest, Unsupported, Interrupted, and errors of suspend or dump (before the command runs: nothing was
     changed, or all is back); and errors of bringing a job back.
     """
-    check_priority(priority)
-    key = None if key_file is None else str(Path(key_file).absolute())
-    read_key(key)
-    plan_job(command, isolate=isolate, network=network)
-    uuids = tuple(gpu.uuid for gpu in named_gpus(gpus))
+    key, uuids = _checked(command, gpus, priority, key_file, isolate=isolate, network=network)
     talk = say or (lambda _: None)
     recover(talk)
     options = {"isolate": isolate, "network": network}
     with guarded():
         me = ledger.enter(priority=priority, gpus=uuids, command=tuple(command))
         return _Borrower(me, to, key, options, talk, cancel, can_wait=wait).to_the_end()
+
+
+class BorrowPlan(Struct, frozen=True):
+    """What `borrow_gpus` would do now, with GPUs by UUID.
+
+    ``waits_for``: borrowers and jobs that have to end or finish first; what makes room then is not known yet. ``room``:
+    what happens to each job that makes room, by name: None is host memory, else it is the place of a snapshot.
+    """
+
+    gpus: tuple[str, ...]
+    waits_for: tuple[str, ...] = ()
+    room: Mapping[str, str | None] = {}
+
+
+def plan_borrow(
+    command: Sequence[str],
+    gpus: str,
+    *,
+    priority: int = BORROWERS_PRIORITY,
+    to: str | None = None,
+    key_file: str | os.PathLike[str] | None = None,
+    wait: bool = True,
+    isolate: bool | None = None,
+    network: Network | None = None,
+) -> BorrowPlan:
+    """What `borrow_gpus` would do with the same arguments. Changes nothing; raises as it does before its first change.
+
+    What killed borrowers have left is not brought back first.
+    """
+    key, uuids = _checked(command, gpus, priority, key_file, isolate=isolate, network=network)
+    others, seen = ledger.borrowings(), _seen(uuids)
+    me = ledger.would_be(others, priority=priority, gpus=uuids, command=tuple(command))
+    blockers = policy.blockers(me, others, seen.jobs)
+    if blockers and not wait:
+        raise _has_to_wait(blockers, priority)
+    if blockers or seen.busy:
+        return BorrowPlan(uuids, blockers or seen.busy)
+    with folder_of(to, stays=False):
+        ways = plan(policy.victims(me, seen.jobs), to, key, Cancellation())
+    return BorrowPlan(uuids, room={way.job.name: way.place for way in ways})
+
+
+def _checked(
+    command: Sequence[str],
+    gpus: str,
+    priority: int,
+    key_file: str | os.PathLike[str] | None,
+    *,
+    isolate: bool | None,
+    network: Network | None,
+) -> tuple[str | None, tuple[str, ...]]:
+    """The key file and the UUIDs, if these can be asked for."""
+    check_priority(priority)
+    key = None if key_file is None else str(Path(key_file).absolute())
+    read_key(key)
+    plan_job(command, isolate=isolate, network=network)
+    return key, tuple(gpu.uuid for gpu in named_gpus(gpus))
+
+
+def _has_to_wait(blockers: Sequence[str], priority: int) -> Unsupported:
+    return Unsupported(
+        f"{', '.join(blockers)} cannot be asked to make room by a priority of {priority}",
+        hint="omit --no-wait to wait in line, or give a higher --priority; `gpucr borrow --list`",
+        code="GPUCR-BORROW-BUSY",
+    )
+
+
+def _seen(wanted: Sequence[str]) -> Seen:
+    seen = look(wanted)
+    strangers = sorted({use.pid for use in seen.strangers if use.gpu_uuid in wanted})
+    if strangers:
+        raise Unsupported(
+            f"the GPUs are in use by {'process' if len(strangers) == 1 else 'processes'} "
+            f"{', '.join(map(str, strangers))}, which belong to no job in your registry and have no priority",
+            hint="end them, or start such jobs with `gpucr run --priority`",
+            code="GPUCR-BORROW-STRANGER",
+        )
+    return seen
 
 
 class _Borrower:
@@ -132,7 +208,7 @@ class _Borrower:
         while True:
             self._check()
             with ledger.gpus_held(needed, self._check):
-                others, seen = ledger.borrowings(), self._look()
+                others, seen = ledger.borrowings(), _seen(self._me.gpus)
                 jobs = seen.jobs
                 blockers = policy.blockers(self._me, others, jobs)
                 victims = () if blockers else policy.victims(self._me, jobs)
@@ -147,11 +223,7 @@ class _Borrower:
                 recover(self._say)
                 continue
             if blockers and not self._can_wait:
-                raise Unsupported(
-                    f"{', '.join(blockers)} cannot be asked to make room by a priority of {self._me.priority}",
-                    hint="omit --no-wait to wait in line, or give a higher --priority; `gpucr borrow --list`",
-                    code="GPUCR-BORROW-BUSY",
-                )
+                raise _has_to_wait(blockers, self._me.priority)
             if blockers:
                 busy_since_s = None
             elif busy_since_s is None:
@@ -168,20 +240,9 @@ class _Borrower:
                 self._say(told)
             time.sleep(_LOOK_EVERY_S)
 
-    def _look(self) -> Seen:
-        seen = look(self._me.gpus)
-        strangers = sorted({use.pid for use in seen.strangers if use.gpu_uuid in self._me.gpus})
-        if strangers:
-            raise Unsupported(
-                f"the GPUs are in use by {'process' if len(strangers) == 1 else 'processes'} "
-                f"{', '.join(map(str, strangers))}, which belong to no job in your registry and have no priority",
-                hint="end them, or start such jobs with `gpucr run --priority`",
-                code="GPUCR-BORROW-STRANGER",
-            )
-        return seen
-
     def _make_room(self, victims: Sequence[policy.Occupant]) -> None:
-        ways = plan(victims, self._to, self._key_file, self._cancel)
+        with folder_of(self._to, stays=True):
+            ways = plan(victims, self._to, self._key_file, self._cancel)
         self._check()
         self._me = ledger.change(self._me, "taking")
         for way in ways:

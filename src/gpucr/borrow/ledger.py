@@ -95,6 +95,14 @@ def enter(*, priority: int, gpus: tuple[str, ...], command: tuple[str, ...]) -> 
     return made
 
 
+def would_be(
+    others: Collection[Borrowing], *, priority: int, gpus: tuple[str, ...], command: tuple[str, ...]
+) -> Borrowing:
+    """The one that `enter` would write after these."""
+    number = max((each.number for each in others), default=0) + 1
+    return Borrowing(number, priority, gpus, command, this_process(), time.time())
+
+
 def change(borrowing: Borrowing, phase: BorrowPhase) -> Borrowing:
     """Store its state. Raises Unsupported."""
     changed = replace(borrowing, phase=phase)

@@ -104,6 +104,21 @@ def _that_stay(uses: Sequence[GpuUse]) -> tuple[GpuUse, ...]:
     return tuple(use for use in uses if (use.pid, use.gpu_uuid) in still)
 
 
+@contextlib.contextmanager
+def folder_of(to: str | None, *, stays: bool) -> Iterator[None]:
+    """Make the folder for the jobs' snapshots, if it is missing; without ``stays`` remove it after the block."""
+    folders = (Path(to), *Path(to).parents) if to is not None and not is_store(to) else ()
+    missing = [each for each in folders if not each.exists()]
+    if missing:
+        missing[0].mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        yield
+    finally:
+        for each in () if stays else missing:
+            with contextlib.suppress(OSError):  # somebody uses it now
+                each.rmdir()
+
+
 def plan(jobs: Sequence[Occupant], to: str | None, key_file: str | None, cancel: Cancellation) -> tuple[Way, ...]:
     """How each job makes room: the first ones in host memory while there is some. Changes no job.
 
@@ -128,8 +143,6 @@ def plan(jobs: Sequence[Occupant], to: str | None, key_file: str | None, cancel:
                 ways.append(Way(job, None))
                 continue
             place = _place(to or "", job.name)
-            if not is_store(place):
-                Path(place).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             when_free(partial(_require_dump, job, place, key_file), cancel)
             ways.append(Way(job, place))
     return tuple(sorted(ways, key=lambda way: way.place is None))

@@ -40,7 +40,7 @@ def look() -> NetworkFacts:
 
 def check(facts: NetworkFacts, criu: CriuInstall | None) -> list[Finding]:
     """The packet filter, kept connections, and what others have left. ``criu``: None if there is none."""
-    found = [*map(_kept, facts.kept), *map(_foreign, facts.foreign)]
+    found = [*map(_kept, facts.kept), *_foreign(facts.foreign)]
     if facts.method is not None:
         return [ok(_ABOUT, f"packets can be blocked with {facts.method}", "asked the kernel"), *found]
     if facts.is_privileged:
@@ -59,17 +59,27 @@ def _kept(record: KeptRecord) -> Finding:
     )
 
 
-def _foreign(name: str) -> Finding:
-    return Finding(
-        "warning",
-        f"there is a packet filter of CRIU's, {name}",
-        "asked the kernel",
-        "it drops the packets of a job's connections, also when that job has ended",
-        f"if no CRIU runs, and nothing that it dumped is to be restored here: `nft delete table inet {name}`"
-        if name != _OF_CRIU
-        else "if no CRIU runs: remove the chain CRIU with iptables",
-        about=_ABOUT,
-    )
+def _foreign(names: tuple[str, ...]) -> list[Finding]:
+    """One finding for all tables: every killed CRIU leaves another one."""
+    tables = [name for name in names if name != _OF_CRIU]
+    found = []
+    if tables:
+        what = f"a packet filter of CRIU's, {tables[0]}"
+        remedy = (
+            f"if no CRIU runs, and nothing that it dumped is to be restored here: `nft delete table inet {tables[0]}`"
+        )
+        if len(tables) > 1:
+            what, remedy = f"{counted(len(tables), 'packet filter')} of CRIU's", f"{remedy}, and so on"
+        found.append(_left(what, remedy, ", ".join(tables)))
+    if _OF_CRIU in names:
+        remedy = "if no CRIU runs: remove the chain CRIU with iptables"
+        found.append(_left("a packet filter of CRIU's, the chain CRIU", remedy, "iptables"))
+    return found
+
+
+def _left(what: str, remedy: str, seen: str) -> Finding:
+    so = "packets of a job's connections are dropped, also when that job has ended"
+    return Finding("warning", f"left behind: {what}", seen, so, remedy, about=_ABOUT)
 
 
 def _none(facts: NetworkFacts) -> Finding:

@@ -130,9 +130,9 @@ def _ptrace(facts: PrivilegeFacts) -> Finding:
     evidence = f"{tracing.PTRACE_SCOPE} is {scope}"
     if scope is None:
         return ok(_PTRACE, "processes of the same user can be traced", "this kernel has no Yama")
-    if scope == 0 or (scope < 3 and is_privileged):
+    if scope == 0 or (scope < tracing.NO_ATTACH and is_privileged):
         return ok(_PTRACE, "processes can be traced", evidence)
-    if scope >= 3:
+    if scope >= tracing.NO_ATTACH:
         return Finding(
             "blocking",
             "nobody can trace any process",

@@ -7,19 +7,30 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import get_args
+from typing import TypedDict, get_args
 
 import click
 
-from gpucr.borrow.borrower import BORROWERS_PRIORITY, borrow_gpus
+from gpucr.borrow.borrower import BORROWERS_PRIORITY, BorrowPlan, borrow_gpus, plan_borrow
 from gpucr.borrow.listing import Borrowed, list_borrowed
 from gpucr.borrow.recovery import recover
 from gpucr.cli.columns import Column, fit, terminal_width
-from gpucr.cli.options import complete_file, complete_named_gpu, complete_place, json_option
+from gpucr.cli.options import complete_file, complete_named_gpu, complete_place, dry_run_option, json_option
 from gpucr.cli.output import print_json, printable, say
 from gpucr.driver.gpus import list_gpus
 from gpucr.jobs.record import Network
 from gpucr.records import DEFAULT_PRIORITY, HIGHEST_PRIORITY
+
+
+class _Options(TypedDict):
+    """What a plan and a run have in common."""
+
+    priority: int
+    to: str | None
+    key_file: Path | str | None
+    wait: bool
+    isolate: bool | None
+    network: Network | None
 
 
 @click.command("borrow", context_settings={"allow_interspersed_args": False})
@@ -47,6 +58,7 @@ from gpucr.records import DEFAULT_PRIORITY, HIGHEST_PRIORITY
 @click.option("--no-wait", is_flag=True, help="Fail with exit code 3 instead of waiting for others.")
 @click.option("--isolate/--no-isolate", default=None, help="As for `gpucr run`: its own namespaces, or the machine's.")
 @click.option("--network", type=click.Choice(get_args(Network)), help="As for `gpucr run`.")
+@dry_run_option
 @click.option("--list", "list_only", is_flag=True, help="Show who borrows which GPUs and who waits for whom.")
 @click.option("--recover", "recover_only", is_flag=True, help="Finish what killed borrowers left behind.")
 @json_option
@@ -60,6 +72,7 @@ def command(
     no_wait: bool,
     isolate: bool | None,
     network: Network | None,
+    dry_run: bool,
     list_only: bool,
     recover_only: bool,
     as_json: bool,
@@ -74,34 +87,42 @@ def command(
     \b
     Example:
       gpucr run --name train -- python train.py
+      gpucr borrow --gpu 0,1 --dry-run -- python evaluate.py
       gpucr borrow --gpu 0,1 -- python evaluate.py
       gpucr borrow --list
     """
     if list_only or recover_only:
-        if gpus is not None or command_line or list_only is recover_only:
+        if gpus is not None or command_line or dry_run or list_only is recover_only:
             raise click.UsageError("--list and --recover go alone")
         if list_only:
             _print_borrowed(list_borrowed(), as_json=as_json)
         else:
             _recover(as_json=as_json)
         return
-    if as_json:
-        raise click.UsageError("--json goes with --list and --recover")
+    if as_json and not dry_run:
+        raise click.UsageError("--json goes with --dry-run, --list and --recover")
     if gpus is None or not command_line:
         raise click.UsageError("name the GPUs and what to run: --gpu 0,1 -- CMD...")
     named = key_file or os.environ.get("GPUCR_KEY_FILE")
-    code = borrow_gpus(
-        command_line,
-        gpus,
-        priority=priority,
-        to=to,
-        key_file=named if to is not None and named else None,
-        wait=not no_wait,
-        isolate=isolate,
-        network=network,
-        say=_say,
-    )
-    sys.exit(code)
+    options: _Options = {
+        "priority": priority, "to": to, "key_file": named if to is not None and named else None, "wait": not no_wait,
+        "isolate": isolate, "network": network,
+    }  # fmt: skip
+    if dry_run:
+        _print_plan(plan_borrow(command_line, gpus, **options), as_json=as_json)
+        return
+    sys.exit(borrow_gpus(command_line, gpus, **options, say=_say))
+
+
+def _print_plan(found: BorrowPlan, *, as_json: bool) -> None:
+    if as_json:
+        print_json("borrow.plan", {"gpus": found.gpus, "waits_for": found.waits_for, "room": dict(found.room)})
+        return
+    if found.waits_for:
+        click.echo(f"wait for {', '.join(map(printable, found.waits_for))}")
+    for name, place in found.room.items():
+        click.echo(f"{printable(name)} makes room: to {'host memory' if place is None else printable(place)}")
+    click.echo(f"run the command on {', '.join(found.gpus)}, then bring back what has made room")
 
 
 def _say(line: str) -> None:

@@ -22,15 +22,25 @@ from gpucr.cli.options import (
     timeout_option,
     verbose_option,
 )
-from gpucr.cli.output import print_json, say
+from gpucr.cli.output import print_json
 from gpucr.cli.progress import progress_printer
-from gpucr.cli.reports import lock_fields, print_phases, report_fields, say_warnings, snapshot_text
+from gpucr.cli.reports import (
+    lock_fields,
+    print_phases,
+    print_plan,
+    rehearsal_fields,
+    rehearsal_text,
+    report_fields,
+    say_warnings,
+    snapshot_text,
+)
 from gpucr.containers.record import Runtime
 from gpucr.diagnosis.preflight import TcpMode
-from gpucr.errors import InvalidRequest, Unsupported
+from gpucr.errors import InvalidRequest
 from gpucr.gpu_state.ways import GpuState
 from gpucr.jobs.selector import JobSelector
-from gpucr.operations.dump import DumpPlan, Persist, dump, plan_dump
+from gpucr.operations.dump import dump, plan_dump
+from gpucr.operations.requests import Persist
 from gpucr.quantities import format_bytes
 from gpucr.records import to_json
 from gpucr.snapshot.folder import Snapshot
@@ -52,6 +62,7 @@ class _Options(TypedDict):
     compress: Compress
     encrypt: bool
     trust_store: bool
+    rehearse: bool
 
 
 @click.command("dump")
@@ -92,6 +103,11 @@ class _Options(TypedDict):
 )
 @click.option("--encrypt", is_flag=True, help="Refuse stores that are not encrypted.")
 @click.option("--trust-store", is_flag=True, help="In a store: do not read and check what it has already.")
+@click.option(
+    "--rehearse",
+    is_flag=True,
+    help="Before the job is ended, restore the snapshot once beside it; if that fails, the job keeps running.",
+)
 @key_file_option
 @click.option(
     "--dry-run",
@@ -118,6 +134,7 @@ def command(
     compress: Compress,
     encrypt: bool,
     trust_store: bool,
+    rehearse: bool,
     key_file: Path | None,
     dry_run: bool,
     gpu_state: GpuState,
@@ -138,6 +155,7 @@ def command(
     Example:
       gpucr dump 4711 --to /var/snapshots/training-0042
       gpucr dump 4711 --to /var/snapshots/training-0043 --leave-running
+      gpucr dump 4711 --to /var/snapshots/training-0044 --rehearse
       gpucr dump 4711 4712 --as-one --to /var/snapshots/both-ranks
       gpucr dump 4711 --to /var/snapshots/store#before-lunch --leave-running
       gpucr dump 4711 --to s3://bucket/prefix#nightly --encrypt --key-file /root/store.key
@@ -152,7 +170,9 @@ def command(
             raise InvalidRequest(f"{to} is a store, and a runtime writes to a folder", hint="name a folder with --to")
         about: _OfContainer = {"runtime": runtime, "runtime_root": runtime_root, "leave_running": leave_running}
         if dry_run:
-            _show_plan(by_runtime.plan_container_dump(container, Path(to), **about), as_json=as_json, quiet=quiet)
+            print_plan(
+                "dump", by_runtime.plan_container_dump(container, Path(to), **about), as_json=as_json, quiet=quiet
+            )
             return
         report_of_container = by_runtime.dump_container(container, Path(to), **about)
         print_container("dump", report_of_container, as_json=as_json, quiet=quiet)
@@ -161,11 +181,11 @@ def command(
         raise click.UsageError("name what to dump: PID, NAME, or --container ID with --runtime and --runtime-root")
     options: _Options = {
         "leave_running": leave_running, "persist": persist, "tcp": tcp, "only": only, "gpu_state": gpu_state,
-        "compress": compress, "encrypt": encrypt, "trust_store": trust_store,
+        "compress": compress, "encrypt": encrypt, "trust_store": trust_store, "rehearse": rehearse,
     }  # fmt: skip
     if dry_run:
         plan = with_key(key_file, lambda key: plan_dump(job, to, **options, key=key, force=force), place=to)
-        _show_plan(plan, as_json=as_json, quiet=quiet, force=force)
+        print_plan("dump", plan, as_json=as_json, quiet=quiet, force=force)
         return
     listener = progress_printer(quiet=quiet or as_json, verbose=verbose)
     report = with_key(
@@ -183,6 +203,7 @@ def command(
                 "downtime_s": report.downtime_s,
                 "left_running": report.left_running,
                 "lock": lock_fields(report.lock),
+                "rehearsal": rehearsal_fields(report.rehearsal) if report.rehearsal is not None else None,
                 "process_count": len(report.snapshot.manifest.processes),
                 **to_json(report.counts),
             },
@@ -192,6 +213,8 @@ def command(
     after = "keeps running" if report.left_running else "was ended"
     headline = f"{snapshot_text(report.snapshot)}: job {report.pid} dumped; it {after}"
     print_phases(headline, report.phases, ("downtime", report.downtime_s))
+    if report.rehearsal is not None:
+        click.echo(rehearsal_text(report.rehearsal))
     if not isinstance(report.snapshot, Snapshot):
         seen, counts = format_bytes(report.counts.seen_bytes), report.counts
         saved = format_bytes(counts.compressed_saved_bytes)
@@ -199,26 +222,3 @@ def command(
             f"{format_bytes(counts.written_bytes)} of {seen} written: {format_bytes(counts.zero_bytes)} were zero, "
             f"{format_bytes(counts.known_bytes)} known, {saved} saved by compression"
         )
-
-
-def _show_plan(plan: DumpPlan, *, as_json: bool, quiet: bool, force: bool = False) -> None:
-    """Print it. Ends with the exit code of a dump that would be refused."""
-    _print_plan(plan, as_json=as_json, quiet=quiet)
-    if not force and any(finding.severity == "blocking" for finding in plan.findings):
-        raise SystemExit(Unsupported.exit_code)
-
-
-def _print_plan(plan: DumpPlan, *, as_json: bool, quiet: bool) -> None:
-    if as_json:
-        print_json("dump.plan", {"pid": plan.pid, "steps": plan.steps, "findings": plan.findings})
-        return
-    for number, step in enumerate(plan.steps, 1):
-        if not quiet:
-            click.echo(f"{number}. {step}")
-    for finding in plan.findings:
-        if quiet and finding.severity != "blocking":
-            continue
-        say(f"{finding.severity}: {finding.sentence()}: {finding.consequence}")
-        say(f"hint:  {finding.remedy}")
-        if finding.severity == "blocking":
-            say(f"code:  {finding.code}")

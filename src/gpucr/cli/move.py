@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from gpucr.cli.options import (
+    dry_run_option,
     force_option,
     gpu_map_option,
     gpu_option,
@@ -16,15 +17,16 @@ from gpucr.cli.options import (
     verbose_option,
 )
 from gpucr.cli.progress import progress_printer
-from gpucr.cli.reports import print_change
+from gpucr.cli.reports import print_change, print_plan
 from gpucr.jobs.selector import JobSelector
-from gpucr.operations.move import move
+from gpucr.operations.move import move, plan_move
 
 
 @click.command("move")
 @job_argument()
 @gpu_option
 @gpu_map_option
+@dry_run_option
 @only_option
 @timeout_option
 @force_option
@@ -36,6 +38,7 @@ def command(
     job: int | str | JobSelector,
     gpu: str | None,
     gpu_map: str | None,
+    dry_run: bool,
     only: bool,
     timeout_s: float | None,
     force: bool,
@@ -50,8 +53,12 @@ def command(
     \b
     Example:
       gpucr move 4711 --gpu 1
-      gpucr move 4711 --gpu auto
+      gpucr move 4711 --gpu auto --dry-run
     """
+    if dry_run:
+        plan = plan_move(job, gpu=gpu, gpu_map=gpu_map, only=only, force=force)
+        print_plan("move", plan, as_json=as_json, quiet=quiet, force=force)
+        return
     on_progress = progress_printer(quiet=quiet or as_json, verbose=verbose)
     report = move(job, gpu=gpu, gpu_map=gpu_map, only=only, timeout_s=timeout_s, force=force, on_progress=on_progress)
     print_change("move", report, as_json=as_json, quiet=quiet)

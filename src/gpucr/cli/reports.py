@@ -8,18 +8,21 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from gpucr.cli.output import print_json, say
-from gpucr.quantities import format_bytes
+from gpucr.errors import Unsupported
+from gpucr.quantities import counted, format_bytes
 from gpucr.undo.steps import Phase
 
 if TYPE_CHECKING:  # each command loads only its own operation
     from gpucr.model import GangLock
     from gpucr.operations.dump import DumpReport
+    from gpucr.operations.plan import Plan
+    from gpucr.operations.rehearse import RehearsalReport
     from gpucr.operations.restore import RestoreReport
     from gpucr.operations.suspend import ChangeReport
     from gpucr.snapshot.job_snapshot import JobSnapshot
 
 
-def say_warnings(report: DumpReport | RestoreReport | ChangeReport) -> None:
+def say_warnings(report: DumpReport | RestoreReport | RehearsalReport | ChangeReport) -> None:
     """Print preflight's non-blocking findings."""
     for warning in report.warnings:
         say(f"warning: {warning}")
@@ -60,6 +63,25 @@ def lock_fields(lock: GangLock | None) -> dict[str, Any] | None:
     if lock is None:
         return None
     return {"process_count": lock.processes, "attempts": lock.attempts, "seconds": lock.seconds}
+
+
+def rehearsal_fields(report: RehearsalReport) -> dict[str, Any]:
+    """The members of a rehearsal's JSON."""
+    return {
+        "process_count": report.processes,
+        "checked_bytes": report.device_bytes,
+        "left_out": list(report.left_out),
+        "phases": report.phases,
+        "seconds": report.seconds,
+        "warnings": list(report.warnings),
+    }
+
+
+def rehearsal_text(report: RehearsalReport) -> str:
+    """What it showed, and what it left out."""
+    device = f", {format_bytes(report.device_bytes)} of device memory checked" if report.device_bytes else ""
+    came_back = f"rehearsed in {report.seconds:.3f} s: {counted(report.processes, 'process')} came back{device}"
+    return "\n".join([came_back, *(f"not rehearsed: {each}" for each in report.left_out)])
 
 
 def gpu_fields(report: ChangeReport | RestoreReport) -> dict[str, Any]:
@@ -103,3 +125,26 @@ def change_fields(report: ChangeReport) -> dict[str, Any]:
     data = {"pid": report.pid, "processes": processes, "phases": phases, "host_bytes": report.size_bytes}
     data |= {"seconds": report.seconds, "lock": lock_fields(report.lock), "warnings": list(report.warnings)}
     return {**data, **gpu_fields(report)}
+
+
+def print_plan(command: str, plan: Plan, *, as_json: bool, quiet: bool, force: bool = False) -> None:
+    """Print a plan. Ends with the exit code of an operation that would be refused."""
+    if as_json:
+        print_json(f"{command}.plan", {"pid": plan.pid, "steps": plan.steps, "findings": plan.findings})
+    else:
+        _print_steps(plan, quiet=quiet)
+    if plan.is_refused and not force:
+        raise SystemExit(Unsupported.exit_code)
+
+
+def _print_steps(plan: Plan, *, quiet: bool) -> None:
+    for number, step in enumerate(plan.steps, 1):
+        if not quiet:
+            click.echo(f"{number}. {step}")
+    for finding in plan.findings:
+        if quiet and finding.severity != "blocking":
+            continue
+        say(f"{finding.severity}: {finding.sentence()}: {finding.consequence}")
+        say(f"hint:  {finding.remedy}")
+        if finding.severity == "blocking":
+            say(f"code:  {finding.code}")

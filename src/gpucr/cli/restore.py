@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import get_args
+from typing import TypedDict, get_args
 
 import click
 
@@ -11,6 +11,7 @@ from gpucr.cli.containers import print_container, refuse_other_options
 from gpucr.cli.keys import key_file_option
 from gpucr.cli.options import (
     complete_place,
+    dry_run_option,
     force_option,
     gpu_map_option,
     gpu_option,
@@ -22,11 +23,24 @@ from gpucr.cli.options import (
 from gpucr.cli.output import print_json
 from gpucr.cli.places import open_place
 from gpucr.cli.progress import progress_printer
-from gpucr.cli.reports import gpu_fields, print_phases, report_fields, say_gpu_reasons, say_warnings
+from gpucr.cli.reports import gpu_fields, print_phases, print_plan, report_fields, say_gpu_reasons, say_warnings
+from gpucr.cli.units import warn_of_our_end
 from gpucr.containers.record import is_container
 from gpucr.diagnosis.preflight import FilesMode, TcpMode
-from gpucr.operations.restore import restore
+from gpucr.operations.restore import plan_restore, restore
 from gpucr.quantities import counted
+
+
+class _Options(TypedDict):
+    """What a plan and a restore have in common."""
+
+    gpu_map: str | None
+    gpu: str | None
+    files: FilesMode
+    tcp: TcpMode | None
+    clone: bool
+    isolate: bool
+    name: str | None
 
 
 @click.command("restore")
@@ -48,6 +62,7 @@ from gpucr.quantities import counted
 @click.option("--clone", is_flag=True, help="Make a copy with its own name and log; the original may still run.")
 @click.option("--isolate", is_flag=True, help="Put the job into a sandbox, where its pids and ports are free.")
 @click.option("--name", metavar="NAME", help="The job's name. Default: the old one, or NAME-2.")
+@dry_run_option
 @key_file_option
 @timeout_option
 @force_option
@@ -64,6 +79,7 @@ def command(
     clone: bool,
     isolate: bool,
     name: str | None,
+    dry_run: bool,
     key_file: Path | None,
     timeout_s: float | None,
     force: bool,
@@ -80,7 +96,7 @@ def command(
     \b
     Example:
       gpucr restore /var/snapshots/training-0042
-      gpucr restore /var/snapshots/training-0042 --gpu auto
+      gpucr restore /var/snapshots/training-0042 --gpu auto --dry-run
       gpucr restore s3://bucket/prefix#latest --key-file /root/store.key
       gpucr restore /var/snapshots/warm-model --clone --name server-2 --gpu 1
     """
@@ -94,20 +110,21 @@ def command(
         return
     listener = progress_printer(quiet=quiet or as_json, verbose=verbose)
     opened = open_place(snapshot, key_file)
+    options: _Options = {
+        "gpu_map": gpu_map, "gpu": gpu, "files": files, "tcp": tcp, "clone": clone, "isolate": isolate, "name": name,
+    }  # fmt: skip
+    if dry_run:
+        print_plan("restore", plan_restore(opened, **options), as_json=as_json, quiet=quiet, force=force)
+        return
     report = restore(
         opened,
-        gpu_map=gpu_map,
-        gpu=gpu,
-        files=files,
-        tcp=tcp,
-        clone=clone,
-        isolate=isolate,
-        name=name,
+        **options,
         timeout_s=timeout_s,
         force=force,
         on_progress=listener,
     )
     if not quiet:
+        warn_of_our_end()
         say_warnings(report)
         say_gpu_reasons(report)
     if as_json:

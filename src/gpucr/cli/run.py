@@ -11,6 +11,7 @@ import click
 from gpucr.cli.options import complete_file, complete_folder, json_option
 from gpucr.cli.output import print_json, printable, say
 from gpucr.cli.supervision import supervision_options
+from gpucr.cli.units import warn_of_our_end, warn_of_shutdowns
 from gpucr.errors import GpucrError
 from gpucr.jobs.record import Network
 from gpucr.linux import processes
@@ -116,6 +117,9 @@ def command(
     record, plan = started.record, started.plan
     for warning in plan.warnings:
         say(f"warning: {warning}")
+    warn_of_our_end()
+    if supervision is not None:
+        warn_of_shutdowns(record.pid)
     if as_json:
         print_json(
             "run",

@@ -10,6 +10,7 @@ import click
 from gpucr.cli.options import JobTarget, json_option
 from gpucr.cli.output import print_json, say
 from gpucr.cli.supervision import supervision_options
+from gpucr.cli.units import warn_of_shutdowns
 
 if TYPE_CHECKING:
     from gpucr.supervise.settings import Supervision
@@ -46,6 +47,7 @@ def command(
       gpucr supervise --all
       gpucr supervise train --drain
     """
+    from gpucr.jobs.registered import find_by_pid_or_name
     from gpucr.supervise import run, start
     from gpucr.supervise.folder import SupervisedFolder
 
@@ -72,6 +74,8 @@ def command(
         raise SystemExit(0 if phase in ("finished", "left", "draining", "taken-away", "stopped") else 1)
     pid = start.supervise_job(name, supervision)
     folder = SupervisedFolder(name)
+    record = find_by_pid_or_name(name).record
+    warn_of_shutdowns(record.pid if record is not None else None)
     if as_json:
         print_json("supervise", {"name": name, "supervisor_pid": pid, "events": str(folder.events_path)})
         return

@@ -1,4 +1,4 @@
-"""`gpucr verify`: whether snapshots can be read, without a restore."""
+"""`gpucr verify`: whether snapshots can be read, or with a rehearsal, whether one comes back."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from pathlib import Path
 import click
 
 from gpucr.cli.keys import key_file_option, with_key
-from gpucr.cli.options import complete_place, json_option, quiet_option
+from gpucr.cli.options import complete_place, json_option, quiet_option, timeout_option
 from gpucr.cli.output import print_json, printable, say
 from gpucr.cli.places import open_place
 from gpucr.cli.progress import progress_printer
+from gpucr.cli.reports import print_phases, rehearsal_fields, rehearsal_text, say_warnings, snapshot_text
 from gpucr.errors import SnapshotDamaged, StoreDamaged
 from gpucr.quantities import format_bytes
 from gpucr.snapshot.location import is_store
@@ -19,20 +20,40 @@ from gpucr.snapshot.location import is_store
 @click.command("verify")
 @click.argument("snapshot", metavar="STORE[#NAME]|DIR", shell_complete=complete_place)
 @click.option("--deep", is_flag=True, help="Read all data instead of only checking that it exists.")
+@click.option("--rehearse", is_flag=True, help="Restore the snapshot in a sandbox that is ended before the job runs.")
+@timeout_option
 @key_file_option
 @json_option
 @quiet_option
-def command(*, snapshot: str, deep: bool, key_file: Path | None, as_json: bool, quiet: bool) -> None:
+def command(
+    *,
+    snapshot: str,
+    deep: bool,
+    rehearse: bool,
+    timeout_s: float | None,
+    key_file: Path | None,
+    as_json: bool,
+    quiet: bool,
+) -> None:
     """Check the snapshots of a store, one of them, or the snapshot in the folder DIR. Exit code 5: one is damaged.
 
     Without --deep, a store is checked for missing and truncated data. A folder is always read in full; of a container's
-    images the GPU part is.
+    images the GPU part is. With --rehearse one snapshot is restored beside what runs, up to the point where the job
+    would be let go: exit code 5 means that it does not come back. Nothing outside is changed, and the job may run.
 
     \b
     Example:
       gpucr verify /var/snapshots/store
       gpucr verify s3://bucket/prefix#latest --deep
+      gpucr verify /var/snapshots/training-0042 --rehearse
     """
+    if rehearse:
+        if deep:
+            raise click.UsageError("--rehearse reads all data anyway: omit --deep")
+        _rehearse(snapshot, key_file, timeout_s, as_json=as_json, quiet=quiet)
+        return
+    if timeout_s is not None:
+        raise click.UsageError("--timeout is for --rehearse")
     if is_store(snapshot):
         _verify_store(snapshot, deep=deep, key_file=key_file, as_json=as_json, quiet=quiet)
         return
@@ -46,6 +67,20 @@ def command(*, snapshot: str, deep: bool, key_file: Path | None, as_json: bool, 
         counts = {"pieces": None, "packs": None, "read_bytes": opened.manifest.size_bytes}
         print_json("verify", {"checked": [opened.where], "deep": True, **counts, "damaged": problems})
     _tell(problems, "1 snapshot: every file matches its digests", silent=as_json or quiet, path=snapshot)
+
+
+def _rehearse(snapshot: str, key_file: Path | None, timeout_s: float | None, *, as_json: bool, quiet: bool) -> None:
+    from gpucr.operations.rehearse import rehearse
+
+    listener = progress_printer(quiet=quiet or as_json)
+    report = rehearse(open_place(snapshot, key_file), timeout_s=timeout_s, on_progress=listener)
+    if not quiet:
+        say_warnings(report)
+    if as_json:
+        print_json("verify.rehearsal", {"snapshot": snapshot_text(report.snapshot), **rehearsal_fields(report)})
+    if not (as_json or quiet):
+        print_phases(f"{snapshot_text(report.snapshot)}: rehearsed", report.phases, ("total", report.seconds))
+        click.echo(rehearsal_text(report))
 
 
 def _verify_store(store: str, *, deep: bool, key_file: Path | None, as_json: bool, quiet: bool) -> None:

@@ -28,7 +28,7 @@ from gpucr.model import CudaState, Job, ProcessId
 from gpucr.network.lock import IN_FLIGHT
 from gpucr.network.of_criu import AfterCriu
 from gpucr.network.steps import IN_FLIGHT_LIMIT_S
-from gpucr.operations.dump import DumpPlan
+from gpucr.operations.plan import Plan
 from gpucr.snapshot import files
 from gpucr.snapshot.folder import GPU_PART_NAME, check_target, completed
 from gpucr.snapshot.machine import findings_of_processor
@@ -144,7 +144,7 @@ def plan_container_dump(
     runtime: Runtime | None = None,
     runtime_root: Path | None = None,
     leave_running: bool = False,
-) -> DumpPlan:
+) -> Plan:
     """What `dump_container` would do with the same arguments. Changes nothing; raises like it before it has begun."""
     check_target(to)
     _require_ours(to)
@@ -160,7 +160,7 @@ def plan_container_dump(
     end = "keep it running" if leave_running else "end it"
     by_runtime = f"have {found.runtime} dump the container {container} with CRIU to {to / 'images'}, {end}"
     steps = (f"make the private folder {to}", *before, by_runtime, *after)
-    return DumpPlan(inside.job.root.pid, steps, tuple(findings))
+    return Plan(inside.job.root.pid, steps, tuple(findings))
 
 
 def restore_container(folder: Path, *, cancel: Cancellation | None = None) -> ContainerReport:

@@ -17,22 +17,32 @@ import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
+from msgspec import Struct
+
 from gpucr.criu import images_pb2
 from gpucr.criu.image_entries import ImageError, ImageReader, encoded, head, images_in
 from gpucr.errors import Unsupported
-from gpucr.linux import trusted_paths
+from gpucr.linux import private_view, trusted_paths
 from gpucr.linux.sock_diag import TcpSocket, TcpState, endpoint
 
 NAME = "files.img"
 MAX_IMAGE_BYTES = 256 << 20
 """A file of the job takes about 100 bytes."""
 MAGIC, KIND = 0x56303138, "open files"
+_IS_OUTSIDE = 1  # USK_EXTERN of CRIU's sk-unix.h
 _SHUT_DOWN = 3  # for reading and for writing
 
 
 def have_clocks(names: Iterable[str]) -> bool:
     """Whether CRIU has dumped the job's clocks: it does if the kernel has time namespaces."""
     return any(fnmatch.fnmatch(name, "timens-*.img") for name in names)
+
+
+class NamedSockets(Struct, frozen=True):
+    """Paths of local sockets: the job's ``own``, and those ``outside`` that its own are connected to."""
+
+    own: frozenset[str]
+    outside: frozenset[str]
 
 
 class FilesImage:
@@ -115,6 +125,15 @@ class FilesImage:
         """The name of each regular file, by entry number."""
         return {entry.reg.id: os.fsdecode(entry.reg.name) for entry in self._entries if entry.HasField("reg")}
 
+    def named_sockets(self) -> NamedSockets:
+        """The local sockets that have a path."""
+        own, outside = set[str](), set[str]()
+        for entry in self._entries:
+            name = entry.usk.name.rstrip(b"\0")
+            if entry.HasField("usk") and name and name[0]:
+                (outside if entry.usk.uflags & _IS_OUTSIDE else own).add(os.fsdecode(name))
+        return NamedSockets(frozenset(own), frozenset(outside))
+
     def terminals(self) -> frozenset[int]:
         """The numbers of the regular files that are ends of terminals: what CRIU opens for them."""
         return frozenset(entry.tty.regf_id for entry in self._entries if entry.HasField("tty"))
@@ -135,6 +154,8 @@ class RestoreImages:
         self.original = original
         self.folder = original
         self.mark = mark
+        self.made_in_view: Path | None = None
+        """In a rehearsal a folder of its view, for the folders of changed images."""
         self._changed = contextlib.ExitStack()
 
     def change(self, image: FilesImage) -> None:
@@ -144,7 +165,7 @@ class RestoreImages:
     def replace(self, images: Mapping[str, bytes]) -> None:
         """Use these images, by name, instead of the current ones. Raises Unsupported."""
         try:
-            self.folder = self._changed.enter_context(changed_images(self.folder, images, self.mark))
+            self.folder = self._changed.enter_context(changed_images(self.folder, images, self.mark, self.made_in_view))
         except OSError as e:
             raise Unsupported(
                 f"no folder can be made for a changed image: {e.strerror} ({e.filename})",
@@ -157,16 +178,22 @@ class RestoreImages:
 
 
 @contextlib.contextmanager
-def changed_images(images_dir: Path, changed: Mapping[str, bytes], mark: str = "") -> Iterator[Path]:
+def changed_images(
+    images_dir: Path, changed: Mapping[str, bytes], mark: str = "", made_in_view: Path | None = None
+) -> Iterator[Path]:
     """A private folder for the block: what is ``changed``, by name, and otherwise the images of ``images_dir``.
 
     `remove_changed` finds it by this ``mark``.
 
     They are hard links in a sibling folder inside the snapshot, which nobody else can replace. If that fails (a
     read-only disk), they are symbolic links in the system's temporary folder; then no other user may be able to change
-    what the path of ``images_dir`` means. Raises OSError.
+    what the path of ``images_dir`` means. ``made_in_view``: a folder of a private view, which gets the links instead,
+    for who sees the machine so (linux/private_view.py). Raises OSError.
     """
-    folder = _linked(images_dir, mark)
+    if made_in_view is None:
+        folder = _linked(images_dir, mark)
+    else:
+        folder = _symlinked(images_dir, made_in_view, mark, machine=private_view.MACHINE)
     try:
         for name, data in changed.items():
             (folder / name).unlink()
@@ -205,12 +232,16 @@ def _linked(images_dir: Path, mark: str) -> Path:
             shutil.rmtree(beside, ignore_errors=True)
             raise
         return beside
+    trusted_paths.require_ours(tempfile.gettempdir(), is_sticky_enough=True)
+    return _symlinked(images_dir, Path(tempfile.gettempdir()), mark)
+
+
+def _symlinked(images_dir: Path, made_in: Path, mark: str, machine: str = "") -> Path:
     lasting = images_dir.resolve()  # paths of this process's descriptors mean nothing to CRIU, another process
     trusted_paths.require_ours(lasting)
-    trusted_paths.require_ours(tempfile.gettempdir(), is_sticky_enough=True)
-    folder = Path(tempfile.mkdtemp(prefix=_prefix(mark)))
-    for name in names:
-        (folder / name).symlink_to(lasting / name)
+    folder = Path(tempfile.mkdtemp(prefix=_prefix(mark), dir=made_in))
+    for name in os.listdir(images_dir):
+        (folder / name).symlink_to(f"{machine}{lasting}/{name}")
     return folder
 
 

@@ -70,11 +70,12 @@ class InternetSocket(_message.Message):
     def __init__(self, id: _Optional[int] = ..., ino: _Optional[int] = ..., family: _Optional[int] = ..., type: _Optional[int] = ..., proto: _Optional[int] = ..., state: _Optional[int] = ..., src_port: _Optional[int] = ..., dst_port: _Optional[int] = ..., flags: _Optional[int] = ..., backlog: _Optional[int] = ..., src_addr: _Optional[_Iterable[int]] = ..., dst_addr: _Optional[_Iterable[int]] = ..., fown: _Optional[_Union[SignalOwner, _Mapping]] = ..., shutdown: _Optional[int] = ...) -> None: ...
 
 class UnixSocket(_message.Message):
-    __slots__ = ("id", "ino", "type", "state", "peer", "fown", "name")
+    __slots__ = ("id", "ino", "type", "state", "uflags", "peer", "fown", "name")
     ID_FIELD_NUMBER: _ClassVar[int]
     INO_FIELD_NUMBER: _ClassVar[int]
     TYPE_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
+    UFLAGS_FIELD_NUMBER: _ClassVar[int]
     PEER_FIELD_NUMBER: _ClassVar[int]
     FOWN_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
@@ -82,10 +83,11 @@ class UnixSocket(_message.Message):
     ino: int
     type: int
     state: int
+    uflags: int
     peer: int
     fown: SignalOwner
     name: bytes
-    def __init__(self, id: _Optional[int] = ..., ino: _Optional[int] = ..., type: _Optional[int] = ..., state: _Optional[int] = ..., peer: _Optional[int] = ..., fown: _Optional[_Union[SignalOwner, _Mapping]] = ..., name: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, id: _Optional[int] = ..., ino: _Optional[int] = ..., type: _Optional[int] = ..., state: _Optional[int] = ..., uflags: _Optional[int] = ..., peer: _Optional[int] = ..., fown: _Optional[_Union[SignalOwner, _Mapping]] = ..., name: _Optional[bytes] = ...) -> None: ...
 
 class Fifo(_message.Message):
     __slots__ = ("pipe_id", "regf_id")

@@ -160,6 +160,12 @@ class Placement:
         for member in gang.members:
             self._write(member, self._gpus[self._number(member.pid)])
 
+    @staticmethod
+    def forget(gang: Gang) -> None:
+        """Remove the records of members that have ended."""
+        for member in gang.members:
+            RECORDS.remove(member.id)
+
     def _write(self, member: GangMember, gpus: ProcessGpus) -> None:
         RECORDS.remove(member.id)
         RECORDS.write(member.id, _Noted(gpus.known, tuple(gpu.uuid for gpu in gpus.visible)))

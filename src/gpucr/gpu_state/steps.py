@@ -449,5 +449,5 @@ class UnlockGang:
 def _names(members: Sequence[GangMember]) -> str:
     pids = [str(member.pid) for member in members]
     if not pids:
-        return "no process"
+        return "the processes with CUDA"  # a restore has not made them yet
     return ("process " if len(pids) == 1 else "processes ") + ", ".join(pids)

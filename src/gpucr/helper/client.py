@@ -172,7 +172,7 @@ def isolate(
         try:
             reply, _ = connection.receive(Done, Failed, until=time.monotonic() + _ANSWER_S)
         except (HungUp, BadMessage, TimeoutError) as e:
-            raise _lost() from e
+            raise _lost(e) from e
     if isinstance(reply, Failed):
         raise _failure(reply, "isolate", None)
 
@@ -234,7 +234,7 @@ def _converse(
             connection.send(Files(tuple(number for number, _ in part)), [fd for _, fd in part])
         reply, _ = connection.receive(Here, Failed, until=time.monotonic() + _ANSWER_S)
     except (HungUp, BadMessage, TimeoutError) as e:
-        raise _lost() from e
+        raise _lost(e) from e
     if isinstance(reply, Failed):
         raise _failure(reply, "dump" if isinstance(request, Dump) else "restore", None)
     here: Here = reply
@@ -278,7 +278,7 @@ class _Conversation:
             except KeyboardInterrupt as e:
                 self._stop(e)
             except (HungUp, BadMessage) as e:
-                raise self._reason or _lost() from e
+                raise self._reason or _lost(e) from e
         if self._reason is not None:
             raise self._reason
         if isinstance(reply, Failed):
@@ -318,7 +318,13 @@ class _Conversation:
                 self._connection.send(Stop())
 
 
-def _lost() -> BrokenInstall:
+def _lost(why: Exception) -> BrokenInstall:
+    if isinstance(why, TimeoutError):
+        return BrokenInstall(
+            f"the privileged helper has not answered for {_ANSWER_S:g} s",
+            hint="try again when the machine has less to do; or do without: GPUCR_HELPER=off",
+            code="GPUCR-HELPER",
+        )
     return BrokenInstall(
         "the privileged helper has ended without an answer",
         hint="have root look into its journal: journalctl -u gpucr-helper",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -21,7 +21,7 @@ from gpucr.jobs import sandbox
 from gpucr.jobs.recovery import EndSandbox
 from gpucr.jobs.registered import RestoredName
 from gpucr.jobs.restored_tree import RestoredTree
-from gpucr.jobs.sandbox import BareKeeper, EmptySandbox, HelpedKeepers, Network
+from gpucr.jobs.sandbox import BareKeeper, EmptySandbox, HelpedKeepers, Network, known_keepers
 from gpucr.linux import processes
 from gpucr.linux.namespaces import last_pid_clear_of
 from gpucr.linux.trusted_paths import open_file
@@ -36,6 +36,7 @@ from gpucr.undo.steps import Meter, Result
 
 if TYPE_CHECKING:
     from gpucr.helper.client import HelperCriu
+    from gpucr.linux.private_view import View
 
 LEFTOVER_LIMIT_S = 5.0
 """How long a restore waits for a killed restore's remains to end."""
@@ -175,6 +176,11 @@ class RestoreSite(Struct, frozen=True):
     helper: HelperCriu | None = None
     ends_with_caller: bool = False
 
+    @property
+    def root(self) -> str:
+        """Prefix of paths in the job's mounts, as seen from here."""
+        return f"{processes.PROC}/{self.keeper.id.pid}/root"
+
 
 class StartSandbox:
     """Make the sandbox that CRIU will fill."""
@@ -189,12 +195,15 @@ class StartSandbox:
         protection: Protection,
         *,
         ends_with_caller: bool,
+        view: Callable[[], View] | None = None,
     ) -> None:
+        """``view``: called when the snapshot's images are there (`sandbox.empty`)."""
         self._install = install
         self._ends_with_caller = ends_with_caller
         self._source = source
         self._plan = plan
         self._protection = protection
+        self._view = view
         self._made: EmptySandbox | None = None
         self.site: Result[RestoreSite] = Result()
 
@@ -216,6 +225,7 @@ class StartSandbox:
             last_pid=_last_pid(self._source),
             network=plan.network,
             terminals=bool(self._source.snapshot.manifest.terminals),
+            view=self._view() if self._view is not None else None,
             helper=self._install if self._install.is_helpers else None,
             ends_with_caller=self._ends_with_caller,
         )
@@ -235,11 +245,14 @@ class StartSandbox:
 
     def undo(self) -> None:
         """End everything in it."""
-        if self._made is not None and not self._made.end():
-            keeper = self._made.sandbox.keeper.pid
+        if self._made is None:
+            return
+        keeper = self._made.sandbox.keeper
+        if not self._made.end():
             raise JobDamaged(
-                f"the sandbox of process {keeper} does not end", failures=[f"process {keeper} does not end"]
+                f"the sandbox of process {keeper.pid} does not end", failures=[f"process {keeper.pid} does not end"]
             )
+        known_keepers.forget(keeper)
 
 
 class StartKeeper:

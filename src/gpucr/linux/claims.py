@@ -21,6 +21,9 @@ from gpucr.model import ProcessInfo
 
 _FLOCK = struct.Struct("@hhqqi4x")
 """struct flock of fcntl(2): type, whence, start, length, pid. (64-bit machines)"""
+_RESTORED = 1 << 22
+"""Where the bytes of pids that are being restored begin: above all pids (PID_MAX_LIMIT), which are claims on older
+kernels. A restore holds both, of a process that it has restored; with one byte for both it refused itself on 6.1."""
 
 
 @contextlib.contextmanager
@@ -64,7 +67,7 @@ def claimed_pids(pids: Iterable[int]) -> Iterator[None]:
     fd = os.open(PROC / "self" / "ns" / "pid", os.O_RDONLY)
     try:
         for pid in sorted(set(pids)):
-            if not _lock_number(fd, pid):
+            if not _lock_number(fd, _RESTORED + pid):
                 raise Unsupported(
                     f"another gpucr is restoring a job with process {pid}",
                     hint="wait until it has finished; `gpucr restore --clone` makes a copy beside it",

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeVar, get_args
 
-from gpucr.linux import libc, proc_text
+from gpucr.linux import libc, netlink, proc_text
 
 PROC = Path("/proc")
 
@@ -36,13 +36,25 @@ _FLAGS: Mapping[Kind, int] = {  # CLONE_NEW* of include/uapi/linux/sched.h
     "time": 0x00000080,
 }
 
-_MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REC, _MS_SLAVE = 2, 4, 8, 1 << 14, 1 << 19  # include/uapi/linux/mount.h
+_MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_BIND, _MS_REC, _MS_SLAVE = (
+    2,
+    4,
+    8,
+    1 << 12,
+    1 << 14,
+    1 << 19,
+)  # include/uapi/linux/mount.h
 _SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 1  # include/uapi/linux/sockios.h, if.h
 _NS_GET_USERNS = 0xB701  # include/uapi/linux/nsfs.h
 _INTERFACE_FLAGS = struct.Struct("16sh22x")  # struct ifreq
 
+_PROTOCOLS = ("ipv4", "ipv6")
+_ROUTE = struct.Struct("=8BI")  # struct rtmsg
+_NEW_ROUTE, _OUT_INTERFACE = 24, 4  # RTM_NEWROUTE, RTA_OIF of include/uapi/linux/rtnetlink.h
+_TABLE_MAIN, _BY_ADMINISTRATOR, _SCOPE_LINK, _UNICAST = 254, 4, 253, 1  # RT_TABLE_MAIN, RTPROT_STATIC, ...
+
 _PID_MAX = Path("/proc/sys/kernel/pid_max")
-_TERMINALS, _OF_TERMINALS = "/dev/pts", ("uid=", "gid=", "mode=", "ptmxmode=")
+_TERMINALS, _MASTER, _OF_TERMINALS = "/dev/pts", "/dev/ptmx", ("uid=", "gid=", "mode=", "ptmxmode=")
 _LAST_PID = Path("/proc/sys/kernel/ns_last_pid")
 _NEXT = 1000  # as many processes and threads may start before a restore has made its own
 
@@ -228,12 +240,17 @@ def mount_shared_memory() -> None:
     _mount("gpucr-shm", "/dev/shm", "tmpfs", _MS_NOSUID | _MS_NODEV, "mode=1777")  # noqa: S108 - where the C library puts it
 
 
-def mount_terminals() -> None:
-    """Mount a /dev/pts without pseudoterminals for this mount namespace, with the options of the one that is there."""
+def mount_terminals(*, with_master: bool = False) -> None:
+    """Mount a /dev/pts without pseudoterminals for this mount namespace, with the options of the one that is there.
+
+    ``with_master``: /dev/ptmx is its own as well, which matters where /dev is read-only: CRIU gives it an owner.
+    """
     there = [mount for mount in proc_text.mounts() if (mount.point, mount.kind) == (_TERMINALS, "devpts")]
     if there:
         kept = [each for each in there[-1].options.split(",") if each.startswith(_OF_TERMINALS)]
         _mount("devpts", _TERMINALS, "devpts", _MS_NOSUID | _MS_NOEXEC, ",".join(["newinstance", *kept]))
+        if with_master:
+            _mount(f"{_TERMINALS}/ptmx", _MASTER, None, _MS_BIND)
 
 
 def bring_loopback_up() -> None:
@@ -242,6 +259,27 @@ def bring_loopback_up() -> None:
         request = _INTERFACE_FLAGS.pack(b"lo", 0)
         name, flags = _INTERFACE_FLAGS.unpack(fcntl.ioctl(any_socket, _SIOCGIFFLAGS, request))
         fcntl.ioctl(any_socket, _SIOCSIFFLAGS, _INTERFACE_FLAGS.pack(name, flags | _IFF_UP))
+
+
+def take_any_address() -> None:
+    """In a new network namespace: sockets may have addresses of networks that it lacks, and lead to them.
+
+    All of it ends at the loopback interface. Needs a /proc that can be written.
+    """
+    for protocol in _PROTOCOLS:
+        with contextlib.suppress(FileNotFoundError):  # a kernel without IPv6
+            (PROC / "sys/net" / protocol / "ip_nonlocal_bind").write_text("1")
+    loopback = struct.pack("=I", socket.if_nametoindex("lo"))
+    with netlink.opened(socket.NETLINK_ROUTE) as connection:
+        for family in (socket.AF_INET, socket.AF_INET6):
+            route = _ROUTE.pack(family, 0, 0, 0, _TABLE_MAIN, _BY_ADMINISTRATOR, _SCOPE_LINK, _UNICAST, 0)
+            body = route + netlink.attribute(_OUT_INTERFACE, loopback)
+            connection.send(netlink.message(_NEW_ROUTE, netlink.CREATE | netlink.ACK, body))
+            try:
+                netlink.require_done(connection)
+            except OSError as e:
+                if family != socket.AF_INET6:
+                    raise OSError(e.errno, f"a route to the loopback interface: {e.strerror}") from e
 
 
 def set_last_pid(pid: int) -> None:

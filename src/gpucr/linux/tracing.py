@@ -10,6 +10,8 @@ from gpucr.linux.processes import PROC
 
 PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
 _ANCESTORS_ONLY = 1
+NO_ATTACH = 3
+"""The scope in which root attaches to nothing either (a dump failed on Linux 6.1), and which only a reboot lowers."""
 
 
 def yama_scope() -> int | None:
@@ -40,7 +42,7 @@ def limits() -> str:
     """The machine's known limits on tracing, for a message; empty if there are none."""
     found = []
     scope = yama_scope()
-    if scope is not None and (scope >= 3 or (scope > 0 and not capabilities.own().has("SYS_PTRACE"))):
+    if scope is not None and (scope >= NO_ATTACH or (scope > 0 and not capabilities.own().has("SYS_PTRACE"))):
         found.append(f"kernel.yama.ptrace_scope is {scope}")
     if proc_text.status_fields(capabilities.STATUS).get("Seccomp", "0") != "0":
         found.append("gpucr runs below a system call filter, as containers have (--security-opt seccomp=unconfined)")

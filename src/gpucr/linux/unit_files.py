@@ -34,6 +34,8 @@ class UnitFile(Struct, frozen=True):
 def write_all(folder: Path, units: Mapping[str, str], mark: str, runs: Sequence[Path]) -> list[UnitFile]:
     """Write units by name, and let systemd check them. ``runs``: the programs that they start as root.
 
+    A name such as ``user@.service.d/ours.conf`` is a drop-in: settings of ours for units of others.
+
     Needs root. Raises NotPermitted, InvalidRequest if a file that is not gpucr's is in their place, Unsupported if
     others than root can change what would run as root, BrokenInstall if systemd rejects a unit.
     """
@@ -43,8 +45,16 @@ def write_all(folder: Path, units: Mapping[str, str], mark: str, runs: Sequence[
     for name in units:
         require_no_others(folder / name, mark)
     found = [write(folder / name, text) for name, text in units.items()]
-    verify([folder / name for name in units])
+    verify([folder / name for name in units if "/" not in name])
     return found
+
+
+def remove(folder: Path, path: Path) -> None:
+    """Remove a unit, or a drop-in and the folder that was made for it."""
+    path.unlink(missing_ok=True)
+    if path.parent != folder:
+        with contextlib.suppress(OSError):  # it has drop-ins of others
+            path.parent.rmdir()
 
 
 def is_live(folder: Path) -> bool:
@@ -86,6 +96,7 @@ def write(path: Path, text: str) -> UnitFile:
     if before == text.encode():
         return UnitFile(path, "unchanged")
     try:
+        path.parent.mkdir(exist_ok=True)  # a drop-in's; the folder of units itself is there
         durable.write(path, text.encode(), mode=0o644)
     except OSError as e:
         raise InvalidRequest(f"{path} cannot be written: {e.strerror}", hint="name a folder with --units-dir") from e

@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING
 
 from gpucr.criu.options import choose_dump_options
 from gpucr.diagnosis import preflight
@@ -20,9 +20,19 @@ from gpucr.jobs.taken import taken_job
 from gpucr.model import GangLock
 from gpucr.network.lock import IN_FLIGHT, JobNetwork
 from gpucr.network.steps import IN_FLIGHT_LIMIT_S, Block, CloseConnections, Quiet, Unblock
-from gpucr.operations.dump_steps import CommitSnapshot, CriuDump, OwnDump, PrepareTarget, SaveDevice, SaveFirst
-from gpucr.operations.engines import criu_for_dump
+from gpucr.operations.dump_steps import (
+    CommitSnapshot,
+    CriuDump,
+    OwnDump,
+    PrepareTarget,
+    Rehearsal,
+    SaveDevice,
+    SaveFirst,
+)
+from gpucr.operations.engines import criu_for_dump, require_possible_rehearsal
 from gpucr.operations.freeze_steps import findings_of_spool, steps_to_freeze
+from gpucr.operations.plan import Plan
+from gpucr.operations.requests import DumpRequest, Persist
 from gpucr.snapshot.destination import DumpCounts, repairs_of
 from gpucr.snapshot.device.writer import DeviceWriter
 from gpucr.snapshot.job_snapshot import JobSnapshot
@@ -37,10 +47,8 @@ from gpucr.undo.steps import Phase, Step
 
 if TYPE_CHECKING:
     from gpucr.gpu_state.cuda_work import CudaWork
+    from gpucr.operations.rehearse import RehearsalReport
     from gpucr.store.keys import Secret
-
-Persist = Literal["background", "sync"]
-"""When a dump with leave_running writes device memory: while the job runs again, or before."""
 
 KEEPER_LIMIT_S = 10.0
 """How long to wait for a sandbox to end after the dump has ended its job."""
@@ -77,7 +85,7 @@ class DumpReport:
     ``downtime_s`` is the time from the first lock (without CUDA: from the start of CRIU's dump) until the job ran again
     or, if it was not left running, until it was gone. ``size_bytes`` is the size of the snapshot's content, without
     zeros in device memory; ``counts`` says how much of it was written. ``lock`` says how its CUDA processes, if any,
-    were locked.
+    were locked. ``rehearsal`` is None if there was none.
     """
 
     snapshot: JobSnapshot
@@ -90,15 +98,7 @@ class DumpReport:
     warnings: tuple[str, ...]
     counts: DumpCounts = field(repr=False)
     lock: GangLock | None = field(default=None, repr=False)
-
-
-@dataclass(frozen=True)
-class DumpPlan:
-    """What a dump would do, in order, and what preflight found (``--dry-run``)."""
-
-    pid: int
-    steps: tuple[str, ...]
-    findings: tuple[preflight.Finding, ...] = field(repr=False)
+    rehearsal: RehearsalReport | None = field(default=None, repr=False)
 
 
 def dump(
@@ -113,6 +113,7 @@ def dump(
     compress: Compress = "auto",
     encrypt: bool = False,
     trust_store: bool = False,
+    rehearse: bool = False,
     key: Secret | None = None,
     timeout_s: float | None = None,
     force: bool = False,
@@ -137,6 +138,10 @@ def dump(
     ``"keep"`` their packets are dropped instead until a restore on this machine takes them up, or until the snapshot is
     removed. A connection that is just being made delays the dump: until ``timeout_s``, else up to 30 s.
 
+    With ``rehearse`` the snapshot is restored once beside the job, before the job is ended for it (`gpucr.rehearse`).
+    The job stands still meanwhile, unless it is left running. If that fails, the snapshot is discarded and the job
+    keeps running.
+
     ``to`` is a folder that does not exist or is empty, or a store (``STORE#NAME``; the name is optional). Data that a
     store already has is not stored again: it is read and compared, and rewritten if damaged; with ``trust_store`` it is
     assumed intact, unread. The rest is compressed as ``compress`` says. ``key`` opens an encrypted store; with
@@ -144,27 +149,22 @@ def dump(
 
     Raises ProcessNotFound, InvalidRequest, NotPermitted, SnapshotExists, Unsupported, WrongKey (before anything was
     changed);
-    LockTimeout, DeadlineExceeded, Interrupted, DriverError, CriuError, JobChanged, SnapshotError (all undone);
+    LockTimeout, DeadlineExceeded, Interrupted, DriverError, CriuError, JobChanged, SnapshotError, RehearsalFailed (all
+    undone);
     JobDamaged (not undone).
     """  # fmt: skip
     with operation("dump", pid, on_progress=on_progress, cancel=cancel) as running:
+        request = DumpRequest(leave_running=leave_running, persist=persist, tcp=tcp, only=only, gpu_state=gpu_state)
         require_possible(gpu_state)
         deadline = selection.deadline_after(timeout_s)
         place = find_target(to, compress=compress, encrypt=encrypt, trust_store=trust_store, key=key)
         attempts = _Attempts(deadline)
+        rehearsal = _rehearsal(deadline, on_progress, cancel) if rehearse else None
         while True:
             running.interrupts.raise_at_once()
             with taken_job(running, pid, TO_MOVE, force=force) as taken:
                 prepared = prepare(
-                    taken.found,
-                    place,
-                    taken.protection,
-                    leave_running=leave_running,
-                    persist=persist,
-                    tcp=tcp,
-                    only=only,
-                    gpu_state=gpu_state,
-                    deadline=deadline,
+                    taken.found, place, taken.protection, request, deadline=deadline, rehearsal=rehearsal
                 )
                 preflight.require_no_blocking(prepared.findings, force=force)
                 try:
@@ -185,28 +185,21 @@ def plan_dump(
     compress: Compress = "auto",
     encrypt: bool = False,
     trust_store: bool = False,
+    rehearse: bool = False,
     key: Secret | None = None,
     force: bool = False,
-) -> DumpPlan:
+) -> Plan:
     """What `dump` would do with the same arguments. Changes nothing; raises like `dump` before its first step."""
+    request = DumpRequest(leave_running=leave_running, persist=persist, tcp=tcp, only=only, gpu_state=gpu_state)
     require_possible(gpu_state)
     place = find_target(to, compress=compress, encrypt=encrypt, trust_store=trust_store, key=key)
     with selection.claimed_job(pid, force=force) as found:
-        prepared = prepare(
-            found,
-            place,
-            Protection(),
-            leave_running=leave_running,
-            persist=persist,
-            tcp=tcp,
-            only=only,
-            gpu_state=gpu_state,
-            deadline=None,
-        )
-        steps = tuple(step.describe() for step in prepared.steps)
+        rehearsal = _rehearsal(None, None, None) if rehearse else None
+        prepared = prepare(found, place, Protection(), request, deadline=None, rehearsal=rehearsal)
+        plan = Plan.of(prepared.context.job.root.pid, prepared.steps, prepared.findings)
         if prepared.context.cuda is not None:
             prepared.context.cuda.close()
-    return DumpPlan(prepared.context.job.root.pid, steps, prepared.findings)
+    return plan
 
 
 @dataclass(frozen=True)
@@ -231,33 +224,21 @@ def prepare(
     found: selection.FoundJob,
     place: TargetPlace,
     protection: Protection,
+    request: DumpRequest,
     *,
-    leave_running: bool,
-    persist: Persist,
-    tcp: preflight.TcpMode = "close",
-    only: bool = False,
-    gpu_state: GpuState = "auto",
     deadline: float | None,
     frozen: FrozenParts | None = None,
+    rehearsal: Rehearsal | None = None,
 ) -> Prepared:
     """Inspect the job, and prepare what a dump needs. Changes nothing. ``frozen``: the job is, and stays so."""
-    is_frozen = frozen is not None
+    is_frozen, leave_running, gpu_state = frozen is not None, request.leave_running, request.gpu_state
     job = found.job
     found.require_without_us()
     found.require_one_namespace()
-    if only and len(job.processes) > 1:
+    if request.only and len(job.processes) > 1:
         raise InvalidRequest(
             f"process {job.root.pid} has {len(job.processes) - 1} descendants, and a dump cannot leave them out",
             hint="omit --only to dump the whole tree, or name the descendant itself",
-        )
-    if persist not in get_args(Persist):
-        raise InvalidRequest(f"persist is {persist!r}", hint="give one of " + ", ".join(get_args(Persist)))
-    if tcp not in get_args(preflight.TcpMode):
-        raise InvalidRequest(f"tcp is {tcp!r}", hint="give one of " + ", ".join(get_args(preflight.TcpMode)))
-    if tcp == "keep" and leave_running:
-        raise InvalidRequest(
-            "a job that is left running keeps its connections, and no restore can take them up",
-            hint="omit --tcp keep, or --leave-running",
         )
     preflight.require_privileges(job.root.pid)
     stands_still = is_frozen or found.is_frozen_for(leave_running)
@@ -278,7 +259,7 @@ def prepare(
     if job.gang and not is_frozen:
         from gpucr.gpu_state.cuda_work import cuda_work  # jobs without CUDA start without it
 
-        gently = leave_running and persist == "background"
+        gently = leave_running and request.persist == "background"
         cuda = cuda_work(
             found.driver,
             found.job,
@@ -302,11 +283,18 @@ def prepare(
         *(findings_of_traps(job, found.driver, uses, may_share=may_be_interposed(gpu_state)) if not is_frozen else ()),
         *(preflight.check_handed_over(cuda.custom.pids(job.gang)) if cuda is not None and not is_frozen else ()),
         *preflight.check_dump_by_user(job, criu.install, in_sandbox=found.sandbox is not None),
-        *selection.findings_for_criu(found, tcp, leave_running=leave_running, is_frozen=is_frozen),
+        *selection.findings_for_criu(found, request.tcp, leave_running=leave_running, is_frozen=is_frozen),
         *preflight.check_databases(job, leave_running=leave_running),
         *(each for tree in job.trees for each in preflight.check_terminal(tree) if leave_running and is_stopped),
         *target.findings(job, held_bytes),
     )
+    options = choose_dump_options(
+        job.pids,
+        leave_running=leave_running or stands_still,
+        other_root_pids=job.other_root_pids,
+    )
+    if rehearsal is not None:
+        require_possible_rehearsal(shell_job=options.shell_job)
     note = registered.DumpNote(job)
     context = OwnDump(
         job=job,
@@ -318,19 +306,26 @@ def prepare(
         is_frozen=stands_still,
         deadline=deadline,
         criu=criu,
-        options=choose_dump_options(
-            job.pids,
-            leave_running=leave_running or stands_still,
-            other_root_pids=job.other_root_pids,
-        ),
-        network=frozen.network if frozen is not None else JobNetwork(job, protection, keeps=tcp == "keep"),
+        options=options,
+        network=frozen.network if frozen is not None else JobNetwork(job, protection, keeps=request.tcp == "keep"),
         launch=registered.launch_record(note.of_root) if note.of_root is not None else None,
         sandbox=found.sandbox,
         note=note,
         overruled=tuple(OverruledFinding(f.sentence(), f.consequence) for f in findings if f.severity == "blocking"),
+        rehearsal=rehearsal,
     )
-    steps, commit = _steps(context, persist, is_frozen=is_frozen)
+    steps, commit = _steps(context, request.persist, is_frozen=is_frozen)
     return Prepared(context, tuple(steps), findings, commit)
+
+
+def _rehearsal(deadline: float | None, on_progress: OnProgress | None, cancel: Cancellation | None) -> Rehearsal:
+    from gpucr.operations.rehearse import rehearse  # other dumps start without it
+
+    def hold(snapshot: JobSnapshot) -> RehearsalReport:
+        left_s = None if deadline is None else max(deadline - time.monotonic(), 0.001)
+        return rehearse(snapshot, timeout_s=left_s, on_progress=on_progress, cancel=cancel)
+
+    return Rehearsal(hold)
 
 
 def _steps(context: OwnDump, persist: Persist, *, is_frozen: bool) -> tuple[list[Step], CommitSnapshot | CriuDump]:
@@ -391,6 +386,7 @@ def run_prepared(prepared: Prepared, running: Operation, roll: Roll | None) -> D
         warnings=_warnings(prepared),
         counts=context.target.counts(context.writer),
         lock=context.cuda.gang.first_lock if context.cuda is not None else None,
+        rehearsal=context.rehearsal.report if context.rehearsal is not None else None,
     )
 
 

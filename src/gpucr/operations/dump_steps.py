@@ -6,7 +6,7 @@ import contextlib
 import datetime
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -50,6 +50,7 @@ from gpucr.version import __version__
 
 if TYPE_CHECKING:
     from gpucr.gpu_state.cuda_work import CudaWork
+    from gpucr.operations.rehearse import RehearsalReport
 
 _NO_REASON = frozenset({CriuError.code, "GPUCR-PROCESS-GONE"})
 """Codes of CRIU failures whose reason is unknown, or that a process ended."""
@@ -58,11 +59,29 @@ _WAIT_S = 0.1
 _SANDBOX_END_LIMIT_S = _KILLED_LIMIT_S = 10.0
 
 
+class Rehearsal:
+    """The rehearsal of a snapshot that a dump has just written; ``hold`` raises what is wrong."""
+
+    def __init__(self, hold: Callable[[JobSnapshot], RehearsalReport]) -> None:
+        self._hold = hold
+        self.report: RehearsalReport | None = None
+        self.has_failed = False
+
+    def hold(self, snapshot: JobSnapshot) -> None:
+        """Hold it. After any error the snapshot is not one to keep."""
+        try:
+            self.report = self._hold(snapshot)
+        except BaseException:
+            self.has_failed = True
+            raise
+
+
 class JobDump(Struct, frozen=True, kw_only=True):
     """What is dumped, and where to, no matter who writes the CPU side. ``cuda`` is None for a job without CUDA.
 
     ``is_frozen``: all of it is stopped before CRIU begins, with its device memory away, and CRIU leaves it so;
-    otherwise it is one tree. ``protection``: what the guard knows.
+    otherwise it is one tree. ``protection``: what the guard knows. ``rehearsal``: of the snapshot, before the job is
+    given up for it.
     """
 
     job: Job
@@ -75,6 +94,7 @@ class JobDump(Struct, frozen=True, kw_only=True):
     deadline: float | None = None
     note: DumpNote | None = None
     overruled: tuple[OverruledFinding, ...] = ()
+    rehearsal: Rehearsal | None = None
 
 
 class OwnDump(JobDump, frozen=True, kw_only=True):
@@ -117,7 +137,10 @@ class PrepareTarget:
         context.writer.cancel()
         if self._remaps is not None:  # a CRIU that was killed has not removed them
             self._remaps.recover(())
-        is_needed = context.leave_running or not all(processes.is_alive(p.id) for p in context.job.processes)
+        has_failed = context.rehearsal is not None and context.rehearsal.has_failed
+        is_needed = (context.leave_running and not has_failed) or not all(
+            processes.is_alive(p.id) for p in context.job.processes
+        )
         if not (context.target.is_committed and is_needed):
             if context.note is not None:
                 context.note.withdraw()
@@ -177,7 +200,8 @@ class CriuDump:
         """How many processes, where to, and what happens to them."""
         job = self._context.job
         count = counted(len(job.processes), "process") + (f" in {len(job.trees)} trees" if job.other_root_pids else "")
-        left = "keep them running" if self._context.leave_running else "commit, then kill them"
+        rehearsed = "rehearse, " if self._context.rehearsal is not None else ""
+        left = "keep them running" if self._context.leave_running else f"commit, {rehearsed}then kill them"
         after = "leave them frozen" if self._context.is_frozen else left
         by = "CRIU, by the privileged helper," if self._context.criu.install.is_helpers else "CRIU"
         return f"dump {count} with {by} to {self._context.target.images_at}, {after}"
@@ -330,7 +354,10 @@ class CommitSnapshot:
 
     def describe(self) -> str:
         """Which snapshot."""
-        return f"save device memory, sync, and write the manifest of {self._context.target.where}"
+        where = self._context.target.where
+        if self._context.rehearsal is not None:
+            return f"save device memory, sync, write the manifest of {where}, and rehearse a restore"
+        return f"save device memory, sync, and write the manifest of {where}"
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
         """Commit what CRIU dumped. Returns the bytes of the snapshot."""
@@ -361,6 +388,8 @@ def commit(context: JobDump, draft: Manifest, interrupts: Interrupts, meter: Met
     held = context.cuda.staging.saved() if context.cuda is not None else []
     stored = {each.part: replace(writer.device_data(each.part, each.extents), kind=each.kind) for each in held}
     snapshot = target.commit(draft.with_device_parts(stored))
+    if context.rehearsal is not None:
+        context.rehearsal.hold(snapshot)
     interrupts.commit()
     if context.note is not None:
         context.note.write(snapshot, left_running=context.leave_running)

@@ -9,6 +9,9 @@ from gpucr.helper.access import whose_criu
 from gpucr.jobs.selection import FoundJob
 from gpucr.snapshot.origin import RestoreSource
 
+NO_REHEARSAL = "GPUCR-NO-REHEARSAL"
+"""Code of what keeps a rehearsal from being held."""
+
 
 def criu_for_dump(found: FoundJob) -> Criu:
     """For a caller that has a CRIU. Raises CriuUnavailable, BrokenInstall, Unsupported."""
@@ -42,3 +45,19 @@ def _find_install() -> CriuInstall:
     from gpucr.helper.client import find_helper
 
     return find_helper()
+
+
+def require_possible_rehearsal(*, shell_job: bool) -> None:
+    """Raise Unsupported where no rehearsal of such a job can be held."""
+    if whose_criu() != "own":
+        raise Unsupported(
+            "a rehearsal needs root: its sandbox has mounts of its own",
+            hint="run it with sudo, or leave the rehearsal out",
+            code=NO_REHEARSAL,
+        )
+    if shell_job:
+        raise Unsupported(
+            "the job has a terminal outside, which the sandbox of a rehearsal cannot give it",
+            hint="leave the rehearsal out; `gpucr run` starts jobs without a terminal",
+            code=NO_REHEARSAL,
+        )

@@ -35,6 +35,8 @@ from gpucr.network.lock import JobNetwork
 from gpucr.network.steps import Quiet, Unblock
 from gpucr.operations.dump import KEEPER_LIMIT_S, DumpReport, FrozenParts, prepare, run_prepared
 from gpucr.operations.freeze_steps import findings_of_spool, steps_to_freeze
+from gpucr.operations.plan import Plan
+from gpucr.operations.requests import DumpRequest
 from gpucr.snapshot.job_snapshot import JobSnapshot
 from gpucr.snapshot.location import Compress, Place, TargetPlace, find_target
 from gpucr.snapshot.recovery import DiscardFolder, RemoveWorkingFolder
@@ -79,36 +81,14 @@ def freeze(
         deadline = selection.deadline_after(timeout_s)
         taken = opened.enter_context(taken_job(running, pid, TO_MOVE, force=force))
         found, protection = taken.found, taken.protection
-        found.require_without_us()
-        uses = gpu_processes() if found.job.gang else ()
-        held = device_bytes_in_use(found.job, uses)
-        cuda: CudaWork | None = None
-        if found.job.gang:
-            cuda = cuda_work(
-                found.driver, found.job, protection, held, SavedLater(), deadline=deadline, gpu_state=gpu_state
-            )
+        prepared = _prepare(found, protection, gpu_state, deadline)
+        cuda, findings = prepared.cuda, prepared.findings
+        if cuda is not None:
             opened.callback(cuda.close)
-
-        def needs() -> list[preflight.MemoryNeed]:
-            return preflight.needs_of_suspend(held, in_files=True, on_gpu=cuda.on_gpu if cuda is not None else {})
-
-        findings = (
-            *(findings_of_spool(cuda, needs()) if cuda is not None else ()),
-            *selection.findings_before_freeze(found.job, needs()),
-            *findings_of_traps(found.job, found.driver, uses, may_share=may_be_interposed(gpu_state)),
-            *preflight.check_tracers(found.job),
-            *preflight.check_ptrace(member.pid for member in found.job.gang),
-            *(preflight.check_handed_over(cuda.custom.pids(found.job.gang)) if cuda is not None else ()),
-        )
         preflight.require_no_blocking(findings, force=force)
         kept = preflight.check_suspended(found.job)  # now: a frozen job does not answer
-        network = JobNetwork(found.job, protection)
+        network, steps, thaw = prepared.network, list(prepared.steps), list(prepared.thaw)
         opened.callback(network.close)
-        steps, thaw = steps_to_freeze(found.job, cuda, protection)
-        steps.insert(0, Quiet(network, deadline))
-        thaw.insert(0, Unblock(network))
-        if cuda is not None:
-            steps.insert(0, cuda.allocate(leave_running=True))
         phases = running.run(steps, roll=taken.roll, deadline=deadline, protection=protection)
         warnings = tuple(finding.warning() for finding in findings)
         if cuda is not None:
@@ -116,6 +96,57 @@ def freeze(
             warnings += tuple(cuda.hooks.warnings)
         parts = FrozenParts(cuda, network)
         return FrozenJob(_Hold(taken, parts, protection, steps, thaw, kept, opened.pop_all()), phases, warnings)
+
+
+def plan_freeze(pid: int | str | JobSelector, *, gpu_state: GpuState = "auto", force: bool = False) -> Plan:
+    """What `freeze` would do with the same arguments. Changes nothing; raises like `freeze` before its first step."""
+    require_possible(gpu_state)
+    with selection.claimed_job(pid, force=force) as found:
+        prepared = _prepare(found, Protection(), gpu_state, None)
+        plan = Plan.of(found.job.root.pid, prepared.steps, prepared.findings)
+        prepared.network.close()
+        if prepared.cuda is not None:
+            prepared.cuda.close()
+        return plan
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A freeze that is ready to run, and what was found before any change."""
+
+    cuda: CudaWork | None
+    network: JobNetwork
+    steps: tuple[Step, ...]
+    thaw: tuple[Step, ...]
+    findings: tuple[preflight.Finding, ...]
+
+
+def _prepare(
+    found: selection.FoundJob, protection: Protection, gpu_state: GpuState, deadline: float | None
+) -> _Prepared:
+    found.require_without_us()
+    job = found.job
+    uses = gpu_processes() if job.gang else ()
+    held = device_bytes_in_use(job, uses)
+    cuda: CudaWork | None = None
+    if job.gang:
+        cuda = cuda_work(found.driver, job, protection, held, SavedLater(), deadline=deadline, gpu_state=gpu_state)
+
+    def needs() -> list[preflight.MemoryNeed]:
+        return preflight.needs_of_suspend(held, in_files=True, on_gpu=cuda.on_gpu if cuda is not None else {})
+
+    findings = (
+        *(findings_of_spool(cuda, needs()) if cuda is not None else ()),
+        *selection.findings_before_freeze(job, needs()),
+        *findings_of_traps(job, found.driver, uses, may_share=may_be_interposed(gpu_state)),
+        *preflight.check_tracers(job),
+        *preflight.check_ptrace(member.pid for member in job.gang),
+        *(preflight.check_handed_over(cuda.custom.pids(job.gang)) if cuda is not None else ()),
+    )
+    network = JobNetwork(job, protection)
+    steps, thaw = steps_to_freeze(job, cuda, protection)
+    first = [cuda.allocate(leave_running=True)] if cuda is not None else []
+    return _Prepared(cuda, network, (*first, Quiet(network, deadline), *steps), (Unblock(network), *thaw), findings)
 
 
 @dataclass(frozen=True)
@@ -215,8 +246,7 @@ class FrozenJob:
                     found,
                     place,
                     hold.protection,
-                    leave_running=True,
-                    persist="sync",
+                    DumpRequest(leave_running=True, persist="sync"),
                     deadline=selection.deadline_after(timeout_s),
                     frozen=hold.parts,
                 )

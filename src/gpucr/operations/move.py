@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from gpucr.diagnosis import preflight
 from gpucr.diagnosis.traps import findings_of_traps
 from gpucr.driver.gpus import gpu_processes
 from gpucr.errors import InvalidRequest
-from gpucr.gpu_state.cuda_work import cuda_work
+from gpucr.gpu_state.cuda_work import CudaWork, cuda_work
 from gpucr.gpu_state.gpu_choice import GpuRequest
 from gpucr.gpu_state.held import device_bytes_in_use
 from gpucr.gpu_state.move import MoveGang, goes_from_gpu_to_gpu
-from gpucr.gpu_state.placement import place_moved
+from gpucr.gpu_state.placement import Placement, place_moved
 from gpucr.gpu_state.steps import UnlockGang
 from gpucr.jobs import selection
 from gpucr.jobs.selector import JobSelector
 from gpucr.jobs.taken import taken_job
 from gpucr.linux import processes
 from gpucr.model import CudaState, GpuMap
+from gpucr.operations.plan import Plan
 from gpucr.operations.suspend import ChangeReport, change_report
 from gpucr.undo.cancellation import Cancellation
 from gpucr.undo.events import OnProgress
 from gpucr.undo.operation import TO_MOVE, operation
+from gpucr.undo.protection import Protection
 from gpucr.undo.steps import Step, WithoutUndo
 
 
@@ -50,52 +52,101 @@ def move(
     """  # fmt: skip
     with operation("move", pid, on_progress=on_progress, cancel=cancel) as running, contextlib.ExitStack() as opened:
         deadline = selection.deadline_after(timeout_s)
-        request = GpuRequest.of(gpu_map, gpu)
-        if not request:
-            raise InvalidRequest(
-                "nothing says where the job goes", hint="give --gpu or --gpu-map", code="GPUCR-BAD-GPU"
-            )
+        request = _request(gpu_map, gpu)
         taken = opened.enter_context(taken_job(running, pid, TO_MOVE, only=only, force=force))
         found, protection = taken.cuda()
-        away = [str(member.pid) for member in found.job.gang if member.found is CudaState.CHECKPOINTED]
-        if away:
-            raise InvalidRequest(
-                f"process {', '.join(away)} is suspended", hint=f"`gpucr resume {pid} --gpu` brings it back elsewhere"
-            )
-        uses = gpu_processes()
-        held = device_bytes_in_use(found.job, uses)
-        placement = place_moved(found.job.gang, held, request)
-        choice = placement.choice
-        use_files = processes.can_checkpoint_processes()
-        findings = selection.findings_before_freeze(found.job, preflight.needs_of_suspend(held, in_files=use_files))
-        findings += findings_of_traps(found.job, found.driver, uses)
-        findings += preflight.check_room(choice.needed_bytes, placement.here, choice.gpu_map)
-        work = cuda_work(
-            found.driver,
-            found.job, protection, held, None, deadline=deadline, to_host=not goes_from_gpu_to_gpu(choice),
-            whole_tree=not only, moves=True,
-        )  # fmt: skip
+        prepared = prepare(found, protection, request, only=only, deadline=deadline)
+        work, choice = prepared.work, prepared.placement.choice
         opened.callback(work.close)
-        steps: list[Step] = []
-        if choice.gpu_map is not None:
-            findings += preflight.check_driver(work.gang.driver.capabilities(), choice.gpu_map)
-            unlock = UnlockGang(work.gang, down_to=lambda member: member.found)
-            steps = [
-                *work.steps_off_gpu(),
-                MoveGang(work.gang, placement, work.guarded, work.interposers),
-                WithoutUndo(unlock),
-                *work.hooks.steps_after(),
-            ]
-        preflight.require_no_blocking(findings, force=force)
-        if steps:
+        preflight.require_no_blocking(prepared.findings, force=force)
+        if prepared.steps:
             work.staging.prepare(work.sizes)
             work.staging.settle()  # while the job runs
-        phases = running.run(steps, roll=taken.roll, deadline=deadline, protection=protection)
+        phases = running.run(list(prepared.steps), roll=taken.roll, deadline=deadline, protection=protection)
         taken.roll.require_gang("the rest of the job runs on its new GPUs")
         return replace(
             change_report(found.job.root.pid, work.gang, phases, lambda member: member.found),
-            warnings=(*(finding.warning() for finding in findings), *work.hooks.warnings),
+            warnings=(*(finding.warning() for finding in prepared.findings), *work.hooks.warnings),
             lock=work.gang.first_lock,
             gpu_map=choice.gpu_map,
             gpu_reasons=choice.reasons,
         )
+
+
+def plan_move(
+    pid: int | str | JobSelector,
+    *,
+    gpu_map: GpuMap | str | None = None,
+    gpu: str | None = None,
+    only: bool = False,
+    force: bool = False,
+) -> Plan:
+    """What `move` would do with the same arguments. Changes nothing; raises like `move` before its first step."""
+    request = _request(gpu_map, gpu)
+    with selection.claimed_job(pid, only=only, force=force) as found:
+        found.require_cuda()
+        prepared = prepare(found, Protection(), request, only=only, deadline=None)
+        with contextlib.closing(prepared.work):
+            return Plan.of(found.job.root.pid, prepared.steps, prepared.findings)
+
+
+@dataclass(frozen=True)
+class PreparedMove:
+    """A move that is ready to run, and what was found before any change. Without steps the job is there already."""
+
+    work: CudaWork
+    placement: Placement
+    steps: tuple[Step, ...]
+    findings: tuple[preflight.Finding, ...]
+
+
+def _request(gpu_map: GpuMap | str | None, gpu: str | None) -> GpuRequest:
+    request = GpuRequest.of(gpu_map, gpu)
+    if not request:
+        raise InvalidRequest("nothing says where the job goes", hint="give --gpu or --gpu-map", code="GPUCR-BAD-GPU")
+    return request
+
+
+def prepare(
+    found: selection.FoundJob, protection: Protection, request: GpuRequest, *, only: bool, deadline: float | None
+) -> PreparedMove:
+    """Inspect a job that uses CUDA. Changes nothing; `CudaWork.close` ends it. The one way, also for a dry run."""
+    job = found.job
+    away = [str(member.pid) for member in job.gang if member.found is CudaState.CHECKPOINTED]
+    if away:
+        raise InvalidRequest(
+            f"process {', '.join(away)} is suspended",
+            hint=f"`gpucr resume {job.root.pid} --gpu` brings it back elsewhere",
+        )
+    uses = gpu_processes()
+    held = device_bytes_in_use(job, uses)
+    placement = place_moved(job.gang, held, request)
+    choice = placement.choice
+    needs = preflight.needs_of_suspend(held, in_files=processes.can_checkpoint_processes())
+    findings = [
+        *selection.findings_before_freeze(job, needs),
+        *findings_of_traps(job, found.driver, uses),
+        *preflight.check_room(choice.needed_bytes, placement.here, choice.gpu_map),
+    ]
+    work = cuda_work(
+        found.driver,
+        job,
+        protection,
+        held,
+        None,
+        deadline=deadline,
+        to_host=not goes_from_gpu_to_gpu(choice),
+        whole_tree=not only,
+        moves=True,
+    )
+    if choice.gpu_map is None:
+        return PreparedMove(work, placement, (), tuple(findings))
+    findings += preflight.check_driver(work.gang.driver.capabilities(), choice.gpu_map)
+    unlock = UnlockGang(work.gang, down_to=lambda member: member.found)
+    steps = (
+        *work.steps_off_gpu(),
+        MoveGang(work.gang, placement, work.guarded, work.interposers),
+        WithoutUndo(unlock),
+        *work.hooks.steps_after(),
+    )
+    return PreparedMove(work, placement, steps, tuple(findings))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, get_args
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from gpucr.criu.images import RestoreImages
 from gpucr.criu.options import RestoreOptions
@@ -17,6 +17,7 @@ from gpucr.driver.gpus import gpu_processes, list_gpus, nvml_kept_open
 from gpucr.errors import (
     CriuError,
     DriverError,
+    DriverUnavailable,
     GpucrError,
     InvalidRequest,
     JobChanged,
@@ -32,6 +33,8 @@ from gpucr.model import GpuMap
 from gpucr.network import kept
 from gpucr.network.steps import LetKeptGo
 from gpucr.operations.engines import install_for_restore
+from gpucr.operations.plan import Plan
+from gpucr.operations.requests import RestoreRequest
 from gpucr.operations.restore_steps import CriuRestore, WaitForOthers
 from gpucr.snapshot.databases import state_now
 from gpucr.snapshot.folder import Snapshot
@@ -53,6 +56,7 @@ from gpucr.undo.steps import Phase, Step
 
 if TYPE_CHECKING:
     from gpucr.gang import Gang
+    from gpucr.jobs.registered import RestoredName
     from gpucr.operations.restore_device import GpuRestore
     from gpucr.store.keys import Secret
 
@@ -126,159 +130,210 @@ def restore(
     Raises InvalidRequest, SnapshotUnfinished, SnapshotDamaged, SnapshotError, WrongKey, StoreDamaged, StoreError,
     NotPermitted, Unsupported, DriverUnavailable, CriuUnavailable (nothing was started); CriuError, DriverError,
     DeadlineExceeded, Interrupted (all ended again); JobDamaged (part of it still runs). """  # fmt: skip
+    request = RestoreRequest(
+        gpus=GpuRequest.of(gpu_map, gpu),
+        files=files,
+        tcp=tcp,
+        isolate=isolate,
+        clone=clone,
+        name=name,
+        before_it_runs=before_it_runs,
+        ends_with_caller=ends_with_caller,
+    )
     subject = snapshot if isinstance(snapshot, str | os.PathLike) else snapshot.where
     with (
         operation("restore", subject, on_progress=on_progress, cancel=cancel) as running,
         contextlib.ExitStack() as on_failure,
     ):
         deadline = selection.deadline_after(timeout_s)
-        if isinstance(snapshot, str | os.PathLike):
-            snapshot = open_snapshot(snapshot, key)
-            if isinstance(snapshot, Snapshot):
-                on_failure.callback(snapshot.close)  # otherwise the error would keep it open
-        if not snapshot.manifest.has_images:
-            raise InvalidRequest(
-                f"{snapshot.where} is the GPU part of a container's checkpoint",
-                hint="restore the container with its runtime (`gpucr hook status` shows whether it calls gpucr), or "
-                "give the folder that `gpucr dump --container` has made",
-            )
-        if before_it_runs is not None and not snapshot.manifest.was_frozen:
-            raise InvalidRequest(
-                f"{snapshot.where} is of a job that was not frozen: it runs as soon as CRIU has restored it",
-                hint="save it with `gpucr.freeze`, or restore it without before_it_runs",
-            )
-        request = GpuRequest.of(gpu_map, gpu)
-        if snapshot.manifest.kinds:
-            from gpucr.gpu_state import kinds
-
-            kinds.require_kinds(snapshot.manifest.kinds, snapshot.where)
-        preflight.require_privileges(snapshot.manifest.root_pid)
-        _require_modes(files, tcp or "close")
-        options = _options(snapshot)
-        here = list_gpus() if snapshot.manifest.has_gpu_state else ()
-        uses = gpu_processes() if request.auto and here else ()
-        placement = place_snapshot(snapshot.manifest, request, here, uses)
-        source = source_of(snapshot)
+        opened_snapshot = _open(snapshot, key, on_failure)
         with contextlib.ExitStack() as opened:
-            registration, warnings = registered.restored_name_or_warning(snapshot, opened, name=name, clone=clone)
-            plan = plan_sandbox(snapshot, registration, isolate=isolate, clone=clone, shell_job=options.shell_job)
-            if plan is None:
-                opened.enter_context(claimed_pids(process.pid for process in snapshot.manifest.processes))
-            install = install_for_restore(source)
-            findings = findings_of_machine(source, placement.choice, here, install, in_sandbox=plan is not None)
-            in_our_network = plan is None or plan.network == "host"
-            record = kept.find(snapshot.manifest.kept) if in_our_network and not clone else None
-            tcp = tcp or ("keep" if record is not None else "close")
-            findings += _findings_outside(source, files, tcp, plan)
-            findings += check_clone(snapshot.manifest) if clone else []
-            preflight.require_no_blocking(findings, force=force)
-            driver = _driver_for(snapshot)
-            if driver is not None:
-                opened.enter_context(nvml_kept_open())
-            known = snapshot.manifest.processes
-            running.require_descriptors(len(known), sum(p.found_state is not None for p in known), TO_MOVE)
-            protection = opened.enter_context(Protection())
-            start = (
-                StartSandbox(install, source, plan, protection, ends_with_caller=ends_with_caller)
-                if plan is not None
-                else opened.enter_context(
-                    StartKeeper(
-                        install, registration, own_session=not options.shell_job, ends_with_caller=ends_with_caller
-                    )
-                )
-            )
-            mark = os.urandom(8).hex()
-            images = [RestoreImages(folder, mark) for folder in source.image_folders]
-            for each in images:
-                opened.callback(each.close)
-            around = steps_before_criu(
-                source,
-                start.site,
-                images,
-                files,
-                tcp,
-                protection,
-                in_our_network=in_our_network,
-                deadline=deadline,
-            )
-            ready: list[Step] = [WaitForOthers(before_it_runs)] if before_it_runs is not None else []
-            if record is not None:
-                ready.append(LetKeptGo(record, is_taken_up=tcp == "keep"))
-            gang = _gang(driver, deadline) if driver is not None else None
-            criu = CriuRestore(
-                snapshot.manifest,
-                images,
-                start.site,
-                options,
-                gang=gang,
-                protection=protection,
-                deadline=deadline,
-            )
-            keep = KeepJob(start.site, criu.tree, snapshot.manifest, registration, protection)
-            try:
-                report = _run(
-                    source,
-                    start,
-                    around,
-                    criu,
-                    keep,
-                    gang,
-                    placement,
-                    findings,
-                    running,
-                    protection,
-                    deadline,
-                    ready,
-                )
-            except (DriverError, CriuError, JobChanged, JobDamaged) as error:
-                _recall_overruled(error, snapshot.manifest, findings)
-                raise
+            prepared = prepare(opened_snapshot, request, opened, deadline)
+            preflight.require_no_blocking(prepared.findings, force=force)
+            report = run_prepared(prepared, running, opened)
             on_failure.pop_all()
-            registered_as = registration.name if registration is not None else None
-            return replace(report, warnings=(*report.warnings, *warnings), name=registered_as)
+            return report
 
 
-def _run(
-    source: RestoreSource,
-    start: StartSandbox | StartKeeper,
-    around: Sequence[StepBeforeCriu],
-    criu: CriuRestore,
-    keep: KeepJob,
-    gang: Gang | None,
-    placement: Placement,
-    findings: Sequence[preflight.Finding],
-    running: Operation,
-    protection: Protection,
-    deadline: float | None,
-    ready: Sequence[Step],
-) -> RestoreReport:
-    snapshot = source.snapshot
+def plan_restore(
+    snapshot: JobSnapshot | Place,
+    *,
+    gpu_map: GpuMap | str | None = None,
+    gpu: str | None = None,
+    files: preflight.FilesMode = "keep",
+    tcp: preflight.TcpMode | None = None,
+    isolate: bool = False,
+    clone: bool = False,
+    name: str | None = None,
+    key: Secret | None = None,
+) -> Plan:
+    """What `restore` would do with the same arguments. Starts nothing; raises like `restore` before its first step.
+
+    What is only seen when the data is read is not: whether it is intact (`JobSnapshot.verify` reads all of it).
+    """
+    request = RestoreRequest(
+        gpus=GpuRequest.of(gpu_map, gpu), files=files, tcp=tcp, isolate=isolate, clone=clone, name=name
+    )
+    with contextlib.ExitStack() as opened:
+        prepared = prepare(_open(snapshot, key, opened), request, opened, None)
+        prepared.close()
+        return Plan.of(prepared.source.snapshot.manifest.root_pid, prepared.steps, prepared.findings)
+
+
+@dataclass(frozen=True)
+class PreparedRestore:
+    """A restore that is ready to run: its steps, and what was found before anything was started."""
+
+    source: RestoreSource
+    placement: Placement
+    registration: RestoredName | None
+    start: StartSandbox | StartKeeper
+    around: Sequence[StepBeforeCriu]
+    criu: CriuRestore
+    keep: KeepJob
+    gpu: GpuRestore | None
+    steps: tuple[Step, ...]
+    findings: tuple[preflight.Finding, ...]
+    warnings: tuple[str, ...]
+    protection: Protection
+    deadline: float | None
+
+    def close(self) -> None:
+        """Let go of what steps may have opened; hides neither a success nor a failure."""
+        load = self.gpu.load if self.gpu is not None else None
+        for each in (*self.around, load, self.source):
+            if each is not None:
+                with contextlib.suppress(GpucrError, OSError):
+                    each.close()
+
+
+def _open(snapshot: JobSnapshot | Place, key: Secret | None, on_failure: contextlib.ExitStack) -> JobSnapshot:
+    if not isinstance(snapshot, str | os.PathLike):
+        return snapshot
+    found = open_snapshot(snapshot, key)
+    if isinstance(found, Snapshot):
+        on_failure.callback(found.close)  # otherwise the error would keep it open
+    return found
+
+
+def prepare(
+    snapshot: JobSnapshot, request: RestoreRequest, opened: contextlib.ExitStack, deadline: float | None
+) -> PreparedRestore:
+    """Inspect the snapshot and this machine, and prepare the steps. Starts nothing. The one way, also for a dry run.
+
+    ``opened`` holds the job's name and pids for us.
+    """
+    manifest = snapshot.manifest
+    if not manifest.has_images:
+        raise InvalidRequest(
+            f"{snapshot.where} is the GPU part of a container's checkpoint",
+            hint="restore the container with its runtime (`gpucr hook status` shows whether it calls gpucr), or "
+            "give the folder that `gpucr dump --container` has made",
+        )
+    if request.before_it_runs is not None and not manifest.was_frozen:
+        raise InvalidRequest(
+            f"{snapshot.where} is of a job that was not frozen: it runs as soon as CRIU has restored it",
+            hint="save it with `gpucr.freeze`, or restore it without before_it_runs",
+        )
+    if manifest.kinds:
+        from gpucr.gpu_state import kinds
+
+        kinds.require_kinds(manifest.kinds, snapshot.where)
+    preflight.require_privileges(manifest.root_pid)
+    options = _options(snapshot)
+    here = list_gpus() if manifest.has_gpu_state else ()
+    uses = gpu_processes() if request.gpus.auto and here else ()
+    placement = place_snapshot(manifest, request.gpus, here, uses)
+    source = source_of(snapshot)
+    registration, warnings = registered.restored_name_or_warning(
+        snapshot, opened, name=request.name, clone=request.clone
+    )
+    plan = plan_sandbox(
+        snapshot, registration, isolate=request.isolate, clone=request.clone, shell_job=options.shell_job
+    )
+    if plan is None:
+        opened.enter_context(claimed_pids(process.pid for process in manifest.processes))
+    install = install_for_restore(source)
+    in_our_network = plan is None or plan.network == "host"
+    record = kept.find(manifest.kept) if in_our_network and not request.clone else None
+    tcp = request.tcp or ("keep" if record is not None else "close")
+    findings = (
+        *findings_of_machine(source, placement.choice, here, install, in_sandbox=plan is not None),
+        *_findings_outside(source, request.files, tcp, plan),
+        *(check_clone(manifest) if request.clone else ()),
+    )
+    driver, protection = _driver_for(snapshot, findings), Protection()
+    start: StartSandbox | StartKeeper = (
+        StartSandbox(install, source, plan, protection, ends_with_caller=request.ends_with_caller)
+        if plan is not None
+        else StartKeeper(
+            install, registration, own_session=not options.shell_job, ends_with_caller=request.ends_with_caller
+        )
+    )
+    mark = os.urandom(8).hex()
+    images = [RestoreImages(folder, mark) for folder in source.image_folders]
+    for each in images:
+        opened.callback(each.close)
+    around = steps_before_criu(
+        source, start.site, images, request.files, tcp, protection, in_our_network=in_our_network, deadline=deadline
+    )
+    ready: list[Step] = [WaitForOthers(request.before_it_runs)] if request.before_it_runs is not None else []
+    if record is not None:
+        ready.append(LetKeptGo(record, is_taken_up=tcp == "keep"))
+    gang = _gang(driver, deadline) if driver is not None else None
+    criu = CriuRestore(manifest, images, start.site, options, gang=gang, protection=protection, deadline=deadline)
     gpu: GpuRestore | None = None
-    if gang is not None or snapshot.manifest.was_frozen:
+    if gang is not None or manifest.was_frozen:
         from gpucr.operations.restore_device import GpuRestore  # one tree without CUDA starts without it
 
         gpu = GpuRestore(source, gang, placement, criu.tree, protection, deadline)
     load = gpu.load if gpu is not None else None
     provide = ProvideFiles(source, protection)
-    steps: list[Step] = [provide] if load is None else [provide, load] if source.provides_first else [load, provide]
-    if snapshot.manifest.folders:
-        steps.append(MakeFolders(snapshot.manifest.folders, protection))
-    steps += [start, *around, criu]
-    if gpu is not None:
-        steps += gpu.steps_after_criu(ready)
-    steps.append(keep)
+    keep = KeepJob(start.site, criu.tree, manifest, registration, protection)
+    first: list[Step] = [provide] if load is None else [provide, load] if source.provides_first else [load, provide]
+    folders = [MakeFolders(manifest.folders, protection)] if manifest.folders else []
+    after = gpu.steps_after_criu(ready) if gpu is not None else []
+    return PreparedRestore(
+        source=source,
+        placement=placement,
+        registration=registration,
+        start=start,
+        around=around,
+        criu=criu,
+        keep=keep,
+        gpu=gpu,
+        steps=(*first, *folders, start, *around, criu, *after, keep),
+        findings=findings,
+        warnings=warnings,
+        protection=protection,
+        deadline=deadline,
+    )
+
+
+def run_prepared(prepared: PreparedRestore, running: Operation, opened: contextlib.ExitStack) -> RestoreReport:
+    """Restore. ``opened`` is left when this is over."""
+    source, criu, choice = prepared.source, prepared.criu, prepared.placement.choice
+    snapshot, known = source.snapshot, source.snapshot.manifest.processes
+    if snapshot.manifest.has_gpu_state:
+        load_driver()  # where findings were overruled that told of a machine without one
+        opened.enter_context(nvml_kept_open())
+    running.require_descriptors(len(known), sum(p.found_state is not None for p in known), TO_MOVE)
+    opened.enter_context(prepared.protection)
+    if isinstance(prepared.start, StartKeeper):
+        opened.enter_context(prepared.start)
     try:
-        phases = running.run(steps, deadline=deadline, protection=protection)
+        phases = running.run(list(prepared.steps), deadline=prepared.deadline, protection=prepared.protection)
+    except (DriverError, CriuError, JobChanged, JobDamaged) as error:
+        _recall_overruled(error, snapshot.manifest, prepared.findings)
+        raise
     finally:
-        for each in (*around, load, source):
-            if each is not None:
-                with contextlib.suppress(GpucrError, OSError):  # hides neither a success nor a failure
-                    each.close()
-    warnings = [
-        warning for each in around if isinstance(each, AdaptFiles | PutBackDatabases) for warning in each.warnings
-    ]
+        prepared.close()
+    warnings = [finding.warning() for finding in prepared.findings]
+    for step in prepared.around:
+        if isinstance(step, AdaptFiles | PutBackDatabases):
+            warnings += step.warnings
+    warnings += prepared.gpu.tell() if prepared.gpu is not None else []
     restored = criu.tree.value
-    warnings += gpu.tell() if gpu is not None else []
     return RestoreReport(
         snapshot=snapshot,
         pid=restored.root_pid,
@@ -287,9 +342,10 @@ def _run(
         phases=phases,
         size_bytes=snapshot.manifest.size_bytes,
         seconds=sum(phase.seconds for phase in phases),
-        warnings=(*(finding.warning() for finding in findings), *warnings, *criu.warnings, *keep.warnings),
-        gpu_map=placement.choice.gpu_map,
-        gpu_reasons=placement.choice.reasons,
+        warnings=(*warnings, *criu.warnings, *prepared.keep.warnings, *prepared.warnings),
+        name=prepared.registration.name if prepared.registration is not None else None,
+        gpu_map=choice.gpu_map,
+        gpu_reasons=choice.reasons,
     )
 
 
@@ -302,12 +358,6 @@ def _recall_overruled(error: GpucrError, manifest: Manifest, findings: Sequence[
     if overruled:
         said = "--force had overruled: " + "; ".join(overruled)
         error.hint = said if error.hint is None else f"{error.hint}; {said}"
-
-
-def _require_modes(files: str, tcp: str) -> None:
-    for name, value, kind in (("files", files, preflight.FilesMode), ("tcp", tcp, preflight.TcpMode)):
-        if value not in get_args(kind):
-            raise InvalidRequest(f"{name} is {value!r}", hint="give one of " + ", ".join(get_args(kind)))
 
 
 def _findings_outside(
@@ -347,6 +397,14 @@ def _gang(driver: Driver, deadline: float | None) -> Gang:
     return Gang(driver, (), deadline=deadline)
 
 
-def _driver_for(snapshot: JobSnapshot) -> Driver | None:
-    """The driver, if the snapshot needs one: a tree without CUDA is restored without looking for one."""
-    return load_driver() if snapshot.manifest.has_gpu_state else None
+def _driver_for(snapshot: JobSnapshot, findings: Sequence[preflight.Finding]) -> Driver | None:
+    """The driver, if the snapshot needs one: a tree without CUDA is restored without looking for one.
+
+    None too where there is none, and findings say that this machine is not the right one: they tell more.
+    """
+    try:
+        return load_driver() if snapshot.manifest.has_gpu_state else None
+    except DriverUnavailable:
+        if not any(finding.severity == "blocking" for finding in findings):
+            raise
+        return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -16,6 +17,7 @@ from gpucr.gpu_state.steps import HoldThreads, ReleaseThreads, RestoreGang, Unlo
 from gpucr.interposer.presence import agent_threads
 from gpucr.interposer.protocol import Hooks
 from gpucr.jobs.restored_tree import RestoredTree, restore_threads, to_continue
+from gpucr.linux import processes
 from gpucr.model import CudaState, DevicePart
 from gpucr.snapshot.device.reader import DeviceReader
 from gpucr.snapshot.job_snapshot import JobSnapshot
@@ -23,7 +25,7 @@ from gpucr.snapshot.loading import LoadDevice, Loading
 from gpucr.snapshot.origin import RestoreSource
 from gpucr.undo.interrupts import Interrupts
 from gpucr.undo.protection import Protection
-from gpucr.undo.steps import Meter, Result, Step, WithoutUndo
+from gpucr.undo.steps import AroundStep, Meter, Result, Step, WithoutUndo
 
 _WAIT_S = 0.2
 
@@ -46,25 +48,38 @@ class GpuRestore:
         self._tree = tree
         self._protection = protection
         self._deadline = deadline
+        self._threads = GangThreads(agent_threads)
         self.load: LoadDevice | None = None
         if gang is not None and self._snapshot.manifest.device_parts:
             self.load = LoadDevice(source, Returns(gang, placement))
 
     def steps_after_criu(self, ready: Sequence[Step]) -> list[Step]:
         """With ``ready`` when all of it is there, and nothing of it runs."""
-        threads, tree, manifest = GangThreads(agent_threads), self._tree, self._snapshot.manifest
+        threads, tree, manifest = self._threads, self._tree, self._snapshot.manifest
         release = ReleaseThreads(threads, self._protection, lambda: to_continue(manifest, tree.value), is_result=True)
         if self._gang is None:
             return [*ready, release]
-        restore = RestoreGang(self._gang, self._placement, down_to=lambda member: member.found)
-        loading = self.load.loading if self.load is not None else None
         # Restoring and unlocking are undone by CriuRestore, which ends the processes.
         return [
-            HoldThreads(threads, lambda: restore_threads(self._snapshot, tree.value)),
-            RestoreDevice(self._snapshot, loading, tree, restore, self._placement, self._deadline),
+            *self._back(self._gang),
             *ready,
             WithoutUndo(UnlockGang(self._gang, down_to=lambda member: member.found)),
             release,
+        ]
+
+    def steps_to_rehearse(self) -> list[Step]:
+        """Until contexts and device memory are back. Not even their undo lets a thread of the program run."""
+        if self._gang is None:
+            return []
+        hold, restore = self._back(self._gang)
+        return [_HoldUntilKilled(hold, self._tree), restore]
+
+    def _back(self, gang: Gang) -> list[Step]:
+        tree, loading = self._tree, self.load.loading if self.load is not None else None
+        restore = RestoreGang(gang, self._placement, down_to=lambda member: member.found)
+        return [
+            HoldThreads(self._threads, lambda: restore_threads(self._snapshot, tree.value)),
+            RestoreDevice(self._snapshot, loading, tree, restore, self._placement, self._deadline),
         ]
 
     def tell(self) -> list[str]:
@@ -72,6 +87,20 @@ class GpuRestore:
         known = self._snapshot.manifest.processes
         told = (each for each in known if each.has_hooks and each.found_state is CudaState.RUNNING)
         return call(Hooks.AFTER_RESTORE, self._tree.value.now(told))
+
+
+class _HoldUntilKilled(AroundStep):
+    """The step that holds the threads; they are released when all are being killed, which their tracer would delay."""
+
+    def __init__(self, hold: Step, tree: Result[RestoredTree]) -> None:
+        super().__init__(hold)
+        self._tree = tree
+
+    def undo(self) -> None:
+        """Kill the restored processes, then release what is left of them."""
+        for each in self._tree.value.processes:
+            processes.send_signal(each, signal.SIGKILL)
+        super().undo()
 
 
 class RestoreDevice:

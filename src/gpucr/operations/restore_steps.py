@@ -49,6 +49,7 @@ class CriuRestore:
         gang: Gang | None,
         protection: Protection,
         deadline: float | None,
+        stays_stopped: bool = False,
     ) -> None:
         self._manifest = manifest
         self._images = images
@@ -57,7 +58,7 @@ class CriuRestore:
         self._gang = gang
         self._protection = protection
         self._deadline = deadline
-        self._is_left_stopped = gang is not None or manifest.was_frozen
+        self._is_left_stopped = gang is not None or manifest.was_frozen or stays_stopped
         self._crius: list[ProcessId] = []
         self._root_pids: dict[int, int] = {}
         self._ghosts = RemoveGhosts(())

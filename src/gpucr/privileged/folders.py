@@ -42,7 +42,7 @@ def require_users_folder(fd: int, peer: Peer) -> None:
         raise Refused("the folder for the images is not one of the caller's own")
     kind = _file_system(fd)
     if kind not in _FILE_SYSTEMS:
-        raise Refused(f"the folder for the images is on a file system that the helper does not use ({kind})")
+        raise Refused(f"the folder for the images is on {kind}: the helper writes to local file systems only")
 
 
 def _file_system(fd: int) -> str:

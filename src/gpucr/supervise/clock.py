@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from typing import Literal, Protocol
@@ -10,6 +11,9 @@ from gpucr.undo.cancellation import Cancellation
 
 Wish = Literal["drain", "leave"]
 """``drain``: take a last dump, which ends the job, and exit. ``leave``: exit, and leave the job running."""
+
+ORDERS: dict[Wish, signal.Signals] = {"drain": signal.SIGTERM, "leave": signal.SIGUSR1}
+"""What gpucr sends to a supervisor: heard also by one whose parents ignored them."""
 
 
 class Clock(Protocol):

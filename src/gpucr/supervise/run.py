@@ -16,7 +16,7 @@ from gpucr.errors import InvalidRequest
 from gpucr.linux import processes
 from gpucr.model import ProcessId
 from gpucr.store.keys import MAX_KEY_FILE_BYTES, Secret
-from gpucr.supervise.clock import Clock, MachineClock, Stop, Wish
+from gpucr.supervise.clock import ORDERS, Clock, MachineClock, Stop
 from gpucr.supervise.folder import Phase, SupervisedFolder
 from gpucr.supervise.job import RegisteredJob
 from gpucr.supervise.journal import Journal
@@ -24,7 +24,8 @@ from gpucr.supervise.settings import Supervision
 from gpucr.supervise.supervisor import Supervisor
 from gpucr.supervise.watch import Watch, start_health
 
-_SIGNALS: dict[signal.Signals, Wish] = {signal.SIGTERM: "drain", signal.SIGINT: "leave", signal.SIGHUP: "leave"}
+_OF_TERMINALS = (signal.SIGINT, signal.SIGHUP)
+"""A shell ignores SIGINT for what a script starts with ``&``, nohup ignores SIGHUP: then they are not for us."""
 
 
 def read_key(settings: Supervision) -> Secret | None:
@@ -82,7 +83,7 @@ def _this_process() -> ProcessId:
 
 
 def supervise_with_signals(name: str, on_ready: Callable[[], None] = lambda: None) -> Phase:
-    """Like `supervise`; SIGTERM drains, SIGINT and SIGHUP leave the job running. Call it from the main thread.
+    """Like `supervise`; SIGTERM drains, SIGUSR1, SIGINT and SIGHUP leave the job running. Call it from the main thread.
 
     Another thread does the work: otherwise operations would handle the signals.
     """
@@ -108,9 +109,11 @@ def supervise_with_signals(name: str, on_ready: Callable[[], None] = lambda: Non
 @contextlib.contextmanager
 def _signals_request(stop: Stop) -> Iterator[None]:
     before = {}
-    for number, wish in _SIGNALS.items():
-        if signal.getsignal(number) not in (signal.SIG_IGN, None):  # nohup ignores SIGHUP on purpose
-            before[number] = signal.signal(number, lambda *_, wish=wish: stop.request(wish))
+    for wish, number in ORDERS.items():
+        before[number] = signal.signal(number, lambda *_, wish=wish: stop.request(wish))
+    for number in _OF_TERMINALS:
+        if signal.getsignal(number) not in (signal.SIG_IGN, None):
+            before[number] = signal.signal(number, lambda *_: stop.request("leave"))
     try:
         yield
     finally:

@@ -7,12 +7,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from gpucr.linux import service_units
 from gpucr.linux.private_folders import state_folder
 from gpucr.linux.unit_files import (
     UNITS_FOLDER,
     UnitFile,
     is_live,
     quoted,
+    remove,
     require_no_others,
     require_root,
     systemctl,
@@ -21,6 +23,10 @@ from gpucr.linux.unit_files import (
 
 _MAIN, _CHECK, _TIMER = "gpucr-supervise.service", "gpucr-supervise-check.service", "gpucr-supervise.timer"
 _MARK = "# Made by `gpucr service install`."
+
+# systemd stops all units at once that no order connects. A job that somebody has started in a login session, or in a
+# session that lingers, was ended before its last dump (seen with systemd 252; drop-ins of this form apply to sessions).
+_DROP_INS = ("session-.scope.d/gpucr-supervise.conf", "user@.service.d/gpucr-supervise.conf")
 
 
 def units(state: Path | None = None) -> Mapping[str, str]:
@@ -73,7 +79,23 @@ Unit={_CHECK}
 [Install]
 WantedBy=timers.target
 """
-    return {_MAIN: main, _CHECK: check, _TIMER: timer}
+    order = f"""{_MARK}
+[Unit]
+# At a shutdown it ends after the last dumps of the jobs in it.
+Before={_MAIN}
+"""
+    return {_MAIN: main, _CHECK: check, _TIMER: timer, **dict.fromkeys(_DROP_INS, order)}
+
+
+def why_not_drained(pid: int) -> str | None:
+    """Why the installed service cannot take a last dump of the job with this process at a shutdown; None if it can."""
+    unit = service_units.ends_before(_MAIN, pid) if (UNITS_FOLDER / _MAIN).exists() else None
+    if unit is None:
+        return None
+    return (
+        f"at a shutdown systemd ends the job with {unit}, perhaps before its last dump: "
+        f"run `systemctl edit {unit}`, and add Before={_MAIN} to [Unit]"
+    )
 
 
 def install(folder: Path = UNITS_FOLDER, *, enable: bool = True) -> Sequence[UnitFile]:
@@ -101,7 +123,7 @@ def uninstall(folder: Path = UNITS_FOLDER) -> Sequence[UnitFile]:
         systemctl("disable", _MAIN, _TIMER)
         systemctl("stop", _TIMER)
     for path in there:
-        path.unlink(missing_ok=True)
+        remove(folder, path)
     if stops:
         systemctl("daemon-reload")
     return [UnitFile(path, "removed" if path in there else "unchanged") for path in paths]

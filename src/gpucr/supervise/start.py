@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import time
 from collections.abc import Sequence
@@ -24,7 +23,7 @@ from gpucr.records import DEFAULT_PRIORITY
 from gpucr.snapshot.location import is_store, open_store_for_jobs, place_of_store
 from gpucr.store.keys import Secret
 from gpucr.store.snapshots import check_name
-from gpucr.supervise.clock import Wish
+from gpucr.supervise.clock import ORDERS, Wish
 from gpucr.supervise.folder import UNFINISHED, SupervisedFolder, supervised
 from gpucr.supervise.settings import StartAgain, Supervision
 
@@ -222,7 +221,7 @@ def end_supervisors(names: Sequence[str] | None, wish: Wish, *, timeout_s: float
     for folder in chosen:
         pid = folder.supervisor()
         if pid is not None:
-            processes.send_signal(pid, signal.SIGTERM if wish == "drain" else signal.SIGINT)
+            processes.send_signal(pid, ORDERS[wish])
             asked[folder.name] = pid
         elif names is not None:
             raise InvalidRequest(

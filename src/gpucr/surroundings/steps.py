@@ -189,13 +189,17 @@ class AdaptFiles:
         files: FilesMode,
         tcp: TcpMode,
         protection: Protection,
+        *,
+        in_view: bool = False,
     ) -> None:
+        """``in_view``: the job will see files as its sandbox shows them, and nothing is made outside."""
         self._protection = protection
         self._manifest = manifest
         self._site = site
         self._images = images
         self._mode = files
         self._tcp = tcp
+        self._in_view = in_view
         self._cut: list[cut_back.CutOff] = []
         self.warnings: list[str] = []
 
@@ -214,20 +218,21 @@ class AdaptFiles:
             copied = {file.path for database in self._manifest.databases for file in database.files}
             self._cut_back([file for file in files if file.path not in copied], meter)
         with images_read_from(original):
-            sizes = _changed_sizes(files)
+            sizes = _changed_sizes(files, self._site.value.root if self._in_view else "")
             outside = sock_diag.outside_connections([each for image in images for each in image.tcp_sockets()])
             for image in images:
                 image.adapt_to_sizes(sizes)
                 if self._tcp == "close":
                     image.close_connections(outside)
-        self._protection.protect(images_to_be_changed(self._images))
+        if not self._in_view:
+            self._protection.protect(images_to_be_changed(self._images))
         for folder, image in zip(self._images, images, strict=True):
             self._change(folder, image)
         return sum(cut.whole_bytes - cut.size_bytes for cut in self._cut)
 
-    @staticmethod
-    def _change(folder: RestoreImages, image: FilesImage) -> None:
+    def _change(self, folder: RestoreImages, image: FilesImage) -> None:
         if image.is_changed:
+            folder.made_in_view = self._site.value.shared_root if self._in_view else None
             folder.change(image)
 
     def undo(self) -> None:
@@ -264,11 +269,11 @@ class AdaptFiles:
         self._protection.protect(PutBackCuts(tuple(each for each in (*self._cut, cut) if can_be_told(each.path))))
 
 
-def _changed_sizes(files: Sequence[JobFile]) -> dict[str, tuple[int, int]]:
-    """Per path the size at the dump and the one now. Replaced code is left out: CRIU must refuse it."""
+def _changed_sizes(files: Sequence[JobFile], root: str = "") -> dict[str, tuple[int, int]]:
+    """Per path the size at the dump and the one now, below ``root``. Replaced code is left out: CRIU must refuse it."""
     found: dict[str, tuple[int, int]] = {}
     for file in files:
-        size_bytes = _size_bytes(file.path)
+        size_bytes = _size_bytes(root + file.path)
         if size_bytes is not None and size_bytes != file.size_bytes and (file.is_written or not file.is_mapped):
             found[file.path] = (file.size_bytes, size_bytes)
     return found

@@ -23,8 +23,9 @@ _DRIVERS = re.compile("/nvidia[^/]*$")  # wherever its device files are
 def check_foreign_files(job: Job) -> list[Finding]:
     """Programs, working folders and open files on mounts that are in none of its namespace's tables (mountinfo).
 
-    Those that several processes have in common are looked at once. Files of the GPU driver are no obstacle: gpucr opens
-    some when it gives memory back, and the driver's checkpoint takes them away.
+    Each descriptor is looked at, since the same path can be on different mounts: ``/dev/null`` of a container, and that
+    of who started it. A path that several processes have is reported once. Files of the GPU driver are no obstacle:
+    gpucr opens some when it gives memory back, and the driver's checkpoint takes them away.
     """
     seen: dict[tuple[str, int], tuple[Fact, list[str]]] = {}
     for tree in job.trees:
@@ -33,8 +34,10 @@ def check_foreign_files(job: Job) -> list[Finding]:
             if table is None:
                 continue
             known = {mount.number for mount in proc_text.mounts(table)}
+            reported: set[str] = set()
             for pid, what, target, mount in _mounts_of(tree):
-                if mount not in known:
+                if mount not in known and target not in reported:
+                    reported.add(target)
                     fact = facts.PROGRAM_IN_MEMORY if target.startswith(_MEMFD) else facts.FOREIGN_FILE
                     seen.setdefault((fact.what, pid), (fact, []))[1].append(f"{what}, {target}")
     names = {process.pid: process.name for process in job.processes}
@@ -56,23 +59,20 @@ def _table_of(pid: int) -> str | None:
 
 
 def _mounts_of(tree: Job) -> Iterator[tuple[int, str, str, int]]:
-    seen: set[str] = set()
     # Those with others have a finding of their own.
     with_these_mounts = [pid for pid in tree.pids if namespaces.is_same(pid, tree.root.pid, "mnt")]
     for pid in with_these_mounts:
         folder = f"{PROC}/{pid}"
         for what in ("exe", "cwd", "root"):
             with contextlib.suppress(OSError):
-                target = os.readlink(f"{folder}/{what}")
-                if target not in seen:
-                    seen.add(target)
-                    yield pid, what, target, _mount_of_path(f"{folder}/{what}")
+                yield pid, what, os.readlink(f"{folder}/{what}"), _mount_of_path(f"{folder}/{what}")
     for target, files in descriptor_scan.descriptors_of(with_these_mounts).items():
         is_elsewhere = target.startswith(_MEMORY) or _DRIVERS.search(target) or is_message_queue(files[0])
         if target.startswith("/") and not is_elsewhere:
-            with contextlib.suppress(OSError):
-                lines = proc_text.lines(f"{PROC}/{files[0].pid}/fdinfo/{files[0].fd}")
-                yield files[0].pid, f"fd {files[0].fd}", target, _mount_in(lines)
+            for file in files:
+                with contextlib.suppress(OSError):
+                    lines = proc_text.lines(f"{PROC}/{file.pid}/fdinfo/{file.fd}")
+                    yield file.pid, f"fd {file.fd}", target, _mount_in(lines)
 
 
 def _mount_of_path(link: str) -> int:

@@ -20,11 +20,21 @@ if TYPE_CHECKING:
 _NAMESPACES: tuple[Kind | Literal["user"], ...] = ("user", "pid", "mnt", "net", "ipc")
 
 
+def check_attach() -> list[Finding]:
+    """Whether Yama keeps everybody, root too, from attaching to processes."""
+    scope = tracing.yama_scope()
+    if scope is None or scope < tracing.NO_ATTACH:
+        return []
+    return [facts.NO_ATTACH.seen(f"kernel.yama.ptrace_scope is {scope}")]
+
+
 def check_ptrace(pids: Iterable[int]) -> list[Finding]:
     """Whether Yama lets an ordinary user attach to these processes if he has not started them himself.
 
     Those with an interposer have granted permission by now (jobs/tracing.py).
     """
+    if found := check_attach():
+        return found
     scope = tracing.yama_scope()
     if not scope or (closed := next((pid for pid in pids if not tracing.is_allowed(pid)), None)) is None:
         return []
@@ -32,12 +42,13 @@ def check_ptrace(pids: Iterable[int]) -> list[Finding]:
 
 
 def check_dump_by_user(job: Job, install: CriuInstall, *, in_sandbox: bool = False) -> list[Finding]:
-    """What the helper does not dump of a job. Nothing where root's own CRIU is used. ``in_sandbox``: of gpucr's.
+    """What the helper does not dump of a job, and root only where Yama forbids it. ``in_sandbox``: of gpucr's.
 
     The helper's CRIU attaches to any process; gpucr itself has to, if there is device memory.
     """
-    if not install.is_helpers:
-        return []
+    nobody = check_attach()
+    if nobody or not install.is_helpers:
+        return nobody
     return [
         *check_ptrace(each.pid for each in job.gang),
         *_processes(job, in_sandbox=in_sandbox),
@@ -84,9 +95,9 @@ def _foreign_namespaces(pid: int) -> list[str]:
 
 
 def check_restore_by_user(install: CriuInstall, uids: Collection[int]) -> list[Finding]:
-    """What the helper does not restore. ``uids``: those of the job's threads."""
-    others = sorted(set(uids) - {os.geteuid()})
-    if not install.is_helpers or not others:
-        return []
+    """What the helper does not restore, and root only where Yama forbids it. ``uids``: of all threads."""
+    nobody, others = check_attach(), sorted(set(uids) - {os.geteuid()})
+    if nobody or not install.is_helpers or not others:
+        return nobody
     uids_text = ", ".join(map(str, others))
     return [facts.RAN_AS_OTHER_USER.seen("CRIU's images of the job", uids=uids_text, own=os.geteuid())]

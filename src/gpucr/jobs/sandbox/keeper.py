@@ -58,7 +58,7 @@ _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 class SetUpError(Exception):
-    """The job cannot be started. ``part``: ``namespaces``, ``log`` or ``program``."""
+    """The job cannot be started. ``part``: ``namespaces``, ``view``, ``log`` or ``program``."""
 
     def __init__(self, part: str, error: OSError) -> None:
         super().__init__(error.strerror or str(error))
@@ -132,13 +132,19 @@ class Keeper:
                 return
             if is_ready:
                 return
-            namespaces.follow_host_mounts()
+            view = self._specification["view"]
+            if view is None:
+                namespaces.follow_host_mounts()
+            else:
+                _show(view)
             namespaces.mount_proc()
             namespaces.mount_shared_memory()
             if self._specification["terminals"]:
-                namespaces.mount_terminals()
+                namespaces.mount_terminals(with_master=view is not None)
             if self._specification["network"] == "own":
                 namespaces.bring_loopback_up()
+            if view is not None:
+                namespaces.take_any_address()
             namespaces.set_last_pid(self._specification["last_pid"] or FIRST_LAST_PID)
 
     def keep(self) -> None:
@@ -400,6 +406,13 @@ class Keeper:
         name, data = self._status_name, json.dumps(body).encode()
         with contextlib.suppress(OSError):  # the folder is gone, or the disk is full: nobody to report it to
             durable.write_below(self._status_fd, name, data, temporary=f"{name}.new")
+
+
+def _show(view: dict[str, Any]) -> None:
+    from gpucr.linux import private_view  # only a rehearsal
+
+    with _part("view"):
+        private_view.show(private_view.View.of(view))
 
 
 @contextlib.contextmanager

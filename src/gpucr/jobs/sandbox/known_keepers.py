@@ -22,6 +22,11 @@ def note(keeper: ProcessId) -> None:
         _RECORDS.require_written(keeper, {})
 
 
+def forget(keeper: ProcessId) -> None:
+    """Remove the record of one that has ended."""
+    _RECORDS.remove(keeper)
+
+
 def is_known(process: ProcessId) -> bool:
     """Whether `note` was called for exactly this process; always True without privileges."""
     return os.geteuid() != 0 or _RECORDS.is_written(process)

@@ -8,7 +8,7 @@ import os
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from msgspec import Struct
 
@@ -18,6 +18,9 @@ from gpucr.jobs.sandbox.started import KeeperByHelper, SandboxByHelper, StartedK
 from gpucr.linux import processes
 from gpucr.linux.namespaces import PidNamespace
 from gpucr.model import ProcessId
+
+if TYPE_CHECKING:
+    from gpucr.linux.private_view import View
 
 Network = Literal["own", "host"]
 """The network of an isolated job: a loopback of its own, or the machine's network."""
@@ -94,12 +97,14 @@ def empty(
     last_pid: int,
     network: Network = "own",
     terminals: bool = False,
+    view: View | None = None,
     helper: CriuInstall | None = None,
     ends_with_caller: bool = False,
 ) -> EmptySandbox:
     """Make a sandbox with nothing in it but its keeper, for a restore. Needs CAP_SYS_ADMIN, or the ``helper``.
 
     ``log_path`` is only recorded. Pids in it start above ``last_pid``. ``terminals``: it has a /dev/pts of its own.
+    ``view``: it sees the machine's file systems so, and a socket in it can have any address; only for a rehearsal.
     Raises Unsupported if the namespaces cannot be made, BrokenInstall.
     """
     return EmptySandbox(
@@ -113,6 +118,7 @@ def empty(
                 lineage=lineage,
                 last_pid=last_pid,
                 terminals=terminals,
+                view=view.asdict() if view is not None else None,
             ),
             helper,
         ),
@@ -152,6 +158,7 @@ def _specification(
         "lineage": uuid.uuid4().hex,
         "last_pid": 0,
         "terminals": False,
+        "view": None,
         "own_session": True,
         "ends_with_gpucr": ends_with_caller,
         **given,

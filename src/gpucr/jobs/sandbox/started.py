@@ -221,6 +221,13 @@ class StartedKeeper:
                 "--no-isolate does without",
                 code="GPUCR-NO-SANDBOX",
             )
+        if part == "view":
+            return Unsupported(
+                f"the machine's file systems cannot be shown to a rehearsal: {said}",
+                hint="it needs Linux 5.12 or newer and overlays on the file systems of the job's files: not all "
+                "of them, and not all containers, allow that",
+                code="GPUCR-NO-REHEARSAL",
+            )
         if part == "log":
             return InvalidRequest(
                 f"the log {self._specification['log_path']} cannot be used: {said}", hint="give another file with --log"

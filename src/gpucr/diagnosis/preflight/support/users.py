@@ -1,4 +1,4 @@
-"""What only root can dump and restore."""
+"""What only root can dump and restore, and where nobody can."""
 
 from __future__ import annotations
 
@@ -12,6 +12,12 @@ YAMA = Fact(
     "his others; or run the same command with sudo. With 1, a CUDA process that was started with "
     "`gpucr run` gives its own leave",
     code="GPUCR-ONLY-ROOT",
+)
+NO_ATTACH = Fact(
+    what="this machine lets nobody attach to any process",
+    consequence="neither gpucr nor CRIU can stop or restore a process",
+    remedy="remove kernel.yama.ptrace_scope=3 from /etc/sysctl.d and reboot: nothing else lowers it",
+    code="GPUCR-TRACED",
 )
 OTHER_USER = Fact(
     what="{process} runs as uid {uid}",

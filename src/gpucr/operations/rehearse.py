@@ -1,0 +1,258 @@
+"""Rehearse: restore a snapshot's job beside what runs, up to the point where it would be let go, and end it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from gpucr.criu.images import RestoreImages
+from gpucr.criu.install import CriuInstall
+from gpucr.criu.options import RestoreOptions
+from gpucr.diagnosis import preflight
+from gpucr.diagnosis.preflight.support import gpu_use
+from gpucr.driver.cuda import load_driver
+from gpucr.driver.gpus import list_gpus, nvml_kept_open
+from gpucr.errors import (
+    CriuError,
+    CustomStorageError,
+    DriverError,
+    GpucrError,
+    InterposerError,
+    InvalidRequest,
+    JobChanged,
+    RehearsalFailed,
+    Unsupported,
+)
+from gpucr.gpu_state.gpu_choice import GpuRequest
+from gpucr.gpu_state.placement import Placement
+from gpucr.jobs import selection
+from gpucr.jobs.sandbox_steps import RestoreSite, SandboxPlan, StartSandbox
+from gpucr.operations.engines import NO_REHEARSAL, install_for_restore, require_possible_rehearsal
+from gpucr.operations.rehearse_steps import CheckDevice, CheckRestored, EndRehearsal, view_for
+from gpucr.operations.restore_steps import CriuRestore
+from gpucr.snapshot.databases import state_now
+from gpucr.snapshot.folder import Snapshot
+from gpucr.snapshot.gpus import place_snapshot
+from gpucr.snapshot.job_snapshot import JobSnapshot
+from gpucr.snapshot.location import Place, open_snapshot, source_of
+from gpucr.snapshot.machine import files_to_open, findings_of_machine
+from gpucr.snapshot.origin import ProvideFiles, RestoreSource
+from gpucr.surroundings.steps import AdaptFiles, PutBackSharedFiles
+from gpucr.undo.cancellation import Cancellation
+from gpucr.undo.events import OnProgress
+from gpucr.undo.operation import TO_MOVE, Operation, operation
+from gpucr.undo.protection import Protection
+from gpucr.undo.steps import Phase, Result, Step
+
+if TYPE_CHECKING:
+    from gpucr.operations.restore_device import GpuRestore
+    from gpucr.store.keys import Secret
+
+_IT_DID_NOT_COME_BACK = (
+    CriuError, CustomStorageError, DriverError, InterposerError, JobChanged, Unsupported
+)  # fmt: skip
+_OF_THE_REHEARSAL = frozenset({NO_REHEARSAL, "GPUCR-NO-SANDBOX", "GPUCR-OPEN-FILES", "GPUCR-HOST-MEMORY"})
+"""Codes of what keeps a rehearsal from being held, and says nothing about the snapshot."""
+
+
+@dataclass(frozen=True)
+class RehearsalReport:
+    """A rehearsal that went well. ``processes``: how many came back, stopped; all of them have been ended.
+
+    ``device_bytes``: the device memory whose digests were checked; ``left_out`` says what was not rehearsed, and why.
+    """
+
+    snapshot: JobSnapshot
+    processes: int
+    device_bytes: int
+    left_out: tuple[str, ...]
+    phases: tuple[Phase, ...] = field(repr=False)
+    seconds: float
+    warnings: tuple[str, ...]
+
+
+def rehearse(
+    snapshot: JobSnapshot | Place,
+    *,
+    key: Secret | None = None,
+    timeout_s: float | None = None,
+    on_progress: OnProgress | None = None,
+    cancel: Cancellation | None = None,
+) -> RehearsalReport:
+    """Restore a snapshot's job in a sandbox of its own, up to the point where it would be let go, and end it.
+
+    The job itself, or copies of it, may run meanwhile. No instruction of the program is executed, and nothing outside
+    is changed: the sandbox has its own pids, network, shared memory and terminals, and sees the machine's files, but
+    what is written, made, removed or locked there is a copy in memory. The memory of the job is needed a second time.
+
+    What a restore checks beforehand is checked. Then every process must be there, with its threads, stopped; device
+    memory must match its digests, and where the GPUs have room for it beside what runs, contexts and device memory are
+    restored. What cannot be rehearsed: docs/how-to/rehearse.md.
+
+    Needs root (CAP_SYS_ADMIN and CAP_SYS_PTRACE). Raises RehearsalFailed if the job would not come back;
+    SnapshotDamaged, StoreDamaged; Unsupported if no rehearsal can be held here; InvalidRequest, SnapshotError,
+    WrongKey, NotPermitted, DriverUnavailable, CriuUnavailable; DeadlineExceeded, Interrupted, GpuFull (all ended);
+    JobDamaged (part of the copy is still there).
+    """
+    subject = snapshot if isinstance(snapshot, str | os.PathLike) else snapshot.where
+    with (
+        operation("rehearse", subject, on_progress=on_progress, cancel=cancel) as running,
+        contextlib.ExitStack() as opened,
+    ):
+        deadline = selection.deadline_after(timeout_s)
+        if isinstance(snapshot, str | os.PathLike):
+            snapshot = open_snapshot(snapshot, key)
+            if isinstance(snapshot, Snapshot):
+                opened.callback(snapshot.close)
+        options = _options(snapshot)
+        require_possible_rehearsal(shell_job=options.shell_job)
+        preflight.require_privileges(snapshot.manifest.root_pid)
+        try:
+            return _held(snapshot, options, running, deadline)
+        except _IT_DID_NOT_COME_BACK as error:
+            if error.code in _OF_THE_REHEARSAL:
+                raise
+            raise RehearsalFailed(
+                f"{snapshot.where} does not come back: {error.message}",
+                path=snapshot.where,
+                hint=error.hint,
+                cause_code=error.code,
+            ) from error
+
+
+def _options(snapshot: JobSnapshot) -> RestoreOptions:
+    """Raises InvalidRequest where a container's runtime restores it."""
+    manifest = snapshot.manifest
+    if not manifest.has_images or manifest.criu_options is None:
+        raise InvalidRequest(
+            f"{snapshot.where} is the GPU part of a container's checkpoint, which its runtime restores",
+            hint="rehearse snapshots of jobs; check this one without --rehearse",
+        )
+    return RestoreOptions.from_dump(manifest.criu_options)
+
+
+def _held(
+    snapshot: JobSnapshot, options: RestoreOptions, running: Operation, deadline: float | None
+) -> RehearsalReport:
+    manifest = snapshot.manifest
+    if manifest.kinds:
+        from gpucr.gpu_state import kinds
+
+        kinds.require_kinds(manifest.kinds, snapshot.where)
+    here = list_gpus() if manifest.has_gpu_state else ()
+    placement = place_snapshot(manifest, GpuRequest.of(None, None), here, ())
+    source = source_of(snapshot)
+    with contextlib.ExitStack() as opened:
+        opened.callback(_close, source)
+        install = install_for_restore(source)
+        findings = _findings(source, placement, install)
+        full = [each for each in findings if each.code == gpu_use.GPU_FULL.code and each.severity == "blocking"]
+        findings = [each for each in findings if each not in full]
+        preflight.require_no_blocking(findings, force=None)
+        driver = load_driver() if manifest.has_gpu_state else None
+        if driver is not None:
+            opened.enter_context(nvml_kept_open())
+        known = manifest.processes
+        running.require_descriptors(len(known), sum(each.found_state is not None for each in known), TO_MOVE)
+        protection = opened.enter_context(Protection())
+        plan = SandboxPlan("own", uuid.uuid4().hex, None, None, None, alone=False)
+        start = StartSandbox(
+            install,
+            source,
+            plan,
+            protection,
+            ends_with_caller=True,
+            view=lambda: view_for(source, install),
+        )
+        mark = os.urandom(8).hex()
+        images = [RestoreImages(folder, mark) for folder in source.image_folders]
+        gang = None
+        if driver is not None:
+            from gpucr.gang import Gang
+
+            gang = Gang(driver, (), deadline=deadline)
+        criu = CriuRestore(
+            manifest,
+            images,
+            start.site,
+            options,
+            gang=gang,
+            protection=protection,
+            deadline=deadline,
+            stays_stopped=True,
+        )
+        gpu: GpuRestore | None = None
+        if gang is not None:
+            opened.callback(placement.forget, gang)
+        if gang is not None and not full:
+            from gpucr.operations.restore_device import GpuRestore  # one tree without CUDA starts without it
+
+            gpu = GpuRestore(source, gang, placement, criu.tree, protection, deadline)
+        around = _around(source, start.site, images, protection)
+        steps = _steps(source, start, around, criu, gpu, protection)
+        try:
+            phases = running.run(steps, deadline=deadline, protection=protection)
+        finally:
+            for each in (*around, gpu.load if gpu is not None else None):
+                if each is not None:
+                    with contextlib.suppress(GpucrError, OSError):  # hides neither a success nor a failure
+                        each.close()
+    return RehearsalReport(
+        snapshot=snapshot,
+        processes=len(manifest.processes),
+        device_bytes=sum(each.size_bytes for each in manifest.device_parts.values()),
+        left_out=tuple(f"contexts and device memory on the GPU: {each.sentence()}" for each in full),
+        phases=phases,
+        seconds=sum(phase.seconds for phase in phases),
+        warnings=(*(finding.warning() for finding in findings), *criu.warnings),
+    )
+
+
+def _findings(source: RestoreSource, placement: Placement, install: CriuInstall) -> list[preflight.Finding]:
+    """What a restore would find, apart from what only concerns the places that the job itself has."""
+    manifest = source.snapshot.manifest
+    here = list_gpus() if manifest.has_gpu_state else ()
+    saved = [state_now(database) for database in manifest.databases]
+    members = {member for database in saved for member in database.members}
+    return [
+        *findings_of_machine(source, placement.choice, here, install, in_sandbox=True),
+        *preflight.check_files(manifest.open_files, manifest.open_folders, "keep", members),
+        *preflight.check_reopened(*files_to_open(source, apart_from=())),
+    ]
+
+
+def _around(
+    source: RestoreSource, site: Result[RestoreSite], images: Sequence[RestoreImages], protection: Protection
+) -> list[PutBackSharedFiles | AdaptFiles]:
+    manifest = source.snapshot.manifest
+    shared = [PutBackSharedFiles(source, site, protection)] if manifest.shared_files else []
+    return [*shared, AdaptFiles(manifest, site, images, "keep", "close", protection, in_view=True)]
+
+
+def _steps(
+    source: RestoreSource,
+    start: StartSandbox,
+    around: Sequence[PutBackSharedFiles | AdaptFiles],
+    criu: CriuRestore,
+    gpu: GpuRestore | None,
+    protection: Protection,
+) -> list[Step]:
+    provide = ProvideFiles(source, protection)
+    load = gpu.load if gpu is not None else None
+    steps: list[Step] = [provide] if load is None else [provide, load] if source.provides_first else [load, provide]
+    steps += [start, *around, criu]
+    if gpu is not None:
+        steps += gpu.steps_to_rehearse()
+    elif source.snapshot.manifest.device_parts:
+        steps.append(CheckDevice(source))
+    steps.append(CheckRestored(source, criu.tree))
+    return [*steps, EndRehearsal(steps[steps.index(start) :])]
+
+
+def _close(source: RestoreSource) -> None:
+    with contextlib.suppress(GpucrError, OSError):
+        source.close()

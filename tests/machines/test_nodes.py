@@ -1,0 +1,69 @@
+"""Snapshots carried to a machine with another kernel, hostname, address and clock."""
+
+from __future__ import annotations
+
+import dataclasses
+from datetime import datetime, timedelta, timezone
+
+import pytest
+
+from tests.machines.conftest import USUAL, Boot
+from tests.machines.images import TESTS, TRIXIE
+from tests.machines.jobs import COUNTS, HOLDS, last_count
+from tests.machines.machine import Machine, Wire
+
+_FIRST, _SECOND = "10.9.0.1", "10.9.0.2"
+_SERVES = """\
+import http.client, subprocess, sys, time
+subprocess.Popen([sys.executable, "-m", "tests.store.s3_server", "9000", "/srv/objects"], start_new_session=True,
+                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+for _ in range(600):
+    try:
+        connection = http.client.HTTPConnection("127.0.0.1", 9000)
+        connection.request("PUT", "/snapshots")
+        sys.exit(connection.getresponse().status != 200)
+    except OSError:
+        time.sleep(0.2)
+"""
+_ACCOUNT = (
+    "AWS_ENDPOINT_URL=http://127.0.0.1:9000 AWS_ALLOW_HTTP=true AWS_ACCESS_KEY_ID=a AWS_SECRET_ACCESS_KEY=b "
+    "AWS_REGION=us-east-1"
+)
+
+
+@pytest.fixture(params=[timedelta(days=1), timedelta(days=-1)], ids=["later", "earlier"])
+def nodes(boot: Boot, wire: Wire, request: pytest.FixtureRequest) -> tuple[Machine, Machine]:
+    """Linux 6.1 and 6.12, whose clocks are a day apart; root may log in from the second on the first."""
+    wired = dataclasses.replace(USUAL, wires=(wire,))
+    clock = (datetime.now(timezone.utc) + request.param).strftime("%Y-%m-%dT%H:%M:%S")
+    first = boot(TRIXIE, wired, kernel="6.1")
+    second = boot(TRIXIE, dataclasses.replace(wired, clock=clock), kernel="6.12")
+    for machine, address, name in ((first, _FIRST, "first"), (second, _SECOND, "second")):
+        machine.join(0, address)
+        machine.run(f"hostname {name}")
+    key = second.run("ssh-keygen -q -t ed25519 -N '' -f /root/.ssh/id_ed25519; cat /root/.ssh/id_ed25519.pub").stdout
+    first.write("/root/.ssh/authorized_keys", key, mode=0o600)
+    first.run("systemctl start ssh")
+    second.wait(f"ssh -o StrictHostKeyChecking=accept-new {_FIRST} true")
+    return first, second
+
+
+def test_a_job_continues_on_another_node(nodes: tuple[Machine, Machine]) -> None:
+    """From a folder that rsync has copied, and from a store for objects."""
+    first, second = nodes
+    assert first.run("uname -r; hostname").stdout != second.run("uname -r; hostname").stdout
+    first.run(f"mkdir -p /srv/objects; cd {TESTS} && python3 -c '{_SERVES}'")
+    second.run(f"ssh -f -N -L 9000:127.0.0.1:9000 {_FIRST} >/dev/null 2>&1 </dev/null")
+    places = {"holds": "/root/holds", "counts": "s3://snapshots/store#counts"}
+    before = {}
+    for name, program in (("holds", HOLDS), ("counts", COUNTS)):
+        for machine in nodes:
+            machine.write(f"/root/{name}.py", program)
+        first.gpucr("run", "--name", name, "--", "python3", f"/root/{name}.py")
+        first.wait(f"test $(gpucr logs {name} | wc -l) -gt 5")
+        first.run(f"{_ACCOUNT} gpucr dump {name} --to {places[name]}")
+        before[name] = last_count(first, name)
+    second.run(f"rsync -a {_FIRST}:/root/holds /root/")
+    for name, place in places.items():
+        second.run(f"{_ACCOUNT} gpucr restore {place}")
+        second.wait(f"test $(gpucr logs {name} | tail -n 1) -gt {before[name]}")
