@@ -22,14 +22,14 @@ from typing import Any
 
 import pytest
 
-from gpucr.criu.granted import find_grant
 from gpucr.criu.install import CriuInstall, find_criu
 from gpucr.driver import gpus
 from gpucr.driver.cuda import CudaDriver, load_driver
 from gpucr.errors import CriuUnavailable, DriverUnavailable
+from gpucr.helper.access import socket_path
 from gpucr.sim import build as simulator
 from tests.counter import Counter, CounterFactory
-from tests.ordinary_user import CannotHaveUsers, OrdinaryUser, ordinary_user
+from tests.ordinary_user import CannotHaveUsers, Machine, OrdinaryUser, machine_with_helper
 from tests.ranks import Ranks, RanksFactory
 
 FIXED_COST_MS = 5
@@ -124,10 +124,12 @@ def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Generator[None, py
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and item.config.stash[_PLATFORM] != "gpu":
         skip_or_fail("gpu", "needs a GPU with NVIDIA driver 570 or newer")
-    needs_root = item.get_closest_marker("root") or item.get_closest_marker("criu")
-    if needs_root and os.geteuid() != 0 and not (item.get_closest_marker("by_user") and find_grant() is not None):
+    needs_criu = item.get_closest_marker("criu")
+    if (needs_criu or item.get_closest_marker("root")) and os.geteuid() != 0:
+        if item.get_closest_marker("by_user") and socket_path() is not None:
+            return  # CRIU is root's, behind that socket
         skip_or_fail("root", "needs root")
-    if item.get_closest_marker("criu"):
+    if needs_criu:
         try:
             find_criu()
         except CriuUnavailable as e:
@@ -141,17 +143,25 @@ def platform(pytestconfig: pytest.Config) -> str:
 
 
 @pytest.fixture(scope="session")
-def granted_user(platform: str) -> Iterator[OrdinaryUser]:
-    """A user without privileges, on a machine where root has granted CRIU; one for each process of pytest's."""
+def helper_machine(platform: str) -> Iterator[Machine]:
+    """A machine with root's helper, and a user without privileges; one for each process of pytest's."""
     if platform != "sim":
         pytest.skip("tests/hardware/ordinary_user.py is for real GPUs")
     try:
-        with ordinary_user() as user:
-            granted = user.as_root("criu", "--grant")
-            assert granted.returncode == 0, granted.stderr
-            yield user
+        with machine_with_helper() as machine:
+            yield machine
     except CannotHaveUsers as e:
         skip_or_fail("root", f"the tests may not mount here: {e}")
+
+
+@pytest.fixture
+def user(helper_machine: Machine) -> Iterator[OrdinaryUser]:
+    """A user without privileges, on a machine with root's helper, without leftovers from another test."""
+    yield helper_machine.user
+    home = helper_machine.user.home
+    helper_machine.user.end_all()
+    for path in (home / ".local/state/gpucr", *home.glob("snap*"), *home.glob("store*"), home / "images"):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 @pytest.fixture

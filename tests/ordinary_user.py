@@ -1,6 +1,6 @@
 """An unprivileged user on a separate machine: a mount namespace in which he can reach Python and gpucr.
 
-What root has granted there (/opt) is on a file system of the namespace. Needs root, and the right to mount.
+What root has installed there (/opt) is on a file system of the namespace. Needs root, and the right to mount.
 """
 
 from __future__ import annotations
@@ -235,3 +235,42 @@ def ordinary_user(also: tuple[Path, ...] = ()) -> Iterator[OrdinaryUser]:
         yield user
     finally:
         user.close()
+
+
+class Machine:
+    """A machine on which root's helper listens for ``user``. ``folder`` has its socket, its keys and its work."""
+
+    def __init__(self, user: OrdinaryUser, folder: Path) -> None:
+        self.user = user
+        self.folder = folder
+        self.socket = folder / "socket"
+        self.keys = folder / "keys"
+        self.work = folder / "work"
+        user.environment["GPUCR_HELPER"] = str(self.socket)
+        command = [sys.executable, "-m", "gpucr", "helper", "listen", "--socket", self.socket]
+        options = ["--keys", self.keys, "--work", self.work]
+        self._listener = user.start_as_root(*map(str, [*command, *options]))
+        wait_until(self.socket.exists, "the helper to listen")
+
+    @property
+    def listener_pid(self) -> int:
+        """The pid of the helper's listener."""
+        return self._listener.pid
+
+    def close(self) -> None:
+        """End the helper."""
+        self._listener.terminate()
+        self._listener.communicate()
+
+    def left_at_work(self) -> list[str]:
+        """Leftovers of the helper in its folder."""
+        return os.listdir(self.work) if self.work.exists() else []
+
+
+@contextlib.contextmanager
+def machine_with_helper(also: tuple[Path, ...] = ()) -> Iterator[Machine]:
+    """A user on a machine with root's helper, for a block. Raises CannotHaveUsers."""
+    with ordinary_user(also) as user, tempfile.TemporaryDirectory(prefix="gpucr-helper-") as folder:
+        Path(folder).chmod(0o755)
+        with contextlib.closing(Machine(user, Path(folder))) as machine:
+            yield machine

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -18,6 +19,13 @@ mount -t proc proc /proc
 mount -t tmpfs -o mode=755 tmpfs /run
 mount -t tmpfs -o mode=1777 tmpfs /dev/shm
 hostname "$2"
+"""
+
+# As root installs it, with keys that the nodes share: in the mounts that ordinary users' tests have.
+_HELPER = """
+mkdir /run/gpucr-helper
+"$HELPED_BY" -m gpucr helper listen --keys /opt/gpucr-keys --work /run/gpucr-work >"$1/helper-$2.out" 2>&1 &
+until [ -S /run/gpucr-helper/socket ]; do sleep 0.05; done
 """
 
 # A loopback address beside 127.0.0.1, without which getaddrinfo finds nothing.
@@ -33,14 +41,15 @@ mount --bind "$1/hosts" /etc/hosts
 class Machines:
     """The machines of one batch system, in ``folder``. Their scripts get the folder and, on a node, its name.
 
-    ``enter``: the command that leads to the mounts that they see, where these are not the caller's.
+    ``enter``: the command that leads to the mounts that they see, where these are not the caller's: those of an
+    ordinary user, for whom each node has root's helper.
     """
 
     def __init__(
         self, folder: Path, nodes: Sequence[str], environment: Mapping[str, str], enter: Sequence[str] = ()
     ) -> None:
         self.folder = folder
-        self._environment = {**os.environ, **environment}
+        self._environment = {**os.environ, **environment, "HELPED_BY": sys.executable}
         self._enter = list(enter)
         self._control: subprocess.Popen[bytes] | None = None
         self._nodes: dict[str, subprocess.Popen[bytes]] = {}
@@ -59,7 +68,7 @@ class Machines:
         """Power a node on. ``arguments``: further ones for its script."""
         inside = ["nsenter", f"--target={self._pid()}", "--mount", "--net"]
         alone = ["unshare", "--mount", "--pid", "--ipc", "--uts", "--fork", "--kill-child"]
-        script = f"{_NODE}{script}\nwait\n"
+        script = f"{_NODE}{_HELPER if self._enter else ''}{script}\nwait\n"
         given = (str(self.folder), name, *map(str, arguments))
         self._nodes[name] = self._start([*inside, *alone, "sh", "-ec", script, "sh", *given], f"{name}.out")
 

@@ -21,7 +21,7 @@ from gpucr.sim import build as simulator
 from tests.batch.system import COUNTS, SUMS, Batch, wait_for_line
 from tests.conftest import skip_or_fail
 from tests.counter import processes_in, wait_until
-from tests.ordinary_user import CannotHaveUsers, ordinary_user
+from tests.ordinary_user import CannotHaveUsers, machine_with_helper
 from tests.storm import later, sample
 
 pytestmark = [pytest.mark.criu, pytest.mark.usefixtures("own_state")]
@@ -213,13 +213,12 @@ def test_a_snapshot_of_another_user() -> None:
     """In a store that their group shares."""
     with contextlib.ExitStack() as opened:
         try:
-            first, second = (opened.enter_context(ordinary_user()) for _ in range(2))
+            machines = [opened.enter_context(machine_with_helper()) for _ in range(2)]
         except CannotHaveUsers as e:
             skip_or_fail("root", f"the tests may not mount here: {e}")
-        for each in (first, second):
-            each.groups = (1,)
-            granted = each.as_root("criu", "--grant")
-            assert granted.returncode == 0, granted.stderr
+        for each in machines:
+            each.user.groups = (1,)
+        first, second = (each.user for each in machines)
         place = Path(opened.enter_context(tempfile.TemporaryDirectory()))
         place.chmod(0o755)
         gpucr.init_store(place / "store", shared_with_group="daemon")

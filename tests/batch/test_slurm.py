@@ -234,13 +234,11 @@ def test_steps(jobs: Jobs) -> None:
 
 
 def test_an_ordinary_user(programs: Programs) -> None:
-    """Root has granted a CRIU; the job has no sandbox."""
+    """Each node has root's helper; the job has no sandbox."""
     if not programs.are_for_all:
         skip_or_fail("slurm", "Slurm was unpacked where ordinary users cannot reach it")
     try:
         with ordinary_user() as user:
-            granted = user.as_root("criu", "--grant")
-            assert granted.returncode == 0, granted.stderr
             _cycle_of_a_user(user, programs)
     except CannotHaveUsers as e:
         skip_or_fail("root", f"the tests may not mount here: {e}")

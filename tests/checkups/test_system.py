@@ -50,7 +50,7 @@ def test_a_working_criu() -> None:
     ("is_privileged", "severity", "repair", "remedy"),
     [
         (True, "blocking", "fetch-criu", "CRIU 4.2 or newer"),
-        (False, "warning", None, "sudo gpucr criu --grant"),  # what a user fetches, only root can start
+        (False, "warning", None, "sudo gpucr helper install"),  # what a user fetches, only root can start
     ],
 )
 def test_no_criu(is_privileged: bool, severity: str, repair: str | None, remedy: str) -> None:
@@ -80,7 +80,7 @@ def test_without_privileges_criu_cannot_be_checked() -> None:
 
 
 def test_the_helpers_criu_counts() -> None:
-    install = replace(INSTALL, origin="helper", path=Path("/run/gpucr-helper/socket"), is_unprivileged=True)
+    install = replace(INSTALL, origin="helper", path=Path("/run/gpucr-helper/socket"))
     found = engine.check(replace(CRIU, install=install, is_privileged=False))
     assert severities(found) == ["ok"]
     assert "root's helper has CRIU 4.2.1" in found[0].what
@@ -135,7 +135,13 @@ def test_root_in_a_container(number: int, severity: str, what: str) -> None:
 
 def test_a_user() -> None:
     found = privileges.check(replace(PRIVILEGES, own=USER, ptrace_scope=0))
-    assert only(found).severity == "warning"
+    assert (only(found).severity, "sudo gpucr helper install" in only(found).remedy) == ("warning", True)
+
+
+def test_a_user_with_the_helper() -> None:
+    found = privileges.check(replace(PRIVILEGES, own=USER, ptrace_scope=0, helper=Path("/run/gpucr-helper/socket")))
+    assert severities(found) == ["ok"] * 3
+    assert "/run/gpucr-helper/socket" in found[0].evidence
 
 
 @pytest.mark.parametrize(

@@ -127,15 +127,15 @@ def test_the_installer_copies_gpucr_sets_it_up_and_waits(tmp_path: Path, group: 
     program(tmp_path / "nsenter", f'echo "$@" >> {called}')
     script = (MANIFESTS / "install").read_text().replace("/node/opt", str(opt))
     script = script.replace("cp -a /opt/gpucr-node", f"cp -a {image}")
-    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "GPUCR_RUNTIME": "crun", "GPUCR_GRANT_GROUP": group}
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "GPUCR_RUNTIME": "crun", "GPUCR_HELPER_GROUP": group}
     started = subprocess.Popen(["sh", "-c", script], env=environment, start_new_session=True)
     try:
         wait_until(lambda: called.exists() and " doctor" in called.read_text(), "the installer")
         assert [each.name for each in (opt / "gpucr-node").iterdir()] == ["gpucr"]
         assert [each.name for each in opt.iterdir()] == ["gpucr-node"]
-        grant = [f"criu --grant --group {group}"] if group else []
+        helper = [f"helper install --group {group}"] if group else []
         on_node = "--target 1 --mount -- /opt/gpucr-node/gpucr"
-        expected = [f"{on_node} {each}" for each in ("criu", "hook install --runtime crun", *grant, "doctor")]
+        expected = [f"{on_node} {each}" for each in ("criu", "hook install --runtime crun", *helper, "doctor")]
         assert called.read_text().splitlines() == expected
         assert started.poll() is None, "the pod stays, so that its probe can look"
         started.send_signal(signal.SIGTERM)
@@ -149,8 +149,8 @@ def test_the_installer_copies_gpucr_sets_it_up_and_waits(tmp_path: Path, group: 
 def test_its_commands_exist_in_gpucr() -> None:
     for words in (("hook", "install"), ("hook", "status"), ("criu",), ("doctor",)):
         assert run(*words, "--help").returncode == 0
-    said = run("criu", "--help").stdout + run("hook", "install", "--help").stdout
-    assert all(option in said for option in ("--grant", "--group", "--runtime"))
+    said = run("helper", "install", "--help").stdout + run("hook", "install", "--help").stdout
+    assert all(option in said for option in ("--group", "--runtime"))
     assert (MANIFESTS / "install").stat().st_mode & stat.S_IXUSR
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from gpucr.criu.install import provided_folder
 from tests.ordinary_user import OrdinaryUser
 
 TIMEOUT_S = 100
@@ -57,13 +59,20 @@ def typed_in(text: str) -> list[Typed]:
     return [Typed(command, tuple(shown)) for command, shown in found]
 
 
+_HELPER = """
+XDG_DATA_HOME={data} {python} -m gpucr helper listen \\
+    --socket {folder}/socket --keys {folder}/keys --work {folder}/work >{folder}/out 2>&1 &
+until [ -S {folder}/socket ]; do sleep 0.05; done
+"""
+
+
 def play(
     commands: Sequence[str], home: Path, instead: Mapping[str, str], user: OrdinaryUser | None = None
 ) -> list[Answer]:
     """Type the commands into one shell in ``home``; ``instead`` says what is typed instead of what is written.
 
-    Needs root. ``user`` types them, else root. stdin of each command is empty. Everything that they started has ended
-    when this returns.
+    Needs root. ``user`` types them, with root's helper beside, else root. stdin of each command is empty. All that they
+    started has ended when this returns.
     """
     folder = home / "answers"
     folder.mkdir(parents=True)
@@ -77,7 +86,14 @@ def play(
     script.write_text("\n".join(lines) + "\n")
     given = environment(home)
     himself = shlex.join(user.as_himself()) if user is not None else ""
-    begin = [*ALONE, "sh", "-c", f'"{sys.executable}" -c "{BEGIN}" && exec {himself} setsid bash "{script}"']
+    helped = ""
+    if user is not None:
+        opened = tempfile.mkdtemp(prefix="gpucr-helper-")
+        os.chmod(opened, 0o755)  # noqa: S103 - as /run is
+        given["GPUCR_HELPER"] = f"{opened}/socket"
+        helped = _HELPER.format(python=sys.executable, folder=opened, data=provided_folder().parents[1])
+    typing = f'{helped}"{sys.executable}" -c "{BEGIN}" && exec {himself} setsid bash "{script}"'
+    begin = [*ALONE, "sh", "-c", typing]
     if user is not None:
         given |= {name: value for name, value in user.environment.items() if name.startswith("XDG_")}
         given |= {"XDG_CACHE_HOME": str(user.home / ".cache"), "XDG_DATA_HOME": str(home / ".local/share")}
@@ -90,6 +106,8 @@ def play(
         finally:
             if shell.poll() is None:
                 os.killpg(shell.pid, signal.SIGKILL)
+    if user is not None:
+        shutil.rmtree(opened)
     back = {meant: written for written, meant in instead.items()} | {str(home): "/root"}
     if user is not None:
         back[user.name] = "root"

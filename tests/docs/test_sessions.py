@@ -64,23 +64,23 @@ def _by_a_user(session: list[Typed]) -> Iterator[Typed]:
 
 
 @pytest.fixture
-def home(granted_user: OrdinaryUser) -> Iterator[Path]:
+def home(user: OrdinaryUser) -> Iterator[Path]:
     """A home folder for the user, and beside it one for snapshots."""
     place = Path(tempfile.mkdtemp(prefix="gpucr-session-"))
     (place / "snapshots").mkdir()
     for each in (place, place / "snapshots"):
-        os.chown(each, granted_user.uid, granted_user.uid)
+        os.chown(each, user.uid, user.uid)
     yield place / "home"
     shutil.rmtree(place)
 
 
 @pytest.mark.criu
 @pytest.mark.parametrize("what", ["the tutorial", "the picture"])
-def test_sessions_are_the_same_for_an_ordinary_user(granted_user: OrdinaryUser, home: Path, what: str) -> None:
+def test_sessions_are_the_same_for_an_ordinary_user(user: OrdinaryUser, home: Path, what: str) -> None:
     page = (DOCS / "tutorial.md").read_text()
     assert "## As an ordinary user" in page
     text = page if what == "the tutorial" else cast.as_page(cast.PICTURE.read_text())
-    _are_as_shown(list(_by_a_user(typed_in(text))), home, granted_user)
+    _are_as_shown(list(_by_a_user(typed_in(text))), home, user)
 
 
 def test_a_drawn_session_can_be_read_back() -> None:

@@ -24,9 +24,6 @@ from gpucr.diagnosis.canaries import store as canaries
 from gpucr.diagnosis.canaries.results import MeasuredMachine
 from gpucr.errors import GpucrError, SnapshotDamaged
 from gpucr.gpu_state import at_work, placement, suspended
-from gpucr.helper import sandboxes
-from gpucr.helper.keys import Keys, SignedFile, signature
-from gpucr.helper.rights import Refused
 from gpucr.jobs import record as records
 from gpucr.jobs.registry import Registry
 from gpucr.jobs.sandbox import label
@@ -34,6 +31,9 @@ from gpucr.linux import unit_files
 from gpucr.linux.process_records import ProcessRecords
 from gpucr.model import ProcessId
 from gpucr.network import records as network_records
+from gpucr.privileged import sandboxes
+from gpucr.privileged.keys import Keys, SignedFile, signature
+from gpucr.privileged.rights import Refused
 from gpucr.records import RecordError, encode
 from gpucr.supervise.folder import SupervisedFolder
 from gpucr.undo import left_behind, recovery

@@ -21,8 +21,6 @@ from hypothesis import strategies as st
 
 import gpucr
 from gpucr.criu.options import deleted_file_sizes
-from gpucr.helper import folders
-from gpucr.helper.rights import rights_of
 from gpucr.interposer.place import socket_path
 from gpucr.jobs.others import _is_owned_by
 from gpucr.linux import cgroups, credentials, memory, mounts, proc_text, processes
@@ -30,6 +28,8 @@ from gpucr.linux.descriptors import _NAME, sockets_left_behind
 from gpucr.linux.files_in_use import files_in_use
 from gpucr.linux.namespaces import pids_of
 from gpucr.linux.sockets import abstract_names, bound_socket_paths
+from gpucr.privileged import folders
+from gpucr.privileged.rights import rights_of
 from tests.conftest import skip_or_fail
 from tests.fuzz.damage import EXAMPLES, seeds
 

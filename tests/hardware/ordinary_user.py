@@ -1,11 +1,11 @@
 """What an ordinary user can do with a CUDA job of his own, and how long it takes. Run as root on a machine with a GPU.
 
-    PYTHON tests/hardware/ordinary_user.py [--helper] [--mib N] [--uid N] [--json FILE]
+    PYTHON tests/hardware/ordinary_user.py [--sandbox] [--mib N] [--uid N] [--json FILE]
 
-PYTHON has gpucr, and the user must be able to read both (not below a closed /root). Root grants CRIU, and takes it back
-at the end unless it was granted before. With --helper nothing is granted: root's helper listens, and the user's job is
-in a sandbox that it makes. Then the user, without any capability, and root, each in a folder of their own:
-run, suspend, resume, freeze, thaw, dump, restore; after each the job must continue with its data. Prints a table of
+PYTHON has gpucr, and the user must be able to read both (not below a closed /root). Root's helper listens.
+With --sandbox the user's job is in a sandbox that it makes. The user, without any capability, and root, each in a
+folder of their own: run, suspend, resume, freeze, thaw, dump, restore; after each the job must continue with its data.
+Prints a table of
 seconds. Exit code 1: something failed.
 """
 
@@ -41,7 +41,7 @@ class Failed(Exception):
 class Actor:
     """Somebody who runs gpucr, in a home folder of their own."""
 
-    def __init__(self, uid: int, port: int, mib: int, helper: Path | None) -> None:
+    def __init__(self, uid: int, port: int, mib: int, helper: Path, *, in_sandbox: bool) -> None:
         self.home = Path(tempfile.mkdtemp(prefix="gpucr-ordinary-"))
         os.chown(self.home, uid, uid)
         drop = ("setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups") if uid else ()
@@ -51,9 +51,8 @@ class Actor:
         self._environment["GPUCR_SIM_STATE"] = str(self.home / "simulated")
         if not uid:  # the folder of root's CRIU
             self._environment["XDG_DATA_HOME"] = os.environ.get("XDG_DATA_HOME") or str(Path.home() / ".local/share")
-        self._isolation = "--no-isolate"
-        if uid and helper is not None:
-            self._environment["GPUCR_HELPER"], self._isolation = str(helper), "--isolate"
+        self._environment["GPUCR_HELPER"] = str(helper)
+        self._isolation = "--isolate" if in_sandbox else "--no-isolate"
         self._port, self._mib, self._count = str(port), str(mib), 100
         self.pid = 0
         self.seconds: dict[str, float] = {}
@@ -133,34 +132,19 @@ def listening_helper() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-@contextlib.contextmanager
-def granted_criu() -> Iterator[None]:
-    """For the block, unless it was before."""
-    gpucr = [sys.executable, "-m", "gpucr", "criu"]
-    report = subprocess.run([*gpucr, "--json"], capture_output=True, text=True, check=True, timeout=600)
-    was_granted = json.loads(report.stdout)["granted"] != []
-    if not was_granted:
-        subprocess.run([*gpucr, "--grant"], check=True, stdout=subprocess.DEVNULL, timeout=LIMIT_S)
-    try:
-        yield
-    finally:
-        if not was_granted:
-            subprocess.run([*gpucr, "--revoke"], check=True, capture_output=True, timeout=LIMIT_S)
-
-
 def main() -> int:
     """Try all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--helper", action="store_true", help="root's helper instead of a granted CRIU")
+    parser.add_argument("--sandbox", action="store_true", help="the user's job in a sandbox that the helper makes")
     parser.add_argument("--mib", type=int, default=4096, help="device memory of the job")
     parser.add_argument("--uid", type=int, default=4001)
     parser.add_argument("--json", type=Path, help="write the seconds here, too")
     options = parser.parse_args()
     seconds: dict[str, dict[str, float]] = {}
     problems = []
-    with listening_helper() if options.helper else granted_criu() as helper:
+    with listening_helper() as helper:
         for who, uid, port in (("user", options.uid, 7411), ("root", 0, 7412)):
-            actor = Actor(uid, port, options.mib, helper)
+            actor = Actor(uid, port, options.mib, helper, in_sandbox=options.sandbox and uid != 0)
             try:
                 actor.session()
             except (Failed, subprocess.TimeoutExpired, LookupError, ValueError) as e:

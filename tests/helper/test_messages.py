@@ -14,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpucr.errors import BrokenInstall
-from gpucr.helper import client, messages, served
+from gpucr.helper import client, messages
 from gpucr.helper.messages import Answer, Ask, BadMessage, Connection, Dump, Files, HungUp, Isolate, Restore, Stop
+from gpucr.privileged import served
 
 KINDS = (Ask, Dump, Isolate, Restore, Files, Answer, Stop)
 DUMP = {"kind": "dump", "pid": 1, "start_time_ticks": 2, "leave_running": False, "ghost_limit_bytes": 3, "keeper": 0}

@@ -14,17 +14,16 @@ from pathlib import Path
 
 import pytest
 
-from gpucr.helper import inheritance, sandboxes
-from gpucr.helper.peer import Peer
-from gpucr.helper.rights import Refused
-from gpucr.helper.session import Session
 from gpucr.linux import capabilities, processes
 from gpucr.model import ProcessId
+from gpucr.privileged import inheritance, sandboxes
+from gpucr.privileged.peer import Peer
+from gpucr.privileged.rights import Refused
+from gpucr.privileged.session import Session
 from tests.counter import wait_until
-from tests.helper.conftest import Machine
-from tests.helper.test_attacks import as_client, restored_by_force
 from tests.helper.test_sessions import CONNECTED, counted, dump, runs, start, status_of
-from tests.ordinary_user import OrdinaryUser
+from tests.ordinary_user import Machine, OrdinaryUser
+from tests.privileged.test_attacks import as_client, restored_by_force
 
 pytestmark = pytest.mark.criu
 
@@ -229,7 +228,7 @@ def test_h10_connections_of_a_private_network_stay_inside(machine: Machine, user
 
 
 def test_h18_a_sandbox_does_not_reveal_masked_proc_files() -> None:
-    script = "from gpucr.helper import sandboxes; sandboxes._require_bare_proc()"
+    script = "from gpucr.privileged import sandboxes; sandboxes._require_bare_proc()"
     hidden = ["unshare", "--mount", "sh", "-ec", 'mount -t tmpfs none /proc/bus; exec "$@"', "sh"]
     done = subprocess.run([*hidden, sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert "hides parts of /proc (/proc/bus)" in done.stderr
@@ -257,11 +256,11 @@ def test_h18_namespaces_count_against_the_users_limit() -> None:
     inner = """
     import ctypes, os, signal
     from pathlib import Path
-    from gpucr.helper import sandboxes
+    from gpucr.privileged import sandboxes
     from gpucr.helper.messages import Isolate
-    from gpucr.helper.peer import Peer
-    from gpucr.helper.session import Session
-    from gpucr.helper.rights import Refused
+    from gpucr.privileged.peer import Peer
+    from gpucr.privileged.session import Session
+    from gpucr.privileged.rights import Refused
     from gpucr.linux import namespaces
     Path("/proc/sys/user/max_pid_namespaces").write_text("1")
     end_with_parent = lambda: ctypes.CDLL(None).prctl(1, signal.SIGKILL)

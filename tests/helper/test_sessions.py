@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.counter import wait_until
-from tests.helper.conftest import Machine
-from tests.ordinary_user import OrdinaryUser
+from tests.ordinary_user import Machine, OrdinaryUser
 from tests.ports import lasting_port
 from tests.storm import long, sample
 
@@ -277,29 +276,48 @@ def test_a_gpucr_killed_during_a_dump_leaves_the_job_running(machine: Machine, u
     assert runs(pid)
 
 
-def test_the_grant_is_used_where_sufficient(user: OrdinaryUser) -> None:
-    granted = user.as_root("criu", "--grant")
-    assert granted.returncode == 0, granted.stderr
-    try:
-        start(user, "plain", "import os, time\ncount, beat = 0, os.getpid\n")
-        assert "by the privileged helper" not in user.succeeds("dump", "plain", "--to", "snap", "--dry-run")
-        start(user, "job", CONNECTED)
-        assert "by the privileged helper" in user.succeeds("dump", "job", "--to", "snap", "--dry-run")
-        user.environment["GPUCR_HELPER"], before = "off", user.environment["GPUCR_HELPER"]
-        code, _ = user.refused("dump", "job", "--to", "snap")
-        user.environment["GPUCR_HELPER"] = before
-        assert code == "GPUCR-ONLY-ROOT"
-    finally:
-        user.as_root("criu", "--revoke")
+BELOW_ANOTHER = """
+import os, pty, subprocess, sys
+stdin = pty.openpty()[1] if sys.argv[1] == "terminal" else subprocess.DEVNULL
+program = "import os, time\\ncount, beat = 0, os.getpid\\n" + sys.argv[2]
+with open("child.log", "wb") as log:
+    child = subprocess.Popen([sys.executable, "-c", program], stdin=stdin, stdout=log, stderr=log)
+with open("child.new", "w") as told:
+    print(child.pid, file=told)
+os.rename("child.new", "child")
+child.wait()
+"""
 
 
-def test_a_job_in_another_session_is_refused_before_it_is_stopped(user: OrdinaryUser) -> None:
-    (user.home / "child").unlink(missing_ok=True)
-    user.start("sh", "-c", "sleep 100 & echo $! >child.new; mv child.new child; wait")
+def start_below_another(user: OrdinaryUser, stdin: str) -> int:
+    """A job in the session of its parent, as `nohup PROGRAM &` is. Returns its pid."""
+    for name in ("child", "alive"):
+        (user.home / name).unlink(missing_ok=True)
+    user.start(sys.executable, "-c", BELOW_ANOTHER, stdin, BEAT)
     wait_until((user.home / "child").exists, "the job")
-    code, said = user.refused("dump", (user.home / "child").read_text().strip(), "--to", "snap")
+    wait_until((user.home / "alive").exists, "the job to run")
+    return int((user.home / "child").read_text())
+
+
+def test_a_job_of_another_session_comes_back_in_one_without_a_terminal(machine: Machine, user: OrdinaryUser) -> None:
+    pid = start_below_another(user, "nothing")
+    assert os.getsid(pid) != pid
+    user.succeeds("dump", str(pid), "--to", "snap")
+    wait_until(lambda: not runs(pid), "the dumped job to end")
+    (user.home / "alive").unlink()
+    user.succeeds("restore", "snap")
+    wait_until((user.home / "alive").exists, "the restored job to run")
+    assert status_of(os.getsid(pid))["Uid"].split() == [str(user.uid)] * 4, "the keeper is its leader"
+    assert Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[4] == "0", "it has no terminal"
+    user.succeeds("dump", str(pid), "--to", "snap-again")
+    assert machine.left_at_work() == []
+
+
+def test_a_job_on_anothers_terminal_is_refused_before_it_is_stopped(user: OrdinaryUser) -> None:
+    pid = start_below_another(user, "terminal")
+    code, said = user.refused("dump", str(pid), "--to", "snap")
     assert code == "GPUCR-HELPER-REFUSED"
-    assert "session" in said
+    assert "has a terminal open" in said
 
 
 @long

@@ -16,9 +16,9 @@ MARK = "@pytest.mark.by_user"
 
 
 @pytest.mark.parametrize("rooms", ["operations", "supervise borrow"])
-def test_marked_tests_pass_for_an_ordinary_user(granted_user: OrdinaryUser, rooms: str) -> None:
+def test_marked_tests_pass_for_an_ordinary_user(user: OrdinaryUser, rooms: str) -> None:
     files = [file for room in rooms.split() for file in sorted((TESTS / room).glob("test_*.py")) if _marked(file)]
-    done = granted_user.pytest("-m", "by_user", *(str(file) for file in files if file != Path(__file__)))
+    done = user.pytest("-m", "by_user", *(str(file) for file in files if file != Path(__file__)))
     assert done.returncode == 0, done.stdout + done.stderr
     passed = re.search(r"^(\d+) passed", done.stdout, re.MULTILINE)
     assert passed is not None, done.stdout

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from gpucr.errors import SnapshotError
-from gpucr.helper.folders import private_folder
 from gpucr.linux import locks
+from gpucr.privileged.folders import private_folder
 from gpucr.snapshot.working_folder import PREFIX, WorkingFolder, remove
 
 

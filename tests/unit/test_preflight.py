@@ -91,7 +91,8 @@ def test_privileges() -> None:
         skip_or_fail("root", "only root has privileges to drop")
     preflight.require_privileges(1)
     code = (
-        "import os, gpucr.criu.granted; from gpucr.diagnosis import preflight\n"  # nobody can read the rest here
+        "import os; from gpucr.diagnosis import preflight\n"
+        "preflight.require_privileges\n"  # loaded: nobody can read the rest here
         f"os.setuid({NOBODY_UID})\n"
         "try: preflight.require_privileges(4711)\n"
         "except Exception as e: print(type(e).__name__, e.pid, e.hint)"

@@ -140,7 +140,7 @@ _FOR_CUDA = (
             (
                 *_FOR_CUDA,
                 *("gpucr.containers.by_runtime", "gpucr.containers.podman", "gpucr.store", "gpucr.diagnosis.probe"),
-                *("gpucr.helper.client", "gpucr.helper.keys"),
+                *("gpucr.helper.client", "gpucr.privileged.keys"),
                 *(
                     "rich",
                     "pynvml",

@@ -9,8 +9,8 @@ from gpucr.criu.engine import Criu
 from gpucr.criu.install import CriuInstall, find_criu, least_version, version_text
 from gpucr.diagnosis.preflight.findings import Finding
 from gpucr.errors import BrokenInstall, CriuError, CriuUnavailable, Unsupported
+from gpucr.helper.access import whose_criu
 from gpucr.helper.client import find_helper
-from gpucr.linux import processes
 
 _ABOUT = "CRIU"
 
@@ -18,8 +18,8 @@ _ABOUT = "CRIU"
 class CriuFacts(Struct, frozen=True):
     """``install`` is None if no CRIU was found, and ``missing`` says why. ``least``: what this kernel needs.
 
-    ``failure`` is the output of a failed `criu check` (None: no failure). The check needs privileges, or a CRIU with
-    file capabilities (``is_privileged``): otherwise the result is unknown.
+    ``failure`` is the output of a failed `criu check` (None: no failure). The check needs privileges: otherwise the
+    result is unknown.
     """
 
     install: CriuInstall | None
@@ -30,31 +30,19 @@ class CriuFacts(Struct, frozen=True):
 
 
 def look() -> CriuFacts:
-    """Find CRIU, the helper's where the caller has none, and with privileges have it check the kernel."""
-    least, is_privileged = least_version(), processes.can_checkpoint_processes()
-    install: CriuInstall | None
+    """Find CRIU, the helper's where the caller has it, and with privileges have it check the kernel."""
+    least, whose = least_version(), whose_criu()
     try:
-        install = find_criu()
-    except CriuUnavailable as e:
-        install, missing = (None, e.message) if is_privileged else _of_the_helper(e.message)
-        return CriuFacts(install, least, is_privileged, missing)
-    is_privileged = is_privileged or install.is_unprivileged
-    if not is_privileged:
-        return CriuFacts(install, least, is_privileged)
+        install = find_helper() if whose == "helper" else find_criu()
+    except (CriuUnavailable, BrokenInstall, Unsupported) as e:
+        return CriuFacts(None, least, whose == "own", e.message)
     failure = None
-    try:
-        Criu(install).check()
-    except CriuError as e:
-        failure = e
-    return CriuFacts(install, least, is_privileged, "", failure)
-
-
-def _of_the_helper(otherwise: str) -> tuple[CriuInstall | None, str]:
-    """Root's, behind the helper's socket; or why there is none."""
-    try:
-        return find_helper(), otherwise
-    except (BrokenInstall, Unsupported) as e:
-        return None, f"{otherwise}; {e.message}"
+    if whose == "own":
+        try:
+            Criu(install).check()
+        except CriuError as e:
+            failure = e
+    return CriuFacts(install, least, whose == "own", "", failure)
 
 
 def check(facts: CriuFacts) -> list[Finding]:
@@ -70,7 +58,7 @@ def check(facts: CriuFacts) -> list[Finding]:
                 "gpucr criu fetches one on Debian and Ubuntu; elsewhere install CRIU "
                 f"{version_text(facts.least)} or newer"
                 if facts.is_privileged
-                else "sudo gpucr criu --grant fetches one and lets ordinary users start it",
+                else "sudo gpucr helper install fetches one, and lets ordinary users have their jobs dumped with it",
                 code="GPUCR-NO-CRIU",
                 repair="fetch-criu" if facts.is_privileged else None,
                 about=_ABOUT,
@@ -99,7 +87,7 @@ def _engine(facts: CriuFacts, install: CriuInstall) -> Finding:
             f"use CRIU {version_text(facts.least)} or newer; `gpucr criu` fetches one where GPUCR_CRIU is not set",
             about=_ABOUT,
         )
-    if install.origin == "helper":
+    if install.is_helpers:
         return ok(
             _ABOUT,
             f"root's helper has CRIU {install.version_text} for this user's jobs",

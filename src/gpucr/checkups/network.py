@@ -45,7 +45,7 @@ def check(facts: NetworkFacts, criu: CriuInstall | None) -> list[Finding]:
         return [ok(_ABOUT, f"packets can be blocked with {facts.method}", "asked the kernel"), *found]
     if facts.is_privileged:
         return [_none(facts), *found]
-    return [*(_of_a_user(facts, criu) if criu is not None and criu.has_network else ()), *found]
+    return [*(_of_a_user(facts, criu) if criu is not None else ()), *found]
 
 
 def _kept(record: KeptRecord) -> Finding:
@@ -94,7 +94,7 @@ def _none(facts: NetworkFacts) -> Finding:
 
 
 def _of_a_user(facts: NetworkFacts, criu: CriuInstall) -> list[Finding]:
-    if not criu.is_unprivileged:
+    if not criu.is_helpers:
         return [
             Finding(
                 "unknown",
@@ -111,7 +111,7 @@ def _of_a_user(facts: NetworkFacts, criu: CriuInstall) -> list[Finding]:
             "packets are not blocked while this user's jobs are saved",
             facts.why_not,
             "a packet from outside in the middle of a dump may break that connection of the job; those between its own "
-            "processes stand still. A CRIU that is killed can leave connections unusable",
+            "processes stand still",
             "let root dump a job whose connections to other machines must survive",
             about=_ABOUT,
         )

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from msgspec import Struct
 
 from gpucr.checkups.checkup import ok
-from gpucr.criu.granted import find_grant
-from gpucr.criu.install import NEEDED_CAPABILITY
 from gpucr.diagnosis.preflight.findings import Finding
-from gpucr.helper.place import socket_path
+from gpucr.helper.access import socket_path
 from gpucr.linux import capabilities, proc_text, tracing
 from gpucr.linux.capabilities import Capabilities
 
 _ABOUT = "privileges"
 _PTRACE = "ptrace"
 _SECCOMP = "seccomp"
-_HELPER = "helper"
 _UID_MAP = Path("/proc/self/uid_map")
 _WHOLE_UID_MAP = ["0", "0", "4294967295"]
 
@@ -62,15 +58,8 @@ def look() -> PrivilegeFacts:
 
 
 def check(facts: PrivilegeFacts) -> list[Finding]:
-    """Capabilities, the helper, user namespace, ptrace, seccomp."""
-    return [*_capabilities(facts), *_helper(facts), *_user_namespace(facts), _ptrace(facts), _seccomp(facts)]
-
-
-def _helper(facts: PrivilegeFacts) -> list[Finding]:
-    if facts.helper is None:
-        return []
-    what = "the privileged helper dumps and restores what takes more: connections, system call filters"
-    return [ok(_HELPER, what, f"it listens at {facts.helper}; `gpucr helper status` tries it")]
+    """Capabilities or the helper, user namespace, ptrace, seccomp."""
+    return [*_capabilities(facts), *_user_namespace(facts), _ptrace(facts), _seccomp(facts)]
 
 
 def _capabilities(facts: PrivilegeFacts) -> list[Finding]:
@@ -106,35 +95,16 @@ def _capabilities(facts: PrivilegeFacts) -> list[Finding]:
 
 
 def _of_a_user(facts: PrivilegeFacts, missing: list[str]) -> Finding:
-    own, grant = facts.own, find_grant()
-    if grant is None and facts.helper is not None:
+    if facts.helper is not None:
         return ok(
-            _ABOUT, "this user can suspend, dump and restore jobs of its own", f"by root's helper: {facts.helper}"
-        )
-    if grant is not None and os.access(grant.path, os.X_OK):
-        if own.no_new_privs or not own.bounding & capabilities.mask(NEEDED_CAPABILITY):
-            why = "no_new_privs is set" if own.no_new_privs else f"CAP_{NEEDED_CAPABILITY} is not in the bounding set"
-            return Finding(
-                "warning",
-                "this user can suspend its own jobs but not dump them: the CRIU granted to it gets no capability",
-                f"{why}: /proc/self/status",
-                "dump and restore are refused",
-                "run gpucr from a login shell, outside containers and services that take privileges away",
-                code="GPUCR-NOT-PERMITTED",
-                about=_ABOUT,
-            )
-        return ok(
-            _ABOUT,
-            "this user can suspend, dump and restore jobs of its own",
-            f"{grant.path} has CAP_{NEEDED_CAPABILITY} by its file"
-            + (", and CAP_NET_ADMIN for TCP connections" if grant.network else ""),
+            _ABOUT, "this user can suspend, dump and restore jobs of its own", f"by root's helper at {facts.helper}"
         )
     return Finding(
         "warning",
         "this user can only suspend and resume its own jobs",
-        f"{' and '.join(missing)}: not in CapEff of /proc/self/status",
+        f"{' and '.join(missing)}: not in CapEff of /proc/self/status, and no helper of root's listens for this user",
         "dump and restore are refused, and other users' jobs are out of reach",
-        "sudo gpucr criu --grant lets ordinary users dump and restore their own jobs; sudo gpucr doctor shows what "
+        "sudo gpucr helper install lets ordinary users dump and restore their own jobs; sudo gpucr doctor shows what "
         "root can do",
         about=_ABOUT,
     )

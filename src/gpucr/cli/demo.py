@@ -249,7 +249,7 @@ def command(*, mib: int, keep: Path | None, as_json: bool) -> None:
 
     The program counts in device memory and answers over UDP. It must answer 101 before the dump and 102 after the
     restore, with all its device memory intact. It runs on the GPU where there is one with driver 570 or newer, else on
-    the simulated driver. Needs root, or a CRIU that root has granted; leaves nothing behind.
+    the simulated driver. Needs root, or root's helper; leaves nothing behind.
 
     \b
     Examples:

@@ -147,7 +147,7 @@ def command(
 ) -> None:
     """Write PID and its whole tree to the folder DIR, or into a store, and end it.
 
-    Needs root, or a CRIU that root has granted. The processes are ended only after the snapshot is complete and
+    Needs root, or root's helper (`gpucr helper`). The processes are ended only after the snapshot is complete and
     durable. If anything fails before, they keep running and DIR is unchanged. A store (`gpucr store init`) holds many
     snapshots: what is already there is checked, not written again.
 

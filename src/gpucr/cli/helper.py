@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from pathlib import Path
 
 import click
 
-from gpucr.cli.criu import say_if_closed
+from gpucr.cli.criu import find_or_fetch
 from gpucr.cli.options import complete_folder, json_option
 from gpucr.cli.output import print_json, say
 from gpucr.cli.suggesting import SuggestingGroup
-from gpucr.helper import client, installed, listener
-from gpucr.helper.folders import WORK_FOLDER
-from gpucr.helper.keys import KEYS_FOLDER
-from gpucr.helper.place import SOCKET, socket_path
-from gpucr.helper.served import Settings
+from gpucr.helper import client
+from gpucr.helper.access import SOCKET, socket_path
+from gpucr.linux.reachable import closed_to_others
 from gpucr.linux.unit_files import UNITS_FOLDER, UnitFile, what_is_left
+from gpucr.privileged import copied_criu, installed, listener
+from gpucr.privileged.folders import WORK_FOLDER
+from gpucr.privileged.keys import KEYS_FOLDER
+from gpucr.privileged.served import Settings
 
 _units_dir_option = click.option(
     "--units-dir",
@@ -40,11 +44,10 @@ _group_option = click.option("--group", metavar="GROUP", help="Only users of thi
 
 @click.group("helper", cls=SuggestingGroup)
 def command() -> None:
-    """Let ordinary users have root's CRIU and sandboxes for their jobs: connections, system call filters, old kernels.
+    """Let ordinary users dump and restore their own jobs with root's CRIU, and start them in sandboxes.
 
-    Off until root installs it. A user's gpucr uses it where the CRIU that root has granted does not suffice, and for
-    --isolate; GPUCR_HELPER=off keeps it from that. It works only on processes that are wholly the
-    user's, and restores only what it has dumped itself. Read the threat model first.
+    Off until root installs it. It works only on processes that are wholly the user's, and restores only what it has
+    dumped itself. A gpucr without privileges uses it by itself. Read the threat model first.
 
     \b
     Example:
@@ -59,17 +62,21 @@ def command() -> None:
 @click.option("--no-enable", is_flag=True, help="Write the files only; start and enable nothing.")
 @json_option
 def install(*, group: str | None, units_dir: Path, keys: Path, no_enable: bool, as_json: bool) -> None:
-    """Make root's key, write the systemd units, and start the socket. Needs root.
+    """Make root's key and systemd's units, and start the socket. Needs root.
 
-    Running it again changes nothing, or updates older units. For machines that restore each other's snapshots copy
+    The helper has a copy of root's CRIU, which is fetched if there is none. Run it again after installing a newer gpucr
+    or CRIU. For machines that restore each other's snapshots copy
     /etc/gpucr/helper/own.key of each to the others, under another name that ends in .key.
 
     \b
     Example:
       sudo gpucr helper install --group trainers
     """
-    _print("install", installed.install(units_dir, keys=keys, group=group, enable=not no_enable), as_json=as_json)
-    say_if_closed()
+    listener.require_root()
+    criu = find_or_fetch()
+    found = installed.install(criu, units_dir, keys=keys, group=group, enable=not no_enable)
+    _print("install", found, as_json=as_json)
+    _say_if_closed()
     if (left := what_is_left(units_dir, enable=not no_enable)) is not None:
         say(f"warning: {left}; without systemd run `gpucr helper listen`")
 
@@ -139,7 +146,7 @@ def listen(*, path: Path, group: str | None, keys: Path, work: Path) -> None:
     """
     listener.require_root()
     installed.make_key(keys)
-    installed.place_criu()
+    copied_criu.place(find_or_fetch())
     listener.listen(path, Settings(keys, work), group=group, on_ready=lambda: say(f"listening at {path}"))
 
 
@@ -149,3 +156,15 @@ def _print(action: str, files: list[UnitFile], *, as_json: bool) -> None:
         return
     for each in files:
         click.echo(f"{each.what:9}  {each.path}")
+
+
+def _say_if_closed() -> None:
+    """Warn root if ordinary users cannot start the gpucr that was set up for them: Python or the package is private."""
+    closed: Path | None = None
+    with contextlib.suppress(OSError):
+        closed = closed_to_others((Path(sys.executable), Path(__file__)))
+    if closed is not None:
+        say(f"warning: ordinary users cannot start this gpucr: they may not read {closed}")
+        say(
+            "hint:  install it where they can, with a Python that is not in a home folder: /usr/bin/python3 -m venv DIR"
+        )

@@ -89,7 +89,7 @@ def command(
 ) -> None:
     """Bring the job of a snapshot back: same pids, same memory, same GPUs or others.
 
-    Needs root, or a CRIU that root has granted. The snapshot is the folder DIR, or one in a store: by name or id,
+    Needs root, or root's helper (`gpucr helper`). The snapshot is the folder DIR, or one in a store: by name or id,
     `latest`, or without a name the only one. It is verified and stays unchanged. If anything fails, the processes
     restored so far are ended. A snapshot of `gpucr dump --container` is restored by the container's runtime.
 

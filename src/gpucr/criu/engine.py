@@ -48,7 +48,7 @@ _CHECK_EVERY_S = 0.1
 class Criu:
     """CRIU, driven by RPC. Every call starts its own CRIU process, which is reaped when the call returns or raises.
 
-    Needs root (at least CAP_SYS_ADMIN), or for the caller's own processes a CRIU granted by root. Thread-safe.
+    Needs root (at least CAP_SYS_ADMIN); the helper's CRIU has what it needs for its user's processes. Thread-safe.
 
     With ``sandbox`` CRIU runs in the pid, mount and network namespaces of that pid namespace's first process: the tree
     that it dumps lives there, or the one that it restores will. Pids are those of the caller here as well. ``entered``:
@@ -228,15 +228,14 @@ class Criu:
                 yield service
 
     def _common_options(self, options: DumpOptions | RestoreOptions) -> dict[str, bool | int | rpc_pb2.NetworkLock]:
-        is_limited = self.install.is_unprivileged
         return {
             "shell_job": options.shell_job,
-            "tcp_established": options.tcp_established and self.install.has_network,
+            "tcp_established": options.tcp_established,
             "file_locks": options.file_locks,
             "link_remap": options.link_remap,
             "ext_unix_sk": options.ext_unix_sk,
             "network_lock": rpc_pb2.SKIP,  # gpucr blocks packets itself (docs/adr/0070)
-            "unprivileged": is_limited,
+            "unprivileged": self.install.is_helpers,
         }
 
     def _inner_pid(self, pid: int) -> int:

@@ -1,8 +1,7 @@
-"""Find a CRIU that starts and is recent enough: named by the environment, granted by root, on PATH, or provided."""
+"""Find a CRIU that starts and is recent enough: named by the environment, on PATH, or provided."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import platform
 import re
@@ -15,23 +14,13 @@ from typing import Literal
 from msgspec import Struct
 
 from gpucr.errors import CriuUnavailable
-from gpucr.linux import capabilities, processes, trusted_paths
+from gpucr.linux import trusted_paths
 
 ENVIRONMENT_VARIABLE = "GPUCR_CRIU"
 OLDEST_VERSION = (4, 1, 0)
 LIBRARY_FOLDER = "usr/lib/x86_64-linux-gnu"
 
-GRANTED_FOLDER = Path("/opt/gpucr/criu")
-"""Where `gpucr.criu.granted` puts the CRIU for ordinary users."""
-
-GRANTED_NAME = "criu"
-NEEDED_CAPABILITY = "CHECKPOINT_RESTORE"
-"""What CRIU needs for its caller's own processes."""
-
-NETWORK_CAPABILITY = "NET_ADMIN"
-"""What it also needs to dump TCP connections."""
-
-Origin = Literal["environment", "granted", "path", "provided", "helper"]
+Origin = Literal["environment", "path", "provided", "helper"]
 
 _START_TIMEOUT_S = 10
 _FETCH_HINT = "run `gpucr criu`, or install a newer CRIU with the system's package manager"
@@ -41,17 +30,19 @@ _VERSION_LINE = re.compile(r"^Version:\s*(\d+)\.(\d+)(?:\.(\d+))?", re.MULTILINE
 class CriuInstall(Struct, frozen=True):
     """A CRIU that has been tried. ``command`` is the argv prefix, ``path`` the program it runs.
 
-    ``is_unprivileged``: the caller lacks root's capabilities, but this program has as file capabilities what CRIU needs
-    for the caller's own processes. ``has_network``: it can dump TCP connections. For the privileged helper (origin
-    ``helper``) ``path`` is the socket, and ``command`` is empty.
+    That of the privileged helper (origin ``helper``) is for its user's own processes. For that user ``path`` is the
+    helper's socket, and ``command`` is empty.
     """
 
     command: tuple[str, ...]
     version: tuple[int, int, int]
     origin: Origin
     path: Path
-    is_unprivileged: bool = False
-    has_network: bool = True
+
+    @property
+    def is_helpers(self) -> bool:
+        """Whether root's helper starts it, for an ordinary user."""
+        return self.origin == "helper"
 
     @property
     def version_text(self) -> str:
@@ -67,9 +58,8 @@ def version_text(version: tuple[int, int, int]) -> str:
 def find_criu() -> CriuInstall:
     """The CRIU to use: ``GPUCR_CRIU``, else PATH's if it starts and is new enough, else the provided one.
 
-    For a caller without root's capabilities, the one granted by root (`gpucr criu --grant`) comes before PATH's. A CRIU
-    named by the environment must be 4.1 or newer and is refused otherwise, never skipped; the others must be new enough
-    for this kernel (`least_version`). No privileges needed. Raises CriuUnavailable.
+    A CRIU named by the environment must be 4.1 or newer and is refused otherwise, never skipped; the others must be new
+    enough for this kernel (`least_version`). No privileges needed. Raises CriuUnavailable.
     """
     named = os.environ.get(ENVIRONMENT_VARIABLE)
     if named:
@@ -79,8 +69,6 @@ def find_criu() -> CriuInstall:
         except CriuUnavailable as e:
             e.hint = f"correct or unset {ENVIRONMENT_VARIABLE}"
             raise
-    if not processes.can_checkpoint_processes() and (granted := _find_granted()) is not None:
-        return granted
     passed_over = "there is no `criu` on PATH"
     on_path = shutil.which("criu")
     if on_path is not None:
@@ -93,37 +81,6 @@ def find_criu() -> CriuInstall:
     if provided is not None:
         return provided
     raise CriuUnavailable(f"no usable CRIU was found: {passed_over}, and none has been fetched", hint=_FETCH_HINT)
-
-
-def _find_granted() -> CriuInstall | None:
-    """The one that root has granted, if this user may start it."""
-    try:
-        folders = sorted(GRANTED_FOLDER.iterdir())
-    except OSError:
-        return None
-    found = [folder / GRANTED_NAME for folder in folders if os.access(folder / GRANTED_NAME, os.X_OK)]
-    for path in sorted(found, key=may_use_network, reverse=True):
-        with contextlib.suppress(CriuUnavailable):
-            return probe((str(path),), "granted", path, least_version())
-    return None
-
-
-def may_use_network(path: Path) -> bool:
-    """Whether this program can dump TCP connections for its caller. False if it cannot be inspected."""
-    try:
-        return bool(capabilities.of_file(path) & capabilities.own().bounding & capabilities.mask(NETWORK_CAPABILITY))
-    except OSError:
-        return False
-
-
-def _is_for_own_processes(path: Path) -> bool:
-    """Whether CRIU works by its file capabilities, not by the caller's."""
-    if processes.can_checkpoint_processes():
-        return False
-    try:
-        return bool(capabilities.of_file(path) & capabilities.mask(NEEDED_CAPABILITY))
-    except OSError:
-        return False
 
 
 _versions_told: dict[tuple[object, ...], tuple[int, int, int]] = {}
@@ -195,8 +152,7 @@ def probe(command: tuple[str, ...], origin: Origin, path: Path, least: tuple[int
             f"{path} is CRIU {version_text(version)}, and gpucr on this kernel needs {version_text(least)} or newer",
             hint=_FETCH_HINT,
         )
-    is_limited = _is_for_own_processes(path)
-    return CriuInstall(command, version, origin, path, is_limited, has_network=not is_limited or may_use_network(path))
+    return CriuInstall(command, version, origin, path)
 
 
 def _reported_version(command: tuple[str, ...], path: Path) -> tuple[int, int, int]:
@@ -253,10 +209,9 @@ def has_feature(install: CriuInstall, name: str) -> bool:
 
 
 def run_check(install: CriuInstall, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run ``criu check`` with both outputs in ``stdout``. Needs root or a granted CRIU to be meaningful."""
-    mode = ["--unprivileged"] if install.is_unprivileged else []
+    """Run ``criu check`` with both outputs in ``stdout``. Needs root to be meaningful."""
     return subprocess.run(
-        [*install.command, "--no-default-config", *mode, "check", *arguments],
+        [*install.command, "--no-default-config", "check", *arguments],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

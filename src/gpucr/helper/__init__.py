@@ -1,4 +1,1 @@
-"""Root's CRIU for ordinary users' jobs: a socket, one process per request, and the rules for requests.
-
-The client is the user's own gpucr, which does everything but CRIU's part itself. docs/threat-model.md has the attacks.
-"""
+"""An ordinary user's way to root's CRIU: the socket of the privileged helper, and what is said there."""

@@ -17,11 +17,12 @@ from gpucr.criu.images import FilesImage
 from gpucr.criu.install import CriuInstall
 from gpucr.criu.options import DumpOptions, RestoreOptions
 from gpucr.errors import BrokenInstall, CriuError, DeadlineExceeded, ProcessNotFound, Unsupported
-from gpucr.helper.keys import SIGNATURE_NAME
+from gpucr.helper.access import SOCKET, socket_path
 from gpucr.helper.messages import (
     MAX_CLOSED,
     MAX_DESCRIPTORS,
     MAX_FILES,
+    SIGNATURE_NAME,
     Answer,
     Ask,
     BadMessage,
@@ -39,7 +40,6 @@ from gpucr.helper.messages import (
     Stop,
 )
 from gpucr.helper.opened import OpenedFiles
-from gpucr.helper.place import socket_path
 from gpucr.linux import processes, sockets
 from gpucr.linux.namespaces import PidNamespace
 from gpucr.model import ProcessId
@@ -49,14 +49,12 @@ _ANSWER_S, _CHECK_EVERY_S = 30.0, 0.1
 _CREDENTIALS = struct.Struct("3i")
 
 
-def find_helper() -> CriuInstall | None:
-    """Root's CRIU through the helper; None if this user has no helper. Raises BrokenInstall, Unsupported."""
-    path = socket_path()
-    if path is None:
-        return None
+def find_helper() -> CriuInstall:
+    """Root's CRIU through the helper, for a user who has one (`access`). Raises BrokenInstall, Unsupported."""
+    path = socket_path() or SOCKET
     with _connected(path) as connection:
         reply = _converse(connection, Ask(), ())
-    return CriuInstall((), reply.version, "helper", path, is_unprivileged=True, has_network=True)
+    return CriuInstall((), reply.version, "helper", path)
 
 
 def is_signed(open_image: OpenImage) -> bool:
@@ -329,7 +327,7 @@ def _lost(why: Exception) -> BrokenInstall:
         )
     return BrokenInstall(
         "the privileged helper has ended without an answer",
-        hint="have root look into its journal: journalctl -u 'gpucr-helper@*'",
+        hint="have root look into its journal: journalctl -u gpucr-helper",
         code="GPUCR-HELPER",
     )
 

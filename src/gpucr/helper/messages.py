@@ -22,6 +22,12 @@ from gpucr import records
 from gpucr.criu.options import GHOST_LIMIT_MAX_BYTES
 from gpucr.records import Pid, RecordError
 
+SIGNATURE_NAME = "gpucr-helper.json"
+"""The file beside the images in which the helper has signed them."""
+
+MAX_REQUESTS_PER_USER = 8
+"""The trees of one job are restored at the same time, with a request for each."""
+
 MAX_BYTES = 64 << 10
 MAX_DESCRIPTORS = 200
 """Per packet; the kernel allows 253 (SCM_MAX_FD)."""

@@ -210,7 +210,7 @@ class StartSandbox:
     def describe(self) -> str:
         """Which namespaces."""
         network = "" if self._plan.network == "host" else " and network"
-        asked = "ask the privileged helper to " if self._install.origin == "helper" else ""
+        asked = "ask the privileged helper to " if self._install.is_helpers else ""
         return f"{asked}make pid, mount, IPC{network} namespaces for the job"
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
@@ -226,7 +226,7 @@ class StartSandbox:
             network=plan.network,
             terminals=bool(self._source.snapshot.manifest.terminals),
             view=self._view() if self._view is not None else None,
-            helper=self._install if self._install.origin == "helper" else None,
+            helper=self._install if self._install.is_helpers else None,
             ends_with_caller=self._ends_with_caller,
         )
         found = made.sandbox
@@ -234,7 +234,7 @@ class StartSandbox:
             _require_first(plan.lineage, found.keeper)
         self._protection.protect(EndSandbox(found.keeper))
         shared, helper = found.shared_memory, None
-        if self._install.origin == "helper":
+        if self._install.is_helpers:
             from gpucr.helper.client import HelperCriu
 
             helper = HelperCriu(self._install, found.pids)
@@ -277,14 +277,14 @@ class StartKeeper:
 
     def describe(self) -> str:
         """What it does."""
-        if self._install.origin == "helper":
+        if self._install.is_helpers:
             return "ask the privileged helper to restore the job, and to become its parent"
         return "start the process that will be the job's parent"
 
     def __enter__(self) -> StartKeeper:
         """Raises BrokenInstall."""
         log_path, status_path = self._paths()
-        if self._install.origin != "helper":
+        if not self._install.is_helpers:
             self._begun = sandbox.bare_keeper(
                 log_path=log_path,
                 status_path=status_path,
@@ -306,7 +306,7 @@ class StartKeeper:
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
         """Wait until it is ready, and have CRIU started below it."""
-        if self._install.origin == "helper":
+        if self._install.is_helpers:
             log_path, status_path = self._paths()
             from gpucr.helper.client import HelperCriu
 

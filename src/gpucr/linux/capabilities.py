@@ -1,10 +1,7 @@
-"""Capabilities (capabilities(7)) of the caller, of a program that it starts, and of a program's file."""
+"""Capabilities (capabilities(7)) of the caller, and of a program that it starts."""
 
 from __future__ import annotations
 
-import errno
-import os
-import struct
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -13,10 +10,6 @@ from msgspec import Struct
 from gpucr.linux import proc_text
 
 STATUS = Path("/proc/self/status")
-
-_OF_FILE = "security.capability"
-_FILE_SETS = struct.Struct("<5I")  # struct vfs_cap_data of uapi/linux/capability.h; a root id may follow
-_REVISION_2, _REVISION_3, _EFFECTIVE = 0x02000000, 0x03000000, 1
 
 _NAMES = [  # indexed by number: include/uapi/linux/capability.h
     "CHOWN", "DAC_OVERRIDE", "DAC_READ_SEARCH", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID", "SETPCAP",
@@ -85,26 +78,3 @@ def names_of(mask: int) -> tuple[str, ...]:
 def mask(*names: str) -> int:
     """The bit mask of capabilities: ``SYS_ADMIN``."""
     return sum(1 << _NAMES.index(name) for name in names)
-
-
-def of_file(path: Path) -> int:
-    """The capabilities that this program gives to every user, as a bit mask. Needs no privileges. Raises OSError."""
-    try:
-        data = os.getxattr(path, _OF_FILE)
-    except OSError as e:
-        if e.errno in (errno.ENODATA, errno.ENOTSUP):
-            return 0
-        raise
-    if len(data) < _FILE_SETS.size:
-        return 0
-    kind, permitted, _, more_permitted, _ = _FILE_SETS.unpack_from(data)
-    if kind & ~_EFFECTIVE not in (_REVISION_2, _REVISION_3) or not kind & _EFFECTIVE:
-        return 0
-    return int(permitted | more_permitted << 32)
-
-
-def set_of_file(path: Path, *names: str) -> None:
-    """Set the program's file capabilities, which every user of it gets. Needs CAP_SETFCAP. Raises OSError."""
-    wanted = mask(*names)
-    data = _FILE_SETS.pack(_REVISION_2 | _EFFECTIVE, wanted & 0xFFFFFFFF, 0, wanted >> 32, 0)
-    os.setxattr(path, _OF_FILE, data)

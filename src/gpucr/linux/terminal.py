@@ -47,6 +47,16 @@ def _give(terminal: int, group: int) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
+def has_terminal(pid: int) -> bool:
+    """Whether the process has either side of a pseudoterminal open. Raises PermissionError."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for name in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(FileNotFoundError):
+                if os.readlink(f"/proc/{pid}/fd/{name}").startswith(("/dev/pts/", "/dev/ptmx")):
+                    return True
+    return False
+
+
 def makes_terminals(pid: int) -> bool:
     """Whether the process has the master side of a pseudoterminal open. False if the caller may not look."""
     return bool(made_by(pid))

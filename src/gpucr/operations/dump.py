@@ -130,8 +130,8 @@ def dump(
     The tree of ``pid``, of the registered job of this name, or all trees of a `JobSelector`, are locked, checkpointed,
     dumped by CRIU, and the snapshot committed; only then are the processes killed. Several trees are all stopped before
     the first is dumped. After any failure before the end, every process is as it was found and ``to`` is as it was.
-    Needs root (CAP_SYS_ADMIN and CAP_SYS_PTRACE), or for the caller's own jobs a CRIU that root has granted (`gpucr
-    criu --grant`). ``force`` also accepts processes that are not one job, and overrules preflight. ``gpu_state``
+    Needs root (CAP_SYS_ADMIN and CAP_SYS_PTRACE), or for the caller's own jobs root's helper (`gpucr helper
+    install`). ``force`` also accepts processes that are not one job, and overrules preflight. ``gpu_state``
     insists on a way for device memory.
 
     ``tcp``: connections to programs outside the job are closed when it has ended, as if it had been killed; with

@@ -203,7 +203,7 @@ class CriuDump:
         rehearsed = "rehearse, " if self._context.rehearsal is not None else ""
         left = "keep them running" if self._context.leave_running else f"commit, {rehearsed}then kill them"
         after = "leave them frozen" if self._context.is_frozen else left
-        by = "CRIU, by the privileged helper," if self._context.criu.install.origin == "helper" else "CRIU"
+        by = "CRIU, by the privileged helper," if self._context.criu.install.is_helpers else "CRIU"
         return f"dump {count} with {by} to {self._context.target.images_at}, {after}"
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:

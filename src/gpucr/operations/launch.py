@@ -19,8 +19,8 @@ from gpucr.driver.api import Driver
 from gpucr.driver.cuda import load_driver
 from gpucr.driver.gpus import driver_version
 from gpucr.errors import BrokenInstall, DriverUnavailable, GpucrError, InvalidRequest
+from gpucr.helper.access import whose_criu
 from gpucr.helper.client import find_helper
-from gpucr.helper.place import socket_path
 from gpucr.interposer import library
 from gpucr.jobs import others, sandbox
 from gpucr.jobs.environment import INTERPOSER_CANARY, EnvironmentChange, changed, choose_environment
@@ -224,7 +224,7 @@ def _start(
             refuse_io_uring=plan.io_uring_is_refused,
             ends_with_caller=ends_with_caller,
             before_run=register,
-            helper=find_helper() if plan.isolated and not processes.can_checkpoint_processes() else None,
+            helper=find_helper() if plan.isolated and whose_criu() == "helper" else None,
         )
     return records[0]
 
@@ -289,9 +289,10 @@ def _comes_back() -> Mapping[str, bool] | None:
 def _why_not_isolated(wanted: bool | None) -> str | None:
     if wanted is False:
         return "--no-isolate was given"
-    if processes.can_checkpoint_processes():
+    whose = whose_criu()
+    if whose == "own":
         return None
-    if wanted and find_helper() is None:
+    if wanted and whose is None:
         raise InvalidRequest(
             _NEEDS,
             hint="run gpucr as root, have root install the helper that makes them (`sudo gpucr helper install`), or "
@@ -299,8 +300,9 @@ def _why_not_isolated(wanted: bool | None) -> str | None:
             code="GPUCR-NO-SANDBOX",
         )
     if wanted:
+        find_helper()
         return None
-    return _NEEDS if socket_path() is None else f"{_NEEDS}; --isolate has root's helper make them"
+    return _NEEDS if whose is None else f"{_NEEDS}; --isolate has root's helper make them"
 
 
 def _interposer(

@@ -109,7 +109,7 @@ def restore(
     The snapshot is verified and compared with this machine before anything starts: GPUs of the same kind with enough
     free memory, free pids, a driver, CRIU. Every CUDA process ends up in the state in which the dump found it. A later
     failure ends the half-restored processes. Needs root (CAP_SYS_ADMIN and CAP_SYS_PTRACE), or for the caller's own
-    jobs a CRIU that root has granted (`gpucr criu --grant`).
+    jobs root's helper (`gpucr helper install`).
 
     ``files``: what to do with files that the job was writing and whose size has changed. ``"keep"`` leaves them, and
     the job continues writing at their end; ``"rewind"`` cuts grown files back to their size at the dump, and keeps what

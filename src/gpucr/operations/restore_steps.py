@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from gpucr.criu.credentials import with_full_bounding_sets
-from gpucr.criu.image_entries import images_in
 from gpucr.criu.images import FilesImage, RestoreImages
 from gpucr.criu.linked_files import passing_ghosts
 from gpucr.criu.options import RestoreOptions
-from gpucr.criu.recovery import EndRestore, RemoveGhosts, images_to_be_changed
+from gpucr.criu.recovery import EndRestore, RemoveGhosts
 from gpucr.criu.remains import task_pids
 from gpucr.jobs.restored_tree import RestoredTree, end_restored, take_stock
 from gpucr.jobs.sandbox_steps import RestoreSite
@@ -76,8 +73,6 @@ class CriuRestore:
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
         """Restore, then take stock of the restored processes."""
-        if self._site.value.criu.install.is_unprivileged and self._site.value.helper is None:
-            self._fit_images_to_a_user()
         self._ghosts = self._passing_ghosts()
         if self._ghosts.paths:
             self._protection.protect(self._ghosts)
@@ -104,13 +99,6 @@ class CriuRestore:
                 check=interrupts.check,
                 deadline=self._deadline,
             )
-
-    def _fit_images_to_a_user(self) -> None:
-        self._protection.protect(images_to_be_changed(self._images))
-        for images in self._images:
-            with images_read_from(images.original):
-                fitting = with_full_bounding_sets(os.listdir(images.original), images_in(images.original))
-            images.replace(fitting)
 
     def _passing_ghosts(self) -> RemoveGhosts:
         """Those of a sandbox's own shared memory end with it."""
@@ -141,7 +129,7 @@ class CriuRestore:
             self._restore_tree(number + 1, interrupts)
         elif hook == "pre-resume":
             tree = processes.tree(pid)
-            if not self._site.value.criu.install.is_unprivileged:  # so that it opens nothing that its user could not
+            if self._site.value.helper is None:  # so that it opens nothing that its user could not
                 folder = self._images[number].folder
                 with images_read_from(folder):
                     names = FilesImage.read(folder).paths().values()

@@ -9,8 +9,7 @@ from pathlib import Path, PurePath, PurePosixPath
 
 from gpucr.criu.credentials import credentials_in
 from gpucr.criu.image_entries import ImageError
-from gpucr.criu.images import MAX_IMAGE_BYTES, FilesImage, have_clocks
-from gpucr.criu.images import NAME as FILES_IMAGE
+from gpucr.criu.images import have_clocks
 from gpucr.criu.install import CriuInstall
 from gpucr.criu.pids import pids_in
 from gpucr.criu.reopened import Reopened, reopened
@@ -25,7 +24,6 @@ from gpucr.linux import capabilities, processor
 from gpucr.linux.namespaces import keep_clear_of
 from gpucr.linux.pid_uses import wait_for_reaping
 from gpucr.linux.processor import Processor
-from gpucr.linux.sock_diag import TcpSocket, outside_connections
 from gpucr.model import Gpu
 from gpucr.snapshot.manifest import Manifest
 from gpucr.snapshot.origin import RestoreSource, device_bytes_of, private_bytes_of
@@ -62,8 +60,7 @@ def findings_of_machine(
             wanted |= capabilities_of_tree
             uids |= uids_of_tree
         findings += preflight.check_capabilities(wanted, capabilities.own().after_exec())
-    connected = install.is_unprivileged and not install.has_network and _has_connections_inside(source)
-    findings += preflight.check_restore_by_user(install, uids, in_sandbox=in_sandbox, has_connections=connected)
+    findings += preflight.check_restore_by_user(install, uids)
     findings += findings_of_room(
         manifest, choice, here, private_bytes=private_bytes_of(manifest), buffers_bytes=source.buffers_bytes
     )
@@ -134,20 +131,6 @@ def _gpus_filled_by_us(manifest: Manifest) -> set[str]:
         for extent in data.extents
         if extent.gpu is not None
     }
-
-
-def _has_connections_inside(source: RestoreSource) -> bool:
-    """Whether processes of the job were connected to each other.
-
-    Connections to the outside can be restored as closed.
-    """
-    sockets: list[TcpSocket] = []
-    with contextlib.suppress(OSError, ImageError):  # a damaged image is an error of its own, when it is provided
-        for open_image in source.openers:
-            with open_image(FILES_IMAGE) as stream:
-                sockets += FilesImage.parse(stream.read(MAX_IMAGE_BYTES + 1)).tcp_sockets()
-    connected = {each.inode for each in sockets if each.is_connection}
-    return bool(connected - {each.inode for each in outside_connections(sockets)})
 
 
 def _pids_needed_here(source: RestoreSource) -> set[int]:

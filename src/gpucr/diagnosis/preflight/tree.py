@@ -11,9 +11,9 @@ from gpucr.diagnosis.preflight.findings import Finding
 from gpucr.diagnosis.preflight.support import processes as facts
 from gpucr.diagnosis.preflight.support.fact import Fact
 from gpucr.diagnosis.preflight.undumpable import Judged, check_kinds
-from gpucr.errors import CriuUnavailable, NotPermitted, ProcessNotFound
-from gpucr.helper.place import socket_path
-from gpucr.linux import capabilities, processes
+from gpucr.errors import NotPermitted, ProcessNotFound
+from gpucr.helper.access import whose_criu
+from gpucr.linux import processes
 from gpucr.linux.files_in_use import linked_files
 from gpucr.linux.inherited import find_inherited
 from gpucr.linux.pid_uses import PidUse
@@ -23,19 +23,9 @@ from gpucr.model import CudaState, Job, ProcessInfo
 
 
 def require_privileges(job_pid: int) -> None:
-    """Raise NotPermitted if the caller cannot use CRIU: he is not root, and root has granted none."""
-    if processes.can_checkpoint_processes():
+    """Raise NotPermitted if the caller has no CRIU: it is not root, and can use no helper of root's."""
+    if whose_criu() is not None:
         return
-    if socket_path() is not None:
-        return
-    from gpucr.criu.granted import find_grant  # a suspend needs no CRIU
-    from gpucr.criu.install import find_criu
-
-    if find_grant() is not None:
-        _require_capabilities_of_files(job_pid)
-    with contextlib.suppress(CriuUnavailable):  # the missing grant explains more
-        if find_criu().is_unprivileged:
-            return
     if os.geteuid() == 0:
         raise NotPermitted(
             "dump and restore need root's capabilities (CAP_SYS_ADMIN and CAP_SYS_PTRACE), which root lacks here",
@@ -43,31 +33,11 @@ def require_privileges(job_pid: int) -> None:
             hint="run the same command with sudo outside the container, or give it these capabilities (`--cap-add`)",
         )
     raise NotPermitted(
-        "dump and restore need a CRIU that ordinary users may start, and this machine grants none to "
-        f"uid {os.geteuid()}",
+        f"dump and restore need root's CRIU, and there is no privileged helper here for uid {os.geteuid()}",
         pid=job_pid,
-        hint="run the same command with sudo; or have root grant one to all users, once: `sudo gpucr criu --grant`. "
+        hint="run the same command with sudo; or have root install the helper, once: `sudo gpucr helper install`. "
         "Suspend and resume of your own jobs need neither",
     )
-
-
-def _require_capabilities_of_files(job_pid: int) -> None:
-    from gpucr.criu.install import NEEDED_CAPABILITY
-
-    own = capabilities.own()
-    if own.no_new_privs:
-        raise NotPermitted(
-            "gpucr runs with no_new_privs, which takes from CRIU the capability that root has granted it",
-            pid=job_pid,
-            hint="run gpucr from a shell without it: not in the job, nor below systemd's NoNewPrivileges=, bwrap or "
-            "a container's no-new-privileges",
-        )
-    if not own.bounding & capabilities.mask(NEEDED_CAPABILITY):
-        raise NotPermitted(
-            f"CAP_{NEEDED_CAPABILITY}, which root has granted to CRIU, is not in this process's bounding set",
-            pid=job_pid,
-            hint=f"give the container CAP_{NEEDED_CAPABILITY} (`--cap-add`), or run gpucr outside it",
-        )
 
 
 _STATES = {

@@ -1,4 +1,4 @@
-"""Find what only root can dump and restore before an ordinary user's CRIU fails."""
+"""Find what only root can dump and restore before the privileged helper refuses it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Literal
 
 from gpucr.diagnosis.preflight.findings import Finding
 from gpucr.diagnosis.preflight.support import users as facts
-from gpucr.helper import limits
-from gpucr.linux import namespaces, proc_text, tracing
+from gpucr.helper.messages import MAX_REQUESTS_PER_USER
+from gpucr.linux import namespaces, tracing
 from gpucr.linux.namespaces import Kind
-from gpucr.linux.processes import PROC
+from gpucr.linux.terminal import has_terminal
 from gpucr.model import Job
 
 if TYPE_CHECKING:
@@ -42,55 +42,45 @@ def check_ptrace(pids: Iterable[int]) -> list[Finding]:
 
 
 def check_dump_by_user(job: Job, install: CriuInstall, *, in_sandbox: bool = False) -> list[Finding]:
-    """What this CRIU cannot dump of a job: root's only where Yama forbids it. ``in_sandbox``: of gpucr's.
+    """What the helper does not dump of a job, and root only where Yama forbids it. ``in_sandbox``: of gpucr's.
 
-    The privileged helper's CRIU attaches to any process; gpucr itself has to, if there is device memory.
+    The helper's CRIU attaches to any process; gpucr itself has to, if there is device memory.
     """
     nobody = check_attach()
-    if nobody or not install.is_unprivileged:
+    if nobody or not install.is_helpers:
         return nobody
-    if install.origin == "helper":
-        return [
-            *check_ptrace(each.pid for each in job.gang),
-            *_processes(job, may_filter=True, in_sandbox=in_sandbox),
-            *_for_the_helper(job),
-        ]
-    return [*check_ptrace(job.pids), *_connections(job, install), *_processes(job)]
+    return [
+        *check_ptrace(each.pid for each in job.gang),
+        *_processes(job, in_sandbox=in_sandbox),
+        *_of_the_job(job),
+    ]
 
 
-def _for_the_helper(job: Job) -> Iterator[Finding]:
+def _of_the_job(job: Job) -> Iterator[Finding]:
     """What the helper or its CRIU would refuse, if visible before the job is stopped."""
     from gpucr.criu.options import is_shell_job
 
-    if len(job.root_pids) > limits.MAX_REQUESTS_PER_USER:
-        yield facts.TREES_BY_HELPER.seen("the trees that were named", job.root.pid, limit=limits.MAX_REQUESTS_PER_USER)
-    elif is_shell_job(job.root.pid, job.pids) or any(is_shell_job(each, [each]) for each in job.other_root_pids):
-        yield facts.SESSION_BY_HELPER.seen(f"/proc/{job.root.pid}/stat", job.root.pid)
+    if len(job.root_pids) > MAX_REQUESTS_PER_USER:
+        yield facts.TREES_BY_HELPER.seen("the trees that were named", job.root.pid, limit=MAX_REQUESTS_PER_USER)
+    for tree in job.trees:
+        if is_shell_job(tree.root.pid, tree.pids) and any(map(_has_terminal, tree.pids)):
+            yield facts.SESSION_BY_HELPER.seen(f"/proc/{tree.root.pid}/stat", tree.root.pid)
 
 
-def _connections(job: Job, install: CriuInstall) -> Iterator[Finding]:
-    from gpucr.linux.tcp_tables import has_connections
+def _has_terminal(pid: int) -> bool:
+    try:
+        return has_terminal(pid)
+    except PermissionError:  # reported elsewhere
+        return False
 
-    if not install.has_network and has_connections(job.pids):
-        yield facts.CONNECTION.seen("/proc/PID/net/tcp")
 
-
-def _processes(job: Job, *, may_filter: bool = False, in_sandbox: bool = False) -> Iterator[Finding]:
+def _processes(job: Job, *, in_sandbox: bool) -> Iterator[Finding]:
     for process in job.processes:
         pid, what = process.pid, f"process {process.pid} ({process.name})"
         if process.uid != os.geteuid():
             yield facts.OTHER_USER.seen(f"/proc/{pid}/status", pid, process=what, uid=process.uid)
-        elif not may_filter and _has_system_call_filter(pid):
-            yield facts.SYSTEM_CALL_FILTER.seen(f"Seccomp in /proc/{pid}/status", pid, process=what)
         elif not in_sandbox and (foreign := _foreign_namespaces(pid)):
             yield facts.NAMESPACES.seen(f"/proc/{pid}/ns", pid, process=what, namespaces=", ".join(foreign))
-
-
-def _has_system_call_filter(pid: int) -> bool:
-    try:
-        return proc_text.status_fields(PROC / str(pid) / "status").get("Seccomp", "0") != "0"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 def _foreign_namespaces(pid: int) -> list[str]:
@@ -104,18 +94,10 @@ def _foreign_namespaces(pid: int) -> list[str]:
     return found
 
 
-def check_restore_by_user(
-    install: CriuInstall, uids: Collection[int], *, in_sandbox: bool, has_connections: bool
-) -> list[Finding]:
-    """What an ordinary user's CRIU cannot restore, and root's only where Yama forbids it. ``uids``: of all threads."""
-    nobody = check_attach()
-    if nobody or not install.is_unprivileged:
+def check_restore_by_user(install: CriuInstall, uids: Collection[int]) -> list[Finding]:
+    """What the helper does not restore, and root only where Yama forbids it. ``uids``: of all threads."""
+    nobody, others = check_attach(), sorted(set(uids) - {os.geteuid()})
+    if nobody or not install.is_helpers or not others:
         return nobody
-    found, images = [], "CRIU's images of the job"
-    if has_connections and not install.has_network:
-        found.append(facts.HAD_CONNECTION.seen(images))
-    if others := sorted(set(uids) - {os.geteuid()}):
-        found.append(facts.RAN_AS_OTHER_USER.seen(images, uids=", ".join(map(str, others)), own=os.geteuid()))
-    if in_sandbox and install.origin != "helper":
-        found.append(facts.SANDBOX.seen("--isolate, or it had them at the dump"))
-    return found
+    uids_text = ", ".join(map(str, others))
+    return [facts.RAN_AS_OTHER_USER.seen("CRIU's images of the job", uids=uids_text, own=os.geteuid())]

@@ -214,7 +214,7 @@ FOREIGN_FILE = Fact(
 NOT_ROOTS = Fact(
     what="{process} has files open that root may not open",
     consequence="CRIU cannot open them for root, in the dump or in the restore",
-    remedy="let the user of the job dump it: `gpucr criu --grant` gives users a CRIU",
+    remedy="let the user of the job dump it: `gpucr helper install` lets users do so",
     code="GPUCR-NOT-PERMITTED",
     case="NFS with root_squash, FUSE without allow_root",
 )

@@ -13,13 +13,6 @@ YAMA = Fact(
     "`gpucr run` gives its own leave",
     code="GPUCR-ONLY-ROOT",
 )
-CONNECTION = Fact(
-    what="the job has a TCP connection",
-    consequence="CRIU needs CAP_NET_ADMIN to dump connections, which root has not granted to this user",
-    remedy="let it use local (AF_UNIX) sockets, or wait until it has closed them; have root grant it to a group of "
-    "yours (`sudo gpucr criu --grant --network --group GROUP`); or " + _REMEDY,
-    code="GPUCR-ONLY-ROOT",
-)
 NO_ATTACH = Fact(
     what="this machine lets nobody attach to any process",
     consequence="neither gpucr nor CRIU can stop or restore a process",
@@ -32,35 +25,16 @@ OTHER_USER = Fact(
     remedy=_REMEDY,
     code="GPUCR-ONLY-ROOT",
 )
-SYSTEM_CALL_FILTER = Fact(
-    what="{process} has a system call filter",
-    consequence="only root can read it from the kernel (CAP_SYS_ADMIN)",
-    remedy="start the job without one, outside sandboxes of containers and browsers; or " + _REMEDY,
-    code="GPUCR-ONLY-ROOT",
-)
 NAMESPACES = Fact(
     what="{process} is in namespaces of its own ({namespaces})",
     consequence="only root can recreate them",
     remedy=_REMEDY,
     code="GPUCR-ONLY-ROOT",
 )
-HAD_CONNECTION = Fact(
-    what="the job had a TCP connection",
-    consequence="CRIU needs CAP_NET_ADMIN to restore connections, which root has not granted to this user",
-    remedy="restore it with sudo, or have root grant it to a group of yours (`sudo gpucr criu --grant --network "
-    "--group GROUP`)",
-    code="GPUCR-ONLY-ROOT",
-)
 RAN_AS_OTHER_USER = Fact(
     what="the job ran as uid {uids}",
     consequence="uid {own} cannot start processes of another user",
     remedy="restore it as that user, or with sudo",
-    code="GPUCR-ONLY-ROOT",
-)
-SANDBOX = Fact(
-    what="the job needs namespaces of its own",
-    consequence="only root can make them (CAP_SYS_ADMIN)",
-    remedy="restore it with sudo, or leave out --isolate; the privileged helper makes them for jobs that it has dumped",
     code="GPUCR-ONLY-ROOT",
 )
 TREES_BY_HELPER = Fact(
@@ -70,8 +44,8 @@ TREES_BY_HELPER = Fact(
     code="GPUCR-HELPER-REFUSED",
 )
 SESSION_BY_HELPER = Fact(
-    what="the job belongs to a session whose leader is not part of it",
-    consequence="the privileged helper dumps a tree that has a session of its own",
-    remedy="start it with `gpucr run`, or " + _REMEDY,
+    what="the job has a terminal open, and belongs to a session whose leader is not part of it",
+    consequence="CRIU would have to give it that terminal, and the privileged helper has none",
+    remedy="start it with `gpucr run`, or with its input and output elsewhere (nohup); or " + _REMEDY,
     code="GPUCR-HELPER-REFUSED",
 )

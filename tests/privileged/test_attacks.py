@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import stat
 import subprocess
@@ -14,13 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from gpucr.helper import inheritance, limits
-from gpucr.helper.keys import SIGNATURE_NAME
+from gpucr.helper.messages import MAX_REQUESTS_PER_USER, SIGNATURE_NAME
 from gpucr.linux import processes
+from gpucr.privileged import inheritance
 from tests.counter import kill_at_once, wait_until
-from tests.helper.conftest import Machine
 from tests.helper.test_sessions import CONNECTED, WITH_FILES, counted, dump, runs, start
-from tests.ordinary_user import OrdinaryUser
+from tests.ordinary_user import Machine, OrdinaryUser
 from tests.storm import later, sample
 
 pytestmark = pytest.mark.criu
@@ -179,12 +179,86 @@ def test_h2_a_setuid_program_is_not_touched(user: OrdinaryUser) -> None:
 
 @pytest.mark.parametrize(
     ("before", "said"),
-    [(("--no-new-privs",), "no_new_privs"), (("unshare", "--user", "--map-root-user"), "namespace")],
+    [
+        (("--no-new-privs",), "no_new_privs"),
+        (("unshare", "--user", "--map-root-user"), "namespace"),
+        (("unshare", "--user", "--map-root-user", "--mount"), "namespace of its own (mnt)"),
+    ],
 )
 def test_h3_a_caller_in_a_sandbox_is_refused(user: OrdinaryUser, idle: int, before: tuple[str, ...], said: str) -> None:
     because, message = as_client(user, "a_dump(int(sys.argv[1]))", idle, as_himself=before)
     assert because == "refused"
     assert said in message
+
+
+BY_ROOT = ("unshare", "--mount", "--propagation=private", "sh", "-ec")
+"""As a batch system's daemon does for a job: a mount namespace of root's, in which a script mounts something."""
+
+
+def test_h3_a_caller_in_mounts_that_root_has_made_is_served(machine: Machine, user: OrdinaryUser) -> None:
+    """A private /tmp. The job and its parent get it back, and files in there."""
+    place = user.home / "private"
+    place.mkdir(exist_ok=True)
+    os.chown(place, user.uid, user.uid)
+    program = f"""
+    import os, subprocess, sys
+    opened = open({str(place / "inside")!r}, "w")
+    def gpucr(*words):
+        subprocess.run([sys.executable, "-m", "gpucr", *words], check=True, stdin=subprocess.DEVNULL)
+    idle = [sys.executable, "-c", "import time; f = open({str(place / "inside")!r}); time.sleep(1000)"]
+    job = subprocess.Popen(idle, stdin=subprocess.DEVNULL, stdout=2, start_new_session=True)
+    while True:
+        try:
+            if any(os.path.basename(os.readlink(f"/proc/{{job.pid}}/fd/{{n}}")) == "inside"
+                   for n in os.listdir(f"/proc/{{job.pid}}/fd")):
+                break
+        except FileNotFoundError:
+            pass
+    gpucr("dump", str(job.pid), "--to", {str(user.home / "snap-mounts")!r})
+    job.wait()
+    gpucr("restore", {str(user.home / "snap-mounts")!r})
+    parent = open(f"/proc/{{job.pid}}/stat").read().rpartition(")")[2].split()[1]
+    print(*(os.readlink(f"/proc/{{each}}/ns/mnt") == os.readlink("/proc/self/ns/mnt") for each in (job.pid, parent)))
+    os.kill(job.pid, 9)
+    """
+    himself = shlex.join([*user.as_himself(), sys.executable, "-c", textwrap.dedent(program)])
+    variables = {**user.environment, "MOUNTED": str(place)}
+    done = subprocess.run(
+        user.enter([*BY_ROOT, f'mount -t tmpfs -o mode=777 tmpfs "$MOUNTED"; exec {himself}']),
+        env=variables, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+    assert done.stdout.splitlines()[-1:] == ["True True"], done.stdout + done.stderr
+    assert machine.left_at_work() == []
+
+
+ANOTHER_ROOT = """
+mount -t tmpfs tmpfs "$NEW"
+for each in /*; do
+    if [ -L "$each" ]; then cp -P "$each" "$NEW"
+    elif [ -d "$each" ]; then mkdir "$NEW$each"; mount --rbind "$each" "$NEW$each"; fi
+done
+cd "$NEW"
+pivot_root . mnt
+exec"""
+
+
+def test_h3_a_caller_in_a_root_folder_of_its_own_is_refused(user: OrdinaryUser) -> None:
+    """As in a container: root has made it, but the user may change what is in there."""
+    new = user.home / "root"
+    new.mkdir(exist_ok=True)
+    path = f"PYTHONPATH={REPOSITORY / 'src'}:{REPOSITORY}"
+    himself = shlex.join([*user.as_himself(), "env", path, sys.executable, "-c", CLIENT + "ask(Ask())"])
+    done = subprocess.run(
+        user.enter([*BY_ROOT, f"{ANOTHER_ROOT} {himself}"]),
+        env={**user.environment, "NEW": str(new)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)[:2] == ["refused", "the caller has a root folder of its own"]
 
 
 def test_h3_root_needs_no_helper(machine: Machine) -> None:
@@ -401,7 +475,7 @@ def test_h9_the_helper_dumps_only_what_it_restores(
 def test_h11_the_helper_has_its_own_keyring() -> None:
     script = """
     import ctypes
-    from gpucr.helper.inheritance import _KEYCTL, leave_keyring
+    from gpucr.privileged.inheritance import _KEYCTL, leave_keyring
     import os
     libc = ctypes.CDLL(None)
     number = _KEYCTL[os.uname().machine]
@@ -486,7 +560,7 @@ def test_h13_a_helper_killed_by_its_user_leaves_no_root_process(machine: Machine
 
 def test_h14_concurrent_requests_are_limited_per_user(user: OrdinaryUser) -> None:
     script = f"""
-    held = [_connected(Path(os.environ["GPUCR_HELPER"])) for _ in range({limits.MAX_REQUESTS_PER_USER + 1})]
+    held = [_connected(Path(os.environ["GPUCR_HELPER"])) for _ in range({MAX_REQUESTS_PER_USER + 1})]
     poller = select.poll()
     for each in held:
         poller.register(each.socket, select.POLLIN)

@@ -11,10 +11,10 @@ import resource
 from collections.abc import Iterator, Sequence
 from typing import Literal, NoReturn
 
-from gpucr.helper import session
-from gpucr.helper.peer import Peer
-from gpucr.helper.rights import Refused
 from gpucr.linux import capabilities, cgroups, credentials, libc, own_python
+from gpucr.privileged import session
+from gpucr.privileged.peer import Peer
+from gpucr.privileged.rights import Refused
 
 _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 4, 36  # include/uapi/linux/prctl.h
 _KEYCTL = {"x86_64": 250, "aarch64": 219}  # the number of keyctl(2)

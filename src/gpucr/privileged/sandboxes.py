@@ -14,14 +14,14 @@ from typing import NoReturn
 
 from msgspec import Struct
 
-from gpucr.helper.inheritance import as_peer_with, become_keeper
 from gpucr.helper.messages import Isolate, Network
-from gpucr.helper.peer import Peer
-from gpucr.helper.rights import Refused
 from gpucr.linux import capabilities, namespaces, proc_text, processes
 from gpucr.linux.namespaces import Kind, PidNamespace
 from gpucr.linux.process_records import ProcessRecords
 from gpucr.model import ProcessId
+from gpucr.privileged.inheritance import as_peer_with, become_keeper
+from gpucr.privileged.peer import Peer
+from gpucr.privileged.rights import Refused
 from gpucr.records import Count, Record
 
 _RECORDS = ProcessRecords("helper-sandboxes")

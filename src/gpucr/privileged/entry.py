@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from gpucr.helper import folders, served
+from gpucr.privileged import folders, served
 
 _FIRST_FREE_FD, _MAX_NAME_BYTES = 10, 256
 _REMOVE = b"remove"

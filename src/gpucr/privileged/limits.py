@@ -6,13 +6,11 @@ import contextlib
 import os
 from collections.abc import Iterator
 
+from gpucr.helper.messages import MAX_REQUESTS_PER_USER
 from gpucr.linux import locks, trusted_paths
 from gpucr.linux.private_folders import runtime_folder
 
 MAX_REQUESTS = 32
-MAX_REQUESTS_PER_USER = 8
-"""The trees of one job are restored at the same time, with a request for each."""
-
 TOO_MANY_OF_YOURS = f"{MAX_REQUESTS_PER_USER} requests of yours are served already"
 _FOLDER = "helper-requests"
 

@@ -6,14 +6,9 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from gpucr.criu import granted
-from gpucr.criu.install import find_criu
+from gpucr.criu.install import CriuInstall
 from gpucr.errors import InvalidRequest
-from gpucr.helper.folders import WORK_FOLDER
-from gpucr.helper.keys import KEYS_FOLDER, Keys
-from gpucr.helper.listener import group_id
-from gpucr.helper.place import SOCKET
-from gpucr.helper.served import COPY_FOLDER
+from gpucr.helper.access import SOCKET
 from gpucr.linux.unit_files import (
     UNITS_FOLDER,
     UnitFile,
@@ -24,6 +19,10 @@ from gpucr.linux.unit_files import (
     systemctl,
     write_all,
 )
+from gpucr.privileged import copied_criu
+from gpucr.privileged.folders import WORK_FOLDER
+from gpucr.privileged.keys import KEYS_FOLDER, Keys
+from gpucr.privileged.listener import group_id
 
 _SOCKET_UNIT, _SERVICE_UNIT = "gpucr-helper.socket", "gpucr-helper.service"
 _MARK = "# Made by `gpucr helper install`."
@@ -64,18 +63,23 @@ KillMode=process
 
 
 def install(
-    folder: Path = UNITS_FOLDER, *, keys: Path = KEYS_FOLDER, group: str | None = None, enable: bool = True
+    criu: CriuInstall,
+    folder: Path = UNITS_FOLDER,
+    *,
+    keys: Path = KEYS_FOLDER,
+    group: str | None = None,
+    enable: bool = True,
 ) -> list[UnitFile]:
-    """Create the key, write the units and, if systemd runs, start the socket. Running it again updates them.
+    """Create the key, copy ``criu``, write the units and, if systemd runs, start the socket. Again: update them.
 
     ``group``: the group that may use it; None: everybody. Needs root. Raises as `unit_files.write_all`, InvalidRequest
-    for an unknown group or keys that others can change.
+    for an unknown group or keys that others can change, CriuUnavailable.
     """
     require_root()
     if group is not None:
         group_id(group)
     make_key(keys)
-    place_criu()
+    copied_criu.place(criu)
     found = write_all(folder, units(keys=keys, group=group), _MARK, (Path(sys.executable), Path(__file__)))
     if enable and is_live(folder):
         systemctl("daemon-reload")
@@ -98,11 +102,6 @@ def uninstall(folder: Path = UNITS_FOLDER) -> list[UnitFile]:
     if there and is_live(folder):
         systemctl("daemon-reload")
     return [UnitFile(path, "removed" if path in there else "unchanged") for path in paths]
-
-
-def place_criu() -> Path:
-    """Copy root's CRIU to where the helper starts it as the user. Raises CriuUnavailable."""
-    return granted.place_copy(find_criu(), COPY_FOLDER)
 
 
 def make_key(folder: Path) -> None:

@@ -7,29 +7,27 @@ import fcntl
 import os
 from collections.abc import Iterable
 
-from gpucr.helper.rights import Refused
 from gpucr.linux import credentials
+from gpucr.linux.terminal import has_terminal
+from gpucr.privileged.rights import Refused
 
 _GET_LOCKED, _SET_LOCKED = 0x5456, 0x5457  # TIOCGLCKTRMIOS, TIOCSLCKTRMIOS of include/uapi/asm-generic/ioctls.h
 _TERMIOS_BYTES = 64  # more than a struct termios of the kernel
 
 
-def require_restorable(pids: Iterable[int], wanted: int) -> None:
+def require_restorable(pids: Iterable[int], wanted: int, *, joins: bool = False) -> None:
     """Raise Refused if one of these processes has a terminal open that CRIU could not restore with these capabilities.
+
+    Or has any, where they are in the session of another process (``joins``): it may be that session's.
 
     Called before CRIU starts: CRIU takes a terminal's unread input, and does not put it back on failure.
     """
-    if any(map(_has_terminal, pids)) and not can_lock(wanted):
+    if not any(map(has_terminal, pids)):
+        return
+    if joins:
+        raise Refused("the job has a terminal, and is in a session whose leader is not part of it")
+    if not can_lock(wanted):
         raise Refused("the job has terminals, which on this kernel take CAP_SYS_ADMIN (TIOCSLCKTRMIOS)")
-
-
-def _has_terminal(pid: int) -> bool:
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        for name in os.listdir(f"/proc/{pid}/fd"):
-            with contextlib.suppress(FileNotFoundError):
-                if os.readlink(f"/proc/{pid}/fd/{name}").startswith(("/dev/pts/", "/dev/ptmx")):
-                    return True
-    return False
 
 
 def can_lock(wanted: int) -> bool:

@@ -17,15 +17,15 @@ from gpucr.criu import images_pb2
 from gpucr.criu.image_entries import ImageReader, encoded, head, images_in
 from gpucr.criu.imaged_files import MEMFD_MAGIC
 from gpucr.criu.linked_files import REMAP_MAGIC
-from gpucr.helper import terminals
-from gpucr.helper.inspected import require_inspected
-from gpucr.helper.keys import SIGNATURE_NAME
-from gpucr.helper.peer import Peer
-from gpucr.helper.rights import Refused, Rights
-from gpucr.helper.session import Session
+from gpucr.helper.messages import SIGNATURE_NAME
 from gpucr.linux import capabilities
-from tests.helper.conftest import Machine
+from gpucr.privileged import terminals
+from gpucr.privileged.inspected import require_inspected
+from gpucr.privileged.peer import Peer
+from gpucr.privileged.rights import Refused, Rights
+from gpucr.privileged.session import Session
 from tests.helper.test_sessions import CONNECTED, WITH_FILES, dump, start
+from tests.ordinary_user import Machine
 
 pytestmark = pytest.mark.criu
 

@@ -22,10 +22,10 @@ from pathlib import Path
 from msgspec import Struct
 
 from gpucr.errors import InvalidRequest, NotPermitted
-from gpucr.helper import limits, peer
-from gpucr.helper.messages import Connection, Failed, HungUp
-from gpucr.helper.served import Settings
+from gpucr.helper.messages import MAX_REQUESTS_PER_USER, Connection, Failed, HungUp
 from gpucr.linux import own_python, processes, trusted_paths
+from gpucr.privileged import limits, peer
+from gpucr.privileged.served import Settings
 
 _BACKLOG = 128
 _LOOK_EVERY_S = 0.5
@@ -118,7 +118,7 @@ class _Listener:
 
     def _why_not(self, uid: int) -> str | None:
         """Why no more of this user's requests is served now."""
-        if sum(each.uid == uid for each in self._at_work) >= limits.MAX_REQUESTS_PER_USER:
+        if sum(each.uid == uid for each in self._at_work) >= MAX_REQUESTS_PER_USER:
             return limits.TOO_MANY_OF_YOURS
         if len(self._at_work) >= limits.MAX_REQUESTS:
             return f"{limits.MAX_REQUESTS} requests are served already"
@@ -133,7 +133,7 @@ class _Listener:
                     Connection(connected).send(Failed("refused", why_not))
                 return
             started = subprocess.Popen(
-                own_python.command("gpucr.helper.entry", self._settings.keys, self._settings.work),
+                own_python.command("gpucr.privileged.entry", self._settings.keys, self._settings.work),
                 stdin=connected.fileno(),
                 stdout=subprocess.DEVNULL,
                 env=own_python.environment(),

@@ -11,11 +11,11 @@ from collections.abc import Mapping
 
 from msgspec import Struct
 
-from gpucr.helper import session
-from gpucr.helper.rights import Refused, Rights, label_of, require_no_special, rights_of
-from gpucr.helper.session import Session
 from gpucr.linux.capabilities import Capabilities
 from gpucr.linux.credentials import Credentials
+from gpucr.privileged import session
+from gpucr.privileged.rights import Refused, Rights, label_of, require_no_special, rights_of
+from gpucr.privileged.session import Session
 
 _SO_PEERPIDFD = 77  # include/uapi/asm-generic/socket.h, from Linux 6.5 on
 _CREDENTIALS = struct.Struct("3i")
@@ -58,23 +58,41 @@ class Peer(Struct, frozen=True):
 
 def uid_of(connected: socket.socket) -> int:
     """The uid of the connecting process, as the kernel recorded it at connect time."""
-    uid: int = _CREDENTIALS.unpack(connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))[1]
-    return uid
+    return _credentials(connected)[1]
+
+
+def held(connected: socket.socket) -> tuple[int, int]:
+    """The connecting process: its pid, and a pidfd that the caller closes. Raises Refused."""
+    pid, _, _ = _credentials(connected)
+    if pid <= 0:
+        raise Refused("the caller is in another pid namespace")
+    return pid, _pidfd(connected, pid)
+
+
+def require_alive(pidfd: int) -> None:
+    """Raise Refused if the process has ended: its pid may be another's by now."""
+    try:
+        signal.pidfd_send_signal(pidfd, 0)
+    except OSError as e:
+        raise Refused("the caller has ended") from e
+
+
+def _credentials(connected: socket.socket) -> tuple[int, int, int]:
+    pid, uid, gid = _CREDENTIALS.unpack(connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return pid, uid, gid
 
 
 def of(connected: socket.socket) -> Peer:
     """The connecting process, as the kernel recorded it at connect time, with its current rights. Raises Refused."""
-    pid, uid, gid = _CREDENTIALS.unpack(connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-    if pid <= 0:
-        raise Refused("the caller is in another pid namespace")
+    _, uid, gid = _credentials(connected)
     if uid == 0:
         raise Refused("root needs no helper")
-    pidfd = _pidfd(connected, pid)
+    pid, pidfd = held(connected)
     try:
         rights, label = rights_of(pid, pid), label_of(pid)
         found = session.of(pid)
         require_here(pid, "the caller")
-        signal.pidfd_send_signal(pidfd, 0)  # the process is still alive, so all of this was about it
+        require_alive(pidfd)  # so all of this was about it
     except OSError as e:
         raise Refused("the caller has ended") from e
     finally:

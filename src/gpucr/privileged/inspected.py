@@ -19,8 +19,8 @@ from gpucr.criu.images import FilesImage
 from gpucr.criu.linked_files import GHOST, REMAP_IMAGE, REMAP_MAGIC
 from gpucr.criu.pids import TREE_IMAGE
 from gpucr.errors import reason_of
-from gpucr.helper.peer import Peer
-from gpucr.helper.rights import Refused, Rights, require_no_special
+from gpucr.privileged.peer import Peer
+from gpucr.privileged.rights import Refused, Rights, require_no_special
 
 _CORE_MAGIC, _FOLDERS_MAGIC = 0x55053847, 0x51403912
 _MAX_BYTES = 64 << 20

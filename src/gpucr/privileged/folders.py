@@ -11,10 +11,11 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from gpucr.helper.keys import MAX_SIGNATURE_BYTES, SIGNATURE_NAME, SignedFile
-from gpucr.helper.peer import Peer
-from gpucr.helper.rights import Refused
+from gpucr.helper.messages import SIGNATURE_NAME
 from gpucr.linux import locks, proc_text, trusted_paths
+from gpucr.privileged.keys import MAX_SIGNATURE_BYTES, SignedFile
+from gpucr.privileged.peer import Peer
+from gpucr.privileged.rights import Refused
 
 WORK_FOLDER = Path("/var/lib/gpucr/helper")
 ROOM_LEFT_BYTES = 1 << 30

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gpucr.helper import keys as signing
-from gpucr.helper.keys import Keys, SignedFile
-from gpucr.helper.rights import Refused
+from gpucr.privileged import keys as signing
+from gpucr.privileged.keys import Keys, SignedFile
+from gpucr.privileged.rights import Refused
 
 pytestmark = pytest.mark.root
 

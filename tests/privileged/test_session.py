@@ -12,12 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from gpucr.helper import session
-from gpucr.helper.session import Session
+from gpucr.privileged import session
+from gpucr.privileged.session import Session
 from tests.counter import wait_until
-from tests.helper.conftest import Machine
 from tests.helper.test_sessions import CONNECTED, counted, dump, start, status_of
-from tests.ordinary_user import OrdinaryUser
+from tests.ordinary_user import Machine, OrdinaryUser
 
 pytestmark = pytest.mark.criu
 

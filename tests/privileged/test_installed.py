@@ -14,15 +14,16 @@ from pathlib import Path
 
 import pytest
 
+from gpucr.criu.install import find_criu
 from gpucr.errors import InvalidRequest, NotPermitted
-from gpucr.helper import installed, limits, listener
-from gpucr.helper.place import SOCKET
+from gpucr.helper.access import SOCKET
+from gpucr.helper.messages import MAX_REQUESTS_PER_USER
 from gpucr.linux import unit_files
+from gpucr.privileged import installed, limits, listener
 from tests.counter import kill_at_once, wait_until
-from tests.helper.conftest import Machine
-from tests.helper.test_attacks import CLIENT, REPOSITORY
 from tests.helper.test_sessions import CONNECTED, counted, dump, start
-from tests.ordinary_user import OrdinaryUser
+from tests.ordinary_user import Machine, OrdinaryUser
+from tests.privileged.test_attacks import CLIENT, REPOSITORY
 
 pytestmark = pytest.mark.criu
 
@@ -100,8 +101,8 @@ time.sleep(100)
     done = user.as_root_runs(*other, *variables, *asks)
     assert json.loads(done.stdout)[0] == "Here", done.stdout + done.stderr
     children = Path(f"/proc/{listener_pid}/task/{listener_pid}/children").read_text().split()
-    at_work = [each for each in children if b"gpucr.helper.entry" in Path(f"/proc/{each}/cmdline").read_bytes()]
-    assert 0 < len(at_work) <= limits.MAX_REQUESTS_PER_USER + 1, "the other user's may not have ended"
+    at_work = [each for each in children if b"gpucr.privileged.entry" in Path(f"/proc/{each}/cmdline").read_bytes()]
+    assert 0 < len(at_work) <= MAX_REQUESTS_PER_USER + 1, "the other user's may not have ended"
     kill_at_once([pid])
 
 
@@ -141,14 +142,14 @@ def test_only_root_can_install(user: OrdinaryUser, tmp_path: Path) -> None:
     for arguments in (("install",), ("uninstall",), ("listen", "--socket", str(user.home / "s"))):
         assert user.refused("helper", *arguments)[0] == "GPUCR-NOT-PERMITTED"
     with pytest.raises(InvalidRequest, match="no group"):
-        installed.install(tmp_path, keys=tmp_path / "keys", group="nobody-has-this-one")
+        installed.install(find_criu(), tmp_path, keys=tmp_path / "keys", group="nobody-has-this-one")
 
 
 def test_it_listens_only_in_a_folder_only_root_can_change(tmp_path: Path) -> None:
     shared = tmp_path / "shared"
     shared.mkdir()
     shared.chmod(0o777)
-    from gpucr.helper.served import Settings
+    from gpucr.privileged.served import Settings
 
     with pytest.raises(InvalidRequest, match="cannot listen"):
         listener.listen(shared / "socket", Settings(), group=None, on_ready=lambda: None)
@@ -160,7 +161,11 @@ def test_it_listens_only_in_a_folder_only_root_can_change(tmp_path: Path) -> Non
 def test_status_and_doctor_report_it(machine: Machine, user: OrdinaryUser) -> None:
     assert str(machine.socket) in user.succeeds("helper", "status")
     assert '"criu_version": "4' in user.succeeds("helper", "status", "--json").replace('":"', '": "')
-    assert "privileged helper" in user.gpucr("doctor").stdout
+    shown = user.gpucr("doctor", "--json")
+    findings = {each["what"] for each in json.loads(shown.stdout)["checkups"]}
+    assert "this user can suspend, dump and restore jobs of its own" in findings
+    assert any(each.startswith("root's helper has CRIU 4") for each in findings)
+    assert "packets are not blocked while this user's jobs are saved" in findings
     before = user.environment["GPUCR_HELPER"]
     user.environment["GPUCR_HELPER"] = "off"
     try:

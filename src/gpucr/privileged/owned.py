@@ -7,10 +7,10 @@ import stat
 from collections.abc import Mapping
 
 from gpucr.errors import ProcessNotFound
-from gpucr.helper.peer import Peer, require_here
-from gpucr.helper.rights import Refused, Rights, label_of, require_no_special, rights_of
-from gpucr.helper.sandboxes import Sandbox
 from gpucr.linux import processes
+from gpucr.privileged.peer import Peer, require_here
+from gpucr.privileged.rights import Refused, Rights, label_of, require_no_special, rights_of
+from gpucr.privileged.sandboxes import Sandbox
 
 _SET_IDS = stat.S_ISUID | stat.S_ISGID
 

@@ -13,28 +13,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from msgspec import Struct
-from msgspec.structs import replace
 
 from gpucr.criu.engine import Criu
 from gpucr.criu.image_entries import ImageError, images_in
 from gpucr.criu.images import NAME as FILES_IMAGE
 from gpucr.criu.images import FilesImage
-from gpucr.criu.install import GRANTED_NAME, CriuInstall, least_version, probe
 from gpucr.criu.linked_files import REMAP_IMAGE
-from gpucr.criu.options import DumpOptions, RestoreOptions
+from gpucr.criu.options import DumpOptions, RestoreOptions, is_shell_job
+from gpucr.criu.pids import joins_a_session
 from gpucr.criu.service import Entered
-from gpucr.errors import CriuError, CriuUnavailable, GpucrError
-from gpucr.helper import folders, inspected, limits, peer, sandboxes, session, terminals
-from gpucr.helper.inheritance import (
-    adopt_descendants,
-    as_peer_with,
-    become_keeper,
-    join_cgroups_of,
-    leave_keyring,
-    needed,
-)
-from gpucr.helper.keys import KEYS_FOLDER, SIGNATURE_NAME, Keys, Signature, SignedFile, signature
+from gpucr.errors import CriuError, GpucrError
 from gpucr.helper.messages import (
+    SIGNATURE_NAME,
     Answer,
     Ask,
     BadMessage,
@@ -51,21 +41,28 @@ from gpucr.helper.messages import (
     Stop,
     close_all,
 )
-from gpucr.helper.owned import require_owned
-from gpucr.helper.peer import Peer
-from gpucr.helper.rights import Refused
-from gpucr.helper.sandboxes import Sandbox
 from gpucr.linux import capabilities, descriptor_limit, processes
 from gpucr.linux.held_folder import HeldFolder
 from gpucr.linux.tcp_repair import sockets_released
+from gpucr.privileged import copied_criu, folders, inspected, limits, mounts, peer, sandboxes, session, terminals
+from gpucr.privileged.inheritance import (
+    adopt_descendants,
+    as_peer_with,
+    become_keeper,
+    join_cgroups_of,
+    leave_keyring,
+    needed,
+)
+from gpucr.privileged.keys import KEYS_FOLDER, Keys, Signature, SignedFile, signature
+from gpucr.privileged.owned import require_owned
+from gpucr.privileged.peer import Peer
+from gpucr.privileged.rights import Refused
+from gpucr.privileged.sandboxes import Sandbox
 
 REQUEST_LIMIT_S = 60.0
 """How long a client may take for its request."""
 
 MAX_LOG_BYTES = 16 << 20
-COPY_FOLDER = Path("/opt/gpucr/helper")
-"""The folder of the CRIU that it starts."""
-
 _FIRST_FREE_FD = 10
 _LOG_NAME = "criu.log"
 _LOG_AT, _KEEPER_AT, _KEEPER_FDS = 1, 2, 3
@@ -127,6 +124,7 @@ class _Request:
         try:
             if len(fds) != _descriptors_of(request):
                 raise BadMessage("another number of descriptors")
+            mounts.join(self._connection.socket)
             self._peer = peer.of(self._connection.socket)
             if isinstance(request, Ask):
                 self._here()
@@ -137,7 +135,7 @@ class _Request:
             folders.require_users_folder(fds[0], self._peer)
             folders.require_log(fds[_LOG_AT])
             self._leave_for_peer()
-            self._criu = found_copy()
+            self._criu = copied_criu.find()
             self._key = self._keys.own()
             if isinstance(request, Dump):
                 self._dump(request, fds)
@@ -164,7 +162,7 @@ class _Request:
     @staticmethod
     def _myself() -> Here:
         stat = processes.read_stat(os.getpid())
-        return Here(found_copy().version, os.getpid(), max(stat.start_time_ticks, 0) if stat is not None else 0)
+        return Here(copied_criu.find().version, os.getpid(), max(stat.start_time_ticks, 0) if stat is not None else 0)
 
     # --- dump ---
 
@@ -179,10 +177,12 @@ class _Request:
         rights = require_owned(request.pid, self._peer, sandbox)
         self._connection.send(self._myself())
         wanted = needed(has_filter=any(each.has_filter for each in rights.values()))
-        terminals.require_restorable([each.pid for each in processes.tree(request.pid)], wanted)
+        pids = [each.pid for each in processes.tree(request.pid)]
+        joins = sandbox is None and is_shell_job(request.pid, pids)
+        terminals.require_restorable(pids, wanted, joins=joins)
         options = DumpOptions(
             leave_running=request.leave_running,
-            shell_job=False,
+            shell_job=joins,
             ghost_limit_bytes=request.ghost_limit_bytes,
             link_remap=False,  # it would create names, as root, in the job's folders
         )
@@ -250,6 +250,7 @@ class _Request:
             images.chmod(0o755)  # the peer's CRIU reaches it by descriptor; the path leads through a root-only folder
             folders.copy_verified(fds[0], signed.files, images, self._check)
             has_filter = inspected.require_inspected(images, self._peer)
+            joins = sandbox is None and joins_a_session(images_in(images))  # this process's, which has no terminal
             inherited = self._fit(images, signed.files, request, given, sandbox)
             if sandbox is None:
                 adopt_descendants()
@@ -259,7 +260,7 @@ class _Request:
                 with as_peer_with(self._peer, wanted | _to_enter(sandbox)):
                     root_pid = self._criu_in(sandbox, wanted).restore(
                         held.path,
-                        RestoreOptions(shell_job=False, link_remap=False),
+                        RestoreOptions(shell_job=joins, link_remap=False),
                         log_path=log_path,
                         leave_stopped=request.leave_stopped,
                         inherited=inherited,
@@ -406,14 +407,6 @@ def _log_given(private: Path, peer: Peer, fd: int) -> Iterator[Path]:
             while data:
                 data = data[os.write(fd, data) :]
         os.close(folder)
-
-
-def found_copy() -> CriuInstall:
-    """The CRIU that users can start, with no capabilities. Raises CriuUnavailable."""
-    for program in sorted(COPY_FOLDER.glob(f"*/{GRANTED_NAME}")):
-        found = probe((str(program),), "helper", program, least_version())
-        return replace(found, is_unprivileged=True, has_network=True)
-    raise CriuUnavailable("the helper has no CRIU", hint="have root run: gpucr helper install")
 
 
 def prepare_process() -> None:

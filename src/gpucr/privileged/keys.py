@@ -15,14 +15,12 @@ from msgspec.structs import replace
 
 from gpucr import records
 from gpucr.helper.messages import Network
-from gpucr.helper.rights import Refused
 from gpucr.linux import trusted_paths
+from gpucr.privileged.rights import Refused
 from gpucr.records import Count, Record, RecordError
 
 KEYS_FOLDER = Path("/etc/gpucr/helper")
 OWN_NAME = "own.key"
-SIGNATURE_NAME = "gpucr-helper.json"
-"""The signature's file name, beside the images."""
 MAX_SIGNATURE_BYTES = 16 << 20
 
 _KEY_BYTES = 32
