@@ -33,7 +33,7 @@ _COMMANDS = {
     "completion": "print a shell completion script",
     "connections": "list connections that are kept for a restore, or give them up",
     "copy": "copy snapshots from one store to another",
-    "criu": "show the CRIU that gpucr uses; fetch or grant one",
+    "criu": "show the CRIU that gpucr uses; fetch one",
     "demo": "dump and restore a small CUDA program, and check it",
     "diff": "show what differs between two snapshots of a store",
     "doctor": "show what blocks this machine or a job, and how to fix it",
