@@ -152,6 +152,13 @@ class Registry:
         """
         check_name(name)
         self._remove_unregistered()
+        with self._reserved(name, log_path, replaces) as reservation:
+            yield reservation
+
+    @contextlib.contextmanager
+    def _reserved(
+        self, name: str, log_path: Path | None, replaces: Callable[[ListedJob], bool]
+    ) -> Iterator[Reservation]:
         with self._locked(name) as folder:
             taken = self.look(name)
             if taken is not None and not replaces(taken):
@@ -180,7 +187,14 @@ class Registry:
                 (self._folder / name).mkdir(mode=0o700)
             except FileExistsError:
                 continue
-            with self.reserve(name, log_path=log_path, replaces=lambda _: False) as reservation:
+            with contextlib.ExitStack() as held:
+                try:
+                    reservation = held.enter_context(self._reserved(name, log_path, lambda _: False))
+                except (InvalidRequest, Unsupported) as e:
+                    # Another gpucr took the folder, without a lock yet, for that of a killed one; a third has it now.
+                    if e.code not in ("GPUCR-NAME-TAKEN", "GPUCR-BUSY"):
+                        raise
+                    continue
                 yield reservation
             return
 
