@@ -438,7 +438,7 @@ def test_a_killed_restore_leaves_nothing(
         if hook == {hook!r}:
             die()
     root = Criu(find_criu()).restore(
-        folder / "images", RestoreOptions(False, "skip"), log_path=folder.parent / "log",
+        folder / "images", RestoreOptions(False), log_path=folder.parent / "log",
         leave_stopped=True, on_start=on_start, on_notify=on_notify,
     )
     if {hook!r} == "known":

@@ -41,7 +41,7 @@ KINDS: dict[str, tuple[int, Any]] = {
 LISTENING = CONNECTED + WITH_FILES + "left, right = socket.socketpair()\npair = os.openpty()\n"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")  # not of the module: a worker may come back to it, and the name is taken then
 def dumped(helper_machine: Machine, tmp_path_factory: pytest.TempPathFactory) -> Path:
     user, copy = helper_machine.user, tmp_path_factory.mktemp("dumped") / "images"
     pid = start(user, "inspected", LISTENING)
