@@ -216,6 +216,8 @@ int cuCheckpointOperationComplete_custom(struct operation *handle) {
     if (result != SUCCESS)
         return result;
     result = control_request(operation->pid, &request);
+    if (result == NOT_INITIALIZED) /* nobody listens: it has ended */
+        result = OPERATING_SYSTEM;
     if (result != SUCCESS && result != OPERATING_SYSTEM)
         return result; /* the mapping stays, and a retry is possible; without its process it is over */
     gate_enter();
