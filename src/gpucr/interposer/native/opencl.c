@@ -67,7 +67,7 @@ EXPORT void *clCreateContextFromType(const intptr_t *properties, uint64_t type, 
 
 /* NULL: it is not one of these, or not there. */
 void *opencl_dlsym(void *handle, const char *name) {
-    symbols_find_libc(); /* the caller goes on with it */
+    symbols_find_libc(); /* the caller continues with it */
     bool by_type = strcmp(name, "clCreateContextFromType") == 0;
     if ((!by_type && strcmp(name, "clCreateContext") != 0) || handle == RTLD_NEXT || handle == RTLD_DEFAULT)
         return NULL;
