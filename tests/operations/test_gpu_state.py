@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 from pathlib import Path
 from typing import get_args
 
@@ -98,6 +99,39 @@ def test_a_process_without_device_memory_does_not_block_the_others(
             with pytest.raises(Unsupported, match=f"process {small} cannot leave by an interposer: it has no memory"):
                 gpucr.suspend(job.pid, gpu_state="interposed")
             assert driver.state(small) is RUNNING
+        finally:
+            os.killpg(job.pid, signal.SIGKILL)
+
+
+ONLY_A_STATE = """
+import ctypes, time
+assert ctypes.CDLL("libcuda.so.1").cuInit(0) == 0
+open("watches", "w").close()
+while True: time.sleep(60)
+"""
+"""What NVML makes of a process, seen by the driver: a state, no agent, nothing on the GPU."""
+
+
+def test_a_process_that_only_watches_does_not_block_the_others(
+    driver: CudaDriver, sim_only: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GPUCR_INTERPOSER_DIR", str(tmp_path / "agents"))
+    job_of = 'LD_PRELOAD=$1 "$2" --port 0 --no-shm --mib 24 > worker & exec "$3" -c "$4"'
+    program = str(simulator.build() / "counter")
+    command = ["sh", "-c", job_of, "sh", preload_path(installed()), program, sys.executable, ONLY_A_STATE]
+    with subprocess.Popen(command, cwd=tmp_path, start_new_session=True) as job:
+        try:
+            output = tmp_path / "worker"
+            wait_until((tmp_path / "watches").exists, "the one that watches")
+            wait_until(lambda: output.exists() and output.read_text().startswith("ready"), "the one that works")
+            worker = int(output.read_text().split("pid=")[1].split()[0])
+            for _ in range(2):
+                gpucr.suspend(job.pid, gpu_state="interposed", force=True)
+                assert [driver.state(pid) for pid in (worker, job.pid)] == [CHECKPOINTED] * 2
+                gpucr.resume(job.pid)
+                assert [driver.state(pid) for pid in (worker, job.pid)] == [RUNNING] * 2
+            with pytest.raises(Unsupported, match=f"process {job.pid} cannot leave by an interposer: it was started"):
+                gpucr.suspend(job.pid, gpu_state="interposed", only=True)
         finally:
             os.killpg(job.pid, signal.SIGKILL)
 

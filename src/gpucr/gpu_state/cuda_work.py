@@ -164,7 +164,7 @@ def cuda_work(
     interposers = Interposers(
         driver, uuids_of, guarded, to_host=to_host, moves=moves, gpu_state=gpu_state, wait_saved=wait_saved
     )
-    interposers.require(job.gang)
+    interposers.require(job.gang, held)
     custom = CustomStorages(
         driver, "driver" if moves else gpu_state, gpus, held,
         saver=files_of(saver, held, may_wait=not save_gently),

@@ -14,7 +14,7 @@ from gpucr.driver.cuda import load_driver
 from gpucr.driver.gpus import gpu_processes
 from gpucr.errors import GpucrError, NotACudaProcess
 from gpucr.gang import Halt, state_of
-from gpucr.gpu_state.held import device_bytes_here
+from gpucr.gpu_state.held import device_bytes_here, uses_gpu
 from gpucr.gpu_state.ways import GpuState, first_choice
 from gpucr.jobs import selection
 from gpucr.jobs.selector import JobSelector
@@ -72,14 +72,10 @@ def list_cuda_processes() -> tuple[ProcessState, ...]:
 
 
 def _has_cuda(pid: int, state: CudaState, held: Mapping[int, Mapping[str, int]]) -> bool:
-    """Whether a process with a CUDA state really uses CUDA: it may only have called NVML, or be gpucr.
-
-    NVML calls alone give a process the state RUNNING (driver 580); cuInit maps device files (docs/hardware.md).
-    """
-    if state is not CudaState.RUNNING:
-        return True
-    has_memory = pid in held
-    return (has_memory or memory.has_mapped(pid, "/dev/nvidia")) and not own_use.is_gpucrs(pid, had_memory=has_memory)
+    """Whether a process with a CUDA state really uses CUDA: it may only have called NVML, or be gpucr."""
+    return state is not CudaState.RUNNING or (
+        uses_gpu(pid, held) and not own_use.is_gpucrs(pid, had_memory=pid in held)
+    )
 
 
 def job_states(pid: int | str | JobSelector, *, only: bool = False) -> tuple[ProcessState, ...]:

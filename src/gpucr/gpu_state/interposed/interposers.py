@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from gpucr.driver.api import Driver
 from gpucr.errors import InterposerError, Unsupported
 from gpucr.gpu_state.backend import INTERPOSED
+from gpucr.gpu_state.held import uses_gpu
 from gpucr.gpu_state.interposed.backend import Interposed
 from gpucr.gpu_state.interposed.guarded import Guarded
 from gpucr.gpu_state.interposed.host_copy import HostCopy
@@ -65,11 +66,12 @@ class Interposers:
         self.shares: tuple[Share, ...] = ()
         self._looked_at: set[int] = set()
 
-    def require(self, members: Iterable[GangMember]) -> None:
+    def require(self, members: Iterable[GangMember], held: Mapping[int, Mapping[str, int]]) -> None:
         """Raise Unsupported if one of these running processes would go another way, and that loses it.
 
-        Or if the user insists on this one. A process without memory to take (torch.compile's workers have a context) is
-        left to the driver if another one goes this way.
+        Or if the user insists on this one. A process without memory to take is left to the driver if another one goes
+        this way: torch.compile's workers have a context, and who only asks NVML has nothing (`uses_gpu`).
+        ``held``: their device memory, per pid and GPU UUID.
         """
         running = [member.pid for member in members if member.found is CudaState.RUNNING]
         go = [pid for pid in running if self.over(pid)]
@@ -80,7 +82,8 @@ class Interposers:
             return
         for pid in running:
             why = self.why_not.get(pid, WITHOUT)
-            if pid not in go and not (go and why == foreign.NOTHING_TO_LEAVE):
+            has_none = why == foreign.NOTHING_TO_LEAVE or not uses_gpu(pid, held)
+            if pid not in go and not (go and has_none):
                 raise refused(
                     f"device memory of process {pid} cannot leave by an interposer: {why}",
                     "start the job with `gpucr run`",
