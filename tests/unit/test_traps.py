@@ -462,7 +462,7 @@ def test_mappings_of_the_unified_memory_device_are_counted(tmp_path: Path, monke
     assert seen.uvm_mappings == 2
 
 
-def test_who_only_asks_nvml_has_no_traits() -> None:
+def test_a_process_that_only_asks_nvml_has_no_traits() -> None:
     with python(WAITING) as child:
         assert preflight.look(_gang(child), []).processes == ()
 
