@@ -16,6 +16,7 @@ from gpucr.jobs.names import check_name as check_job_name
 from gpucr.jobs.record import Network
 from gpucr.jobs.registered import find_by_pid_or_name
 from gpucr.linux import own_python, processes, trusted_paths
+from gpucr.operations.engines import require_possible_rehearsal
 from gpucr.operations.launch import StartedJob, run_job
 from gpucr.operations.stores import init_store
 from gpucr.quantities import whole_number
@@ -52,9 +53,15 @@ def require_store(place: str, key: Secret | None) -> str:
     return open_store_for_jobs(place if path is None else path.absolute(), key).backend.url
 
 
+def _check(settings: Supervision) -> None:
+    settings.check()
+    if settings.rehearse is not None:
+        require_possible_rehearsal(shell_job=False)
+
+
 def prepare(name: str, settings: Supervision) -> SupervisedFolder:
     """Store how the job will be supervised. Raises InvalidRequest if it has a supervisor already, Unsupported."""
-    settings.check()
+    _check(settings)
     check_name(name)
     folder = SupervisedFolder(name)
     with folder.held():
@@ -97,7 +104,7 @@ def run_supervised(
 
     If the supervisor cannot be started, the job runs without one, and BrokenInstall is raised.
     """
-    settings.check()
+    _check(settings)
     preflight.require_privileges(os.getpid())
     if name is not None:
         check_name(check_job_name(name))
