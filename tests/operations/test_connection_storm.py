@@ -223,7 +223,7 @@ def _strike(job: Job, to: Path, dice: random.Random, kinds: tuple[str, ...], opt
 
 
 def _nothing_is_left() -> bool:
-    """Whether a next command has undone it all: it passes over what a CRIU, or another gpucr, is still at."""
+    """Whether a next command has undone it all: not yet, while a CRIU, or another gpucr, is still at it."""
     subprocess.run([sys.executable, "-m", "gpucr", "connections"], capture_output=True, check=True, timeout=60)
     return not left_behind.RECORDS.ended()
 
