@@ -12,6 +12,7 @@ BENCHMARKS = (
     "interposed",
     "interposer-cost",
     "intervals",
+    "many",
     "overhead",
     "startup",
     "store",
