@@ -63,6 +63,7 @@ class _Options(TypedDict):
     encrypt: bool
     trust_store: bool
     rehearse: bool
+    pace: float
 
 
 @click.command("dump")
@@ -108,6 +109,15 @@ class _Options(TypedDict):
     is_flag=True,
     help="Before the job is ended, restore the snapshot once beside it; if that fails, the job keeps running.",
 )
+@click.option(
+    "--pace",
+    "pace_percent",
+    type=click.IntRange(0, 100),
+    default=50,
+    show_default=True,
+    metavar="PERCENT",
+    help="Of the GPU's and its threads' time, used to save device memory while the job still runs; 0: do not.",
+)
 @key_file_option
 @click.option(
     "--dry-run",
@@ -135,6 +145,7 @@ def command(
     encrypt: bool,
     trust_store: bool,
     rehearse: bool,
+    pace_percent: int,
     key_file: Path | None,
     dry_run: bool,
     gpu_state: GpuState,
@@ -182,6 +193,7 @@ def command(
     options: _Options = {
         "leave_running": leave_running, "persist": persist, "tcp": tcp, "only": only, "gpu_state": gpu_state,
         "compress": compress, "encrypt": encrypt, "trust_store": trust_store, "rehearse": rehearse,
+        "pace": pace_percent / 100,
     }  # fmt: skip
     if dry_run:
         plan = with_key(key_file, lambda key: plan_dump(job, to, **options, key=key, force=force), place=to)

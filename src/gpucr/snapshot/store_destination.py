@@ -32,7 +32,7 @@ from gpucr.store.codec import Compress
 from gpucr.store.local import LocalBackend
 from gpucr.store.opened import Store
 from gpucr.store.pack import PREFIX as PACKS_PREFIX
-from gpucr.store.pieces import PieceRef
+from gpucr.store.pieces import ZERO_ID, PieceRef
 from gpucr.store.session import WriteSession
 from gpucr.store.stored_snapshot import Area, SetPart
 from gpucr.undo.protection import Protection
@@ -169,7 +169,8 @@ class StoreTarget:
 
     def counts(self, writer: DeviceWriter) -> DumpCounts:
         """The writer's counts; the written bytes include index and snapshot."""
-        return DumpCounts(**structs.asdict(self._session.value.writer.counts))
+        counts = self._session.value.writer.counts
+        return DumpCounts(**structs.asdict(structs.replace(counts, seen_bytes=counts.seen_bytes - writer.again_bytes)))
 
     def discard(self) -> None:
         """End the session, or remove the snapshot. A prune removes what was stored for it."""
@@ -242,9 +243,25 @@ class StoreSink:
     def __init__(self, store: Store) -> None:
         self.session: Result[WriteSession] = Result()
         self.areas: list[Area] = []
+        self._store = store
         self._piece_bytes = store.config.piece_bytes
 
     keeps_files = False
+
+    @property
+    def digest_key(self) -> bytes | None:
+        """The store's."""
+        return self._store.digest_key
+
+    @property
+    def names_are_digests(self) -> bool:
+        """Of a store with BLAKE3."""
+        return self._store.config.hash == "blake3"
+
+    def has(self, digest: bytes, length: int, before: bytes | None) -> bytes | None:
+        """What the store has, and what was put into it."""
+        is_known = digest == ZERO_ID or self.names_are_digests
+        return digest if is_known and self.session.value.writer.rely(PieceRef(digest, length)) else None
 
     def files(self, part: DevicePart) -> Sequence[int]:
         """None: pieces are compressed, encrypted, and shared."""

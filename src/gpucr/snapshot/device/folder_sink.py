@@ -38,6 +38,12 @@ class FolderSink:
         return self._piece_bytes
 
     keeps_files = True
+    digest_key: bytes | None = None
+    names_are_digests = False
+
+    def has(self, digest: bytes, length: int, before: bytes | None) -> bytes | None:
+        """Only zeros, where nothing was written yet."""
+        return ZERO if digest == ZERO and before in (None, ZERO) else None
 
     def files(self, part: DevicePart) -> Sequence[int]:
         """The stripes."""
@@ -52,7 +58,7 @@ class FolderSink:
             self._stripes[part] = Stripes.create(self.folder, part, Layout(size_bytes, self._piece_bytes, STRIPES))
 
     def grow(self, part: DevicePart, size_bytes: int) -> None:
-        """Make the files of a part larger."""
+        """Change the size of a part's files."""
         with self._explained():
             stripes = self._stripes[part]
             stripes.grow(replace(stripes.layout, size_bytes=size_bytes))
