@@ -39,6 +39,7 @@ from gpucr.snapshot.device.writer import DeviceWriter
 from gpucr.snapshot.job_snapshot import JobSnapshot
 from gpucr.snapshot.location import Compress, Place, TargetPlace, find_target
 from gpucr.snapshot.manifest import OverruledFinding
+from gpucr.store import CHECK_KNOWN_S
 from gpucr.undo.cancellation import Cancellation
 from gpucr.undo.events import OnProgress
 from gpucr.undo.operation import TO_MOVE, Operation, operation
@@ -116,6 +117,7 @@ def dump(
     trust_store: bool = False,
     rehearse: bool = False,
     pace: float = PACE,
+    check_known_s: float = CHECK_KNOWN_S,
     key: Secret | None = None,
     timeout_s: float | None = None,
     force: bool = False,
@@ -149,9 +151,9 @@ def dump(
     uses at most the share ``pace`` of a GPU and of its threads' time (0: there is none).
 
     ``to`` is a folder that does not exist or is empty, or a store (``STORE#NAME``; the name is optional). Data that a
-    store already has is not stored again: it is read and compared, and rewritten if damaged; with ``trust_store`` it is
-    assumed intact, unread. The rest is compressed as ``compress`` says. ``key`` opens an encrypted store; with
-    ``encrypt`` any other is refused.
+    store already has is not stored again. What was last read longer ago than ``check_known_s`` is read and compared,
+    and rewritten if damaged; with ``trust_store`` all of it is assumed intact. The rest is compressed as ``compress``
+    says. ``key`` opens an encrypted store; with ``encrypt`` any other is refused.
 
     Raises ProcessNotFound, InvalidRequest, NotPermitted, SnapshotExists, Unsupported, WrongKey (before anything was
     changed);
@@ -165,7 +167,9 @@ def dump(
         )
         require_possible(gpu_state)
         deadline = selection.deadline_after(timeout_s)
-        place = find_target(to, compress=compress, encrypt=encrypt, trust_store=trust_store, key=key)
+        place = find_target(
+            to, compress=compress, encrypt=encrypt, trust_store=trust_store, key=key, check_known_s=check_known_s
+        )
         attempts = _Attempts(deadline)
         rehearsal = _rehearsal(deadline, on_progress, cancel) if rehearse else None
         while True:
@@ -195,6 +199,7 @@ def plan_dump(
     trust_store: bool = False,
     rehearse: bool = False,
     pace: float = PACE,
+    check_known_s: float = CHECK_KNOWN_S,
     key: Secret | None = None,
     force: bool = False,
 ) -> Plan:
@@ -203,7 +208,9 @@ def plan_dump(
         leave_running=leave_running, persist=persist, tcp=tcp, only=only, gpu_state=gpu_state, pace=pace
     )
     require_possible(gpu_state)
-    place = find_target(to, compress=compress, encrypt=encrypt, trust_store=trust_store, key=key)
+    place = find_target(
+        to, compress=compress, encrypt=encrypt, trust_store=trust_store, key=key, check_known_s=check_known_s
+    )
     with selection.claimed_job(pid, force=force) as found:
         rehearsal = _rehearsal(None, None, None) if rehearse else None
         prepared = prepare(found, place, Protection(), request, deadline=None, rehearsal=rehearsal)

@@ -26,7 +26,7 @@ from gpucr.snapshot.job_snapshot import JobSnapshot
 from gpucr.snapshot.manifest import DeviceData, FileRecord, Manifest, encode
 from gpucr.snapshot.recovery import RemoveWorkingFolder, discard_folder
 from gpucr.snapshot.working_folder import WorkingFolder
-from gpucr.store import snapshots
+from gpucr.store import CHECK_KNOWN_S, snapshots
 from gpucr.store.checks import Checks
 from gpucr.store.codec import Compress
 from gpucr.store.local import LocalBackend
@@ -47,7 +47,8 @@ _PIECES_A_THREAD = 4
 class StoreTarget:
     """A snapshot in a store (see `DumpTarget`). ``job`` and ``device_bytes``: what will be dumped.
 
-    ``trust_store``: assume that data which the store already has is intact, without reading it. ``part``: its place in
+    ``trust_store``: assume that data which the store already has is intact, without reading it; what was last read
+    longer ago than ``check_known_s`` is read else. ``part``: its place in
     a set of several nodes.
 
     Raises InvalidRequest for an invalid name.
@@ -60,6 +61,7 @@ class StoreTarget:
         *,
         compress: Compress,
         trust_store: bool,
+        check_known_s: float = CHECK_KNOWN_S,
         job: Job,
         device_bytes: int,
         part: SetPart | None = None,
@@ -70,7 +72,7 @@ class StoreTarget:
         self._name = name
         self._part = part
         self._compress: Compress = compress
-        self._checks = Checks(trust=trust_store)
+        self._checks = Checks(trust=trust_store, known_s=check_known_s)
         resident_bytes = sum(memory.resident_bytes(pid) for pid in job.pids)
         self._sink = StoreSink(store)
         self._working = WorkingFolder(resident_bytes, besides_bytes=device_bytes + self.buffers_bytes)
