@@ -73,8 +73,10 @@ def verify(
         began_s = time.time()
         sound = check.not_read([ref for ref in refs if ref.id not in bad], older_than_s, began_s)
         read_bytes = sum(ref.length for ref in sound)
-        bad |= check.contents(sound, on_bytes or _ignore)
-        check.note([ref for ref in sound if ref.id not in bad], began_s)
+        try:
+            bad |= check.contents(sound, on_bytes or _ignore)
+        finally:
+            check.note(began_s)  # also if it was cut short
     for snapshot_id, each in needed.items():
         problems[snapshot_id] += dict.fromkeys(bad[ref.id] for ref in each if ref.id in bad)
     found = {snapshot_id: tuple(texts) for snapshot_id, texts in problems.items() if texts}
@@ -85,6 +87,7 @@ class _Check:
     def __init__(self, store: Store, index: Index, share: float) -> None:
         self._store = store
         self._share = share
+        self._right: list[PieceRef] = []
         self._index = index
         self._reader = StoreReader(store, index)
 
@@ -135,9 +138,9 @@ class _Check:
         places = {ref: self._index.find(ref.id) for ref in refs}
         return [ref for ref, place in places.items() if place is None or read_back.key_of(place) not in read]
 
-    def note(self, refs: Sequence[PieceRef], began_s: float) -> None:
-        """Record that these were read and found right; not where it is not known which of several copies was."""
-        places = [found for ref in refs if len(found := self._index.places(ref.id)) == 1]
+    def note(self, began_s: float) -> None:
+        """Record what was read and found right; not where it is not known which of several copies was."""
+        places = [found for ref in self._right if len(found := self._index.places(ref.id)) == 1]
         read_back.note(self._store, [place for (place,) in places], why="verify", began_s=began_s)
 
     def contents(self, refs: Sequence[PieceRef], on_bytes: Callable[[int], None]) -> dict[bytes, str]:
@@ -148,6 +151,7 @@ class _Check:
         last = threading.local()
 
         def count(number: int, data: Buffer | None) -> None:
+            self._right.append(in_order[number])
             on_bytes(in_order[number].length)
             now = time.monotonic()
             if self._share < 1:
