@@ -14,10 +14,11 @@ from msgspec.structs import replace
 import gpucr
 from gpucr.driver.cuda import CudaDriver
 from gpucr.driver.gpus import list_gpus
-from gpucr.errors import SnapshotError
+from gpucr.errors import SnapshotDamaged, SnapshotError
 from gpucr.gpu_state.interposed import first_pass, keeping
 from gpucr.gpu_state.interposed.backend import Interposed
 from gpucr.gpu_state.interposed.blocks import BlocksSource
+from gpucr.gpu_state.interposed.restored import BlocksDestination
 from gpucr.interposer.vault import Vault
 from gpucr.linux import memory
 from gpucr.model import CudaState, DevicePart
@@ -329,6 +330,7 @@ while True:
 AT_THE_BRIM = """
 import pathlib, sys, time, gpucr
 from gpucr.gpu_state.interposed.blocks import BlocksSource
+from gpucr.gpu_state.interposed.restored import BlocksDestination
 from gpucr.interposer import vault
 vault.ROOMY_BYTES = 0
 pid, folder, digests = int(sys.argv[1]), pathlib.Path(sys.argv[2]), BlocksSource.digests
@@ -358,3 +360,50 @@ def test_the_job_gets_memory_that_the_first_pass_holds(
     assert "the first pass ended: the job needs device memory" in done.stdout
     job._turn = 1
     assert min(json.loads(job.go_on())) > MIB
+
+
+@pytest.mark.parametrize("place", ["folder", later("store"), later("encrypted")])
+def test_a_restore_checks_on_the_gpu(
+    run: Callable[..., Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """What arrives there with other bytes is read again; what is damaged in the snapshot is an error as ever."""
+    key = gpucr.Secret.passphrase("a good passphrase") if place == "encrypted" else None
+    if place != "folder":
+        gpucr.init_store(tmp_path / "s", key=key)
+    job = run(STANDS)
+    report = job.dump_and_end(tmp_path / "s", key=key)
+    checked: list[list[int]] = []
+    differing, write_from = BlocksDestination.differing, BlocksDestination.write_from
+
+    def watched(self: BlocksDestination, *about: Any) -> list[int]:
+        checked.append(differing(self, *about))
+        return checked[-1]
+
+    def flips(self: BlocksDestination, position: int, data: memoryview) -> None:
+        if position == 0 and not checked:
+            data = memoryview(bytes([data[0] ^ 1]) + bytes(data[1:]))
+        write_from(self, position, data)
+
+    monkeypatch.setattr(BlocksDestination, "differing", watched)
+    monkeypatch.setattr(BlocksDestination, "write_from", flips)
+    gpucr.restore(report.snapshot.where, key=key)
+    assert checked == [[0]], "one piece arrived with other bytes, and was read again"
+    job.forget()
+    job.go_on()
+    again = gpucr.dump(job.pid, tmp_path / "t", leave_running=True)
+    data = saved(again, job.pid)
+    assert data[: 3 * MIB] == saved(report, job.pid)[: 3 * MIB]
+
+
+def test_a_damaged_snapshot_is_an_error_before_the_job_runs(run: Callable[..., Job], tmp_path: Path) -> None:
+    job = run(STANDS)
+    job.dump_and_end(tmp_path / "s")
+    stripe = tmp_path / "s" / "device" / f"{DevicePart(job.pid, 1)}.0"
+    with stripe.open("r+b") as file:
+        file.seek(MIB)
+        byte = file.read(1)
+        file.seek(MIB)
+        file.write(bytes([byte[0] ^ 1]))
+    with pytest.raises(SnapshotDamaged, match="differs from what was written"):
+        gpucr.restore(tmp_path / "s")
+    assert job.pids() == []

@@ -251,21 +251,36 @@ class Vault:
             return self._show(parts)
 
     def make(self, size_bytes: int, *, on_host: bool = False) -> Shown:
-        """New, zeroed memory that can be given to another process, in whole 2 MiB. Raises VaultFailed.
+        """New, zeroed memory that can be given to another process, in whole 2 MiB. Raises VaultFailed."""
+        return self.make_all([(size_bytes, on_host)])
 
-        A network card can be given it too if the device can: the process may ask for that at any time.
-        """
-        size_bytes = -(-size_bytes // GRANULARITY_BYTES) * GRANULARITY_BYTES
+    def make_all(self, wanted: Sequence[tuple[int, bool]]) -> Shown:
+        """As `make`, several behind each other: their sizes, and whether each is on the host. Raises VaultFailed."""
+        with self._busy:
+            self._cuda("cuCtxSetCurrent", self._context)
+            parts: list[tuple[int, int]] = []
+            try:
+                for size_bytes, on_host in wanted:
+                    whole_bytes = -(-size_bytes // GRANULARITY_BYTES) * GRANULARITY_BYTES
+                    parts.append((self._create(whole_bytes, on_host=on_host), whole_bytes))
+            except VaultFailed:
+                self._release(parts)
+                raise
+            made = self._show(parts)
+            done = made.address
+            for _, size_bytes in parts:
+                self._cuda("cuMemsetD8_v2", done, 0, size_bytes)
+                done += size_bytes
+            return made
+
+    def _create(self, size_bytes: int, *, on_host: bool) -> int:
+        """A network card can be given it too if the device can: the process may ask for that at any time."""
         kind, place = (ON_HOST_NODE, 0) if on_host else (ON_DEVICE, self.ordinal)
         wanted = _Properties(_PINNED, _POSIX_DESCRIPTOR, kind, place)
         wanted.direct_rdma = int(self._reaches_network and not on_host)
-        with self._busy:
-            self._cuda("cuCtxSetCurrent", self._context)
-            handle = _LONG()
-            self._cuda("cuMemCreate", ctypes.byref(handle), size_bytes, ctypes.byref(wanted), 0)
-            made = self._show([(handle.value, size_bytes)])
-            self._cuda("cuMemsetD8_v2", made.address, 0, size_bytes)
-            return made
+        handle = _LONG()
+        self._cuda("cuMemCreate", ctypes.byref(handle), size_bytes, ctypes.byref(wanted), 0)
+        return handle.value
 
     def _show(self, parts: Sequence[tuple[int, int]]) -> Shown:
         """The handles are released if it fails."""
@@ -299,9 +314,9 @@ class Vault:
         for handle, _ in parts:
             self._cuda("cuMemRelease", handle)
 
-    def export(self, shown: Shown) -> int:
-        """A descriptor of memory from `make`. Raises VaultFailed."""
-        descriptor, (handle, _) = ctypes.c_int(), shown.parts[0]
+    def export(self, shown: Shown, part: int = 0) -> int:
+        """A descriptor of one part of memory from `make`. Raises VaultFailed."""
+        descriptor, (handle, _) = ctypes.c_int(), shown.parts[part]
         with self._busy:
             self._cuda("cuCtxSetCurrent", self._context)
             self._cuda("cuMemExportToShareableHandle", ctypes.byref(descriptor), handle, _POSIX_DESCRIPTOR, 0)

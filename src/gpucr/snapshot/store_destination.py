@@ -291,7 +291,12 @@ class StoreSink:
         """Nothing yet: the commit publishes all open packs, including those with the images."""
 
     def record(
-        self, part: DevicePart, size_bytes: int, names: Sequence[bytes], extents: Sequence[StagedExtent]
+        self,
+        part: DevicePart,
+        size_bytes: int,
+        names: Sequence[bytes],
+        extents: Sequence[StagedExtent],
+        contents: Sequence[bytes | None],
     ) -> DeviceData:
         """Store the list of the pieces."""
         starts = range(0, size_bytes, self._piece_bytes)

@@ -61,9 +61,14 @@ class DeviceSink(Protocol):
         """Make all pieces durable. Once, after the last `put`."""
 
     def record(
-        self, part: DevicePart, size_bytes: int, names: Sequence[bytes], extents: Sequence[StagedExtent]
+        self,
+        part: DevicePart,
+        size_bytes: int,
+        names: Sequence[bytes],
+        extents: Sequence[StagedExtent],
+        contents: Sequence[bytes | None],
     ) -> DeviceData:
-        """The manifest's record of this part, whose pieces have these names."""
+        """The manifest's record of this part, whose pieces have these names, and digests (as in `has`) if known."""
 
     def close(self) -> None:
         """No more pieces. Idempotent; callable from any thread."""

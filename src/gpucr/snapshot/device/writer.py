@@ -343,7 +343,7 @@ class DeviceWriter:
         self._require_done()
         saving = self._savings[part]
         names = [name for name in saving.names if name is not None]
-        return self._sink.record(part, saving.source.size_bytes, names, extents)
+        return self._sink.record(part, saving.source.size_bytes, names, extents, saving.contents)
 
     def cancel(self) -> None:
         """End the threads after their current piece, and close the sink. Idempotent."""
