@@ -28,9 +28,9 @@ from gpucr.operations.dump_steps import (
     Rehearsal,
     SaveDevice,
     SaveFirst,
-    first_pass,
 )
 from gpucr.operations.engines import criu_for_dump, require_possible_rehearsal
+from gpucr.operations.first_pass import first_pass
 from gpucr.operations.freeze_steps import findings_of_spool, steps_to_freeze
 from gpucr.operations.plan import Plan
 from gpucr.operations.requests import PACE, DumpRequest, Persist

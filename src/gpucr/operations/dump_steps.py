@@ -45,7 +45,7 @@ from gpucr.surroundings.scheduling import with_scheduling
 from gpucr.undo.interrupts import Interrupts
 from gpucr.undo.logs import log_kept_on_failure
 from gpucr.undo.protection import Protection
-from gpucr.undo.steps import LeftBehind, Meter, Step
+from gpucr.undo.steps import LeftBehind, Meter
 from gpucr.version import __version__
 
 if TYPE_CHECKING:
@@ -148,19 +148,6 @@ class PrepareTarget:
                 context.target.discard()
             except (OSError, GpucrError) as e:
                 raise LeftBehind(f"what was written to {context.target.where} could not be removed: {e}") from e
-
-
-def first_pass(cuda: CudaWork, writer: DeviceWriter, pace: float, deadline: float | None) -> list[Step]:
-    """The step that saves device memory while the job runs; none if no interposer takes any of it, or ``pace`` is 0."""
-    pids = [member.pid for member in cuda.gang.members if cuda.interposers.over(member.pid)]
-    if not pids or not pace:
-        return []
-    from gpucr.gpu_state.interposed.first_pass import FirstPass  # other dumps start without it
-
-    def counts() -> tuple[int, int]:
-        return writer.early_known_bytes, writer.early_read_bytes
-
-    return [FirstPass(cuda.interposers, pids, writer, pace, counts, deadline)]
 
 
 class SaveDevice:

@@ -12,7 +12,7 @@ from gpucr.driver.api import Driver
 from gpucr.errors import GpucrError
 from gpucr.gpu_state.backend import INTERPOSED
 from gpucr.gpu_state.interposed.blocks import BlocksSource, HostRoom, can_leave, gpu_of
-from gpucr.gpu_state.interposed.changes import Changes, stretches
+from gpucr.gpu_state.interposed.changes import Changes, Stretch, stretches
 from gpucr.gpu_state.interposed.coming_back import bring_back, let_continue
 from gpucr.gpu_state.interposed.guarded import Guarded
 from gpucr.gpu_state.interposed.host_copy import FILE_NAME
@@ -168,8 +168,19 @@ class Interposed:
 
     def _make_room(self, own_bytes: int) -> None:
         with contextlib.suppress(OSError):  # the rest is allocated on demand
-            self._room = StagingFile.create(own_bytes, FILE_NAME)
+            if self._room is None:
+                self._room = StagingFile.create(own_bytes, FILE_NAME)
             self._room.populate(0, own_bytes)
+
+    def room_of(self, size_bytes: int) -> StagingFile:
+        """The file for its memory, while it runs or stands still. Raises OSError."""
+        if self._preparing is not None and self._preparing is not threading.current_thread():
+            self._preparing.join()
+        if self._room is None:
+            self._room = StagingFile.create(size_bytes, FILE_NAME)
+        if self._room.size_bytes < size_bytes:
+            self._room.resize(size_bytes)
+        return self._room
 
     def needs_nothing(self) -> None:
         """Exclude this process from the choice for the others."""
@@ -223,19 +234,23 @@ class Interposed:
             self._may_start.wait()
             self._vaults.start_all(self._needed)
 
+    def _differing(self, source: BlocksSource, saved_from: Source) -> list[Stretch]:
+        """What is not saved as it is now. ``saved_from``: the source for what the saver reads from now on."""
+        assert self._saver is not None  # noqa: S101 - it has saved some of it
+        saver, piece_bytes = self._saver, self._saver.piece_bytes
+        saver.add(saved_from)
+        with contextlib.suppress(VaultFailed):  # no room for digests: then all of it differs
+            saver.look(self.part, source.digests(piece_bytes, saver.digest_key))
+        return stretches(saver.differing(self.part), piece_bytes, source.size_bytes)
+
     def _decide(self, changes: Changes) -> None:
         """What differs from what the first pass saved, by digests of the memory as it stands still; and keep that."""
         assert self._source is not None  # noqa: S101 - begin has made it
-        assert self._saver is not None  # noqa: S101 - it has saved some of it
         self._start_vaults()
-        source, saver, piece_bytes = self._source, self._saver, self._saver.piece_bytes
-        saver.add(changes)
-        with contextlib.suppress(VaultFailed):  # no room for digests: then all of it differs
-            saver.look(self.part, source.digests(piece_bytes, saver.digest_key))
+        kept = self._differing(self._source, changes)
         if self._way is not Way.CHANGES or self._keeping is None:
             self._is_readable = True
             return
-        kept = stretches(saver.differing(self.part), piece_bytes, source.size_bytes)
         way = self._keeping.place(self._uuids[0], sum(each.size_bytes for each in kept))
         if way is Way.JOB_WAITS:
             self._is_readable = True
@@ -246,14 +261,17 @@ class Interposed:
         assert self._source is not None  # noqa: S101 - begin has made it
         self._start_vaults()
         size_bytes = self._source.size_bytes
-        if self._room is None:
-            self._room = StagingFile.create(size_bytes, FILE_NAME)
-        self._room.resize(max(self._room.size_bytes, size_bytes))
+        file = self.room_of(size_bytes)
         if not size_bytes:
             return
-        room = HostRoom(self._room, max(size_bytes, mmap.PAGESIZE))
+        # Only what a first pass has put into this very file counts.
+        differing = self._differing(self._source, self._source) if self.was_shown and self._to_host else None
+        room = HostRoom(file, max(size_bytes, mmap.PAGESIZE))
         try:
-            self._source.copy_to(room.address)
+            if differing is None:
+                self._source.copy_to(room.address)
+            else:
+                self._source.copy_these(differing, room.address)
         finally:
             room.close()
 

@@ -180,7 +180,11 @@ class BlocksSource:
             for extent in self.extents
             for at in range(0, extent.size_bytes, _PIECE_BYTES)
         ]
-        in_parallel([functools.partial(self.copy_some, start, size, address + start) for start, size in pieces])
+        self.copy_these(pieces, address)
+
+    def copy_these(self, ranges: Sequence[tuple[int, int]], address: int) -> None:
+        """Copy these, each by its start and size, to their places in host memory from this address on."""
+        in_parallel([functools.partial(self.copy_some, start, size, address + start) for start, size in ranges])
 
     def copy_some(self, position: int, size_bytes: int, to: int) -> None:
         """Copy a range to this address in host memory."""

@@ -29,6 +29,7 @@ from gpucr.interposer.protocol import BadAnswer, Code, Refused
 from gpucr.interposer.sharing import Part, Share
 from gpucr.interposer.vault import Vaults
 from gpucr.linux import processes
+from gpucr.linux.tmpfs import StagingFile
 from gpucr.model import CudaState, DevicePart, GangMember, GpuMap, ProcessId
 from gpucr.quantities import counted
 
@@ -112,6 +113,11 @@ class Interposers:
             self._backends[pid] = self._find(pid)
         found = self._backends[pid]
         return (found,) if found is not None else ()
+
+    def room_of(self, part: DevicePart, size_bytes: int) -> StagingFile:
+        """The file in memory that will hold this part when its process is suspended. Raises OSError."""
+        (backend,) = self.over(part.pid)
+        return backend.room_of(size_bytes)
 
     def carried(self, pids: Iterable[int]) -> dict[str, int]:
         """How much they would take from these processes, in bytes per GPU UUID."""
