@@ -195,7 +195,7 @@ def notes_of(*about: Any, **options: Any) -> tuple[gpucr.DumpReport, list[str]]:
 
 
 @pytest.mark.parametrize("place", ["folder", "store", later("encrypted"), later("sha256")])
-def test_what_has_not_changed_is_not_read_while_the_job_stands_still(
+def test_unchanged_memory_is_not_read_again(
     run: Callable[..., Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     key = gpucr.Secret.passphrase("a good passphrase") if place == "encrypted" else None

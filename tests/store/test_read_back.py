@@ -45,7 +45,7 @@ def place() -> MemoryBackend:
     return made
 
 
-def test_what_was_written_is_read_once(place: MemoryBackend, secret: Secret | None) -> None:
+def test_new_data_is_read_once(place: MemoryBackend, secret: Secret | None) -> None:
     store = new_store(place, secret)
     dump(store, CONTENT)
     whole = len(CONTENT["a"])
@@ -67,7 +67,7 @@ def test_a_deep_verification_counts(place: MemoryBackend) -> None:
     assert read_by(store) == 0
 
 
-def test_a_verification_that_is_cut_short_counts_as_far_as_it_came(place: MemoryBackend) -> None:
+def test_an_interrupted_verification_counts_in_part(place: MemoryBackend) -> None:
     store = new_store(place)
     dump(store, CONTENT)
     seen: list[int] = []
@@ -104,7 +104,7 @@ def test_damaged_data_is_never_on_record(place: MemoryBackend) -> None:
     assert restore(store, again) == CONTENT
 
 
-def test_which_of_two_copies_was_read_is_not_known(place: MemoryBackend) -> None:
+def test_one_of_two_copies_was_read(place: MemoryBackend) -> None:
     """The first copy of a piece is damaged, the second is right: a verification finds no problem."""
     store = new_store(place)
     dump(store, CONTENT)

@@ -146,9 +146,9 @@ def dump(
     The job stands still meanwhile, unless it is left running. If that fails, the snapshot is discarded and the job
     keeps running.
 
-    Device memory that an interposer takes is saved while the job still runs, as far as it stays unchanged, and what a
-    store has is not moved at all: the job stands still for digests of all of it, and for what differs. This first pass
-    uses at most the share ``pace`` of a GPU and of its threads' time (0: there is none).
+    What an interposer takes of device memory is saved while the job still runs if it does not change, and what a store
+    has is not moved at all: the job stands still for digests of all of it, and for what differs. This first pass uses
+    at most the share ``pace`` of a GPU and of its threads' time (0: there is none).
 
     ``to`` is a folder that does not exist or is empty, or a store (``STORE#NAME``; the name is optional). Data that a
     store already has is not stored again. What was last read longer ago than ``check_known_s`` is read and compared,

@@ -1,4 +1,4 @@
-"""Between checkpoints: read again what the next dumps rely on, so that none of them has to."""
+"""Between checkpoints: read again what the next dumps rely on, which need not do it then."""
 
 from __future__ import annotations
 

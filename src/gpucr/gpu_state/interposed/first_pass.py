@@ -73,7 +73,7 @@ class FirstPass:
         return f"save device memory while the job runs, in at most {self._share:.0%} of the time"
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
-        """Save. Returns how many bytes were saved, or known. What keeps it from going on is only noted.
+        """Save. Returns how many bytes were saved, or known. What ends it early is only noted.
 
         Raises what the saver raises.
         """
