@@ -9,6 +9,7 @@ import click
 BENCHMARKS = (
     "compare",
     "host-memory",
+    "incremental",
     "interposed",
     "interposer-cost",
     "intervals",

@@ -8,6 +8,7 @@ from typing import TypedDict, get_args
 import click
 
 from gpucr.cli.containers import print_container, refuse_other_options
+from gpucr.cli.durations import Duration
 from gpucr.cli.keys import key_file_option, with_key
 from gpucr.cli.options import (
     complete_place,
@@ -63,6 +64,8 @@ class _Options(TypedDict):
     encrypt: bool
     trust_store: bool
     rehearse: bool
+    pace: float
+    check_known_s: float
 
 
 @click.command("dump")
@@ -102,11 +105,29 @@ class _Options(TypedDict):
     help="In a store: compress where that saves time, not at all, or wherever it saves bytes.",
 )
 @click.option("--encrypt", is_flag=True, help="Refuse stores that are not encrypted.")
-@click.option("--trust-store", is_flag=True, help="In a store: do not read and check what it has already.")
+@click.option("--trust-store", is_flag=True, help="In a store: never read and check what it has already.")
+@click.option(
+    "--check-known",
+    "check_known_s",
+    type=Duration(),
+    default="24h",
+    show_default=True,
+    metavar="TIME",
+    help="In a store: read and check what it has already if that was last done longer ago.",
+)
 @click.option(
     "--rehearse",
     is_flag=True,
     help="Before the job is ended, restore the snapshot once beside it; if that fails, the job keeps running.",
+)
+@click.option(
+    "--pace",
+    "pace_percent",
+    type=click.IntRange(0, 100),
+    default=50,
+    show_default=True,
+    metavar="PERCENT",
+    help="Of the GPU's and its threads' time, used to save device memory while the job still runs; 0: do not.",
 )
 @key_file_option
 @click.option(
@@ -134,7 +155,9 @@ def command(
     compress: Compress,
     encrypt: bool,
     trust_store: bool,
+    check_known_s: float,
     rehearse: bool,
+    pace_percent: int,
     key_file: Path | None,
     dry_run: bool,
     gpu_state: GpuState,
@@ -182,6 +205,7 @@ def command(
     options: _Options = {
         "leave_running": leave_running, "persist": persist, "tcp": tcp, "only": only, "gpu_state": gpu_state,
         "compress": compress, "encrypt": encrypt, "trust_store": trust_store, "rehearse": rehearse,
+        "pace": pace_percent / 100, "check_known_s": check_known_s,
     }  # fmt: skip
     if dry_run:
         plan = with_key(key_file, lambda key: plan_dump(job, to, **options, key=key, force=force), place=to)

@@ -143,12 +143,14 @@ def cuda_work(
     to_host: bool = False,
     whole_tree: bool = True,
     moves: bool = False,
+    early: Saver | None = None,
 ) -> CudaWork:
     """For a job that uses CUDA, by this driver. ``held``: its device memory, per pid and GPU UUID. Changes nothing.
 
     Interposers take what they can: with ``to_host``, to host memory that the processes keep; otherwise our descriptors
     hold it during the operation. Without a ``saver`` the CPU threads keep running. ``gpu_state``, ``whole_tree``: as in
     GangStaging and CheckpointGang. ``moves``: it goes to other GPUs.
+    ``early``: with ``to_host``, fills the host memory while the job runs.
     """
     if driver is None or not job.gang:
         raise ValueError("the job does not use CUDA")
@@ -162,8 +164,9 @@ def cuda_work(
 
     wait_saved = saver.wait if saver is not None and save_gently else None
     interposers = Interposers(
-        driver, uuids_of, guarded, to_host=to_host, moves=moves, gpu_state=gpu_state, wait_saved=wait_saved
-    )
+        driver, uuids_of, guarded, to_host=to_host, moves=moves, gpu_state=gpu_state, wait_saved=wait_saved,
+        saver=saver or early,
+    )  # fmt: skip
     interposers.require(job.gang, held)
     custom = CustomStorages(
         driver, "driver" if moves else gpu_state, gpus, held,

@@ -30,14 +30,16 @@ from gpucr.operations.dump_steps import (
     SaveFirst,
 )
 from gpucr.operations.engines import criu_for_dump, require_possible_rehearsal
+from gpucr.operations.first_pass import first_pass
 from gpucr.operations.freeze_steps import findings_of_spool, steps_to_freeze
 from gpucr.operations.plan import Plan
-from gpucr.operations.requests import DumpRequest, Persist
+from gpucr.operations.requests import PACE, DumpRequest, Persist
 from gpucr.snapshot.destination import DumpCounts, repairs_of
 from gpucr.snapshot.device.writer import DeviceWriter
 from gpucr.snapshot.job_snapshot import JobSnapshot
 from gpucr.snapshot.location import Compress, Place, TargetPlace, find_target
 from gpucr.snapshot.manifest import OverruledFinding
+from gpucr.store import CHECK_KNOWN_S
 from gpucr.undo.cancellation import Cancellation
 from gpucr.undo.events import OnProgress
 from gpucr.undo.operation import TO_MOVE, Operation, operation
@@ -114,6 +116,8 @@ def dump(
     encrypt: bool = False,
     trust_store: bool = False,
     rehearse: bool = False,
+    pace: float = PACE,
+    check_known_s: float = CHECK_KNOWN_S,
     key: Secret | None = None,
     timeout_s: float | None = None,
     force: bool = False,
@@ -142,10 +146,14 @@ def dump(
     The job stands still meanwhile, unless it is left running. If that fails, the snapshot is discarded and the job
     keeps running.
 
+    What an interposer takes of device memory is saved while the job still runs if it does not change, and what a store
+    has is not moved at all: the job stands still for digests of all of it, and for what differs. This first pass uses
+    at most the share ``pace`` of a GPU and of its threads' time (0: there is none).
+
     ``to`` is a folder that does not exist or is empty, or a store (``STORE#NAME``; the name is optional). Data that a
-    store already has is not stored again: it is read and compared, and rewritten if damaged; with ``trust_store`` it is
-    assumed intact, unread. The rest is compressed as ``compress`` says. ``key`` opens an encrypted store; with
-    ``encrypt`` any other is refused.
+    store already has is not stored again. What was last read longer ago than ``check_known_s`` is read and compared,
+    and rewritten if damaged; with ``trust_store`` all of it is assumed intact. The rest is compressed as ``compress``
+    says. ``key`` opens an encrypted store; with ``encrypt`` any other is refused.
 
     Raises ProcessNotFound, InvalidRequest, NotPermitted, SnapshotExists, Unsupported, WrongKey (before anything was
     changed);
@@ -154,10 +162,14 @@ def dump(
     JobDamaged (not undone).
     """  # fmt: skip
     with operation("dump", pid, on_progress=on_progress, cancel=cancel) as running:
-        request = DumpRequest(leave_running=leave_running, persist=persist, tcp=tcp, only=only, gpu_state=gpu_state)
+        request = DumpRequest(
+            leave_running=leave_running, persist=persist, tcp=tcp, only=only, gpu_state=gpu_state, pace=pace
+        )
         require_possible(gpu_state)
         deadline = selection.deadline_after(timeout_s)
-        place = find_target(to, compress=compress, encrypt=encrypt, trust_store=trust_store, key=key)
+        place = find_target(
+            to, compress=compress, encrypt=encrypt, trust_store=trust_store, key=key, check_known_s=check_known_s
+        )
         attempts = _Attempts(deadline)
         rehearsal = _rehearsal(deadline, on_progress, cancel) if rehearse else None
         while True:
@@ -186,13 +198,19 @@ def plan_dump(
     encrypt: bool = False,
     trust_store: bool = False,
     rehearse: bool = False,
+    pace: float = PACE,
+    check_known_s: float = CHECK_KNOWN_S,
     key: Secret | None = None,
     force: bool = False,
 ) -> Plan:
     """What `dump` would do with the same arguments. Changes nothing; raises like `dump` before its first step."""
-    request = DumpRequest(leave_running=leave_running, persist=persist, tcp=tcp, only=only, gpu_state=gpu_state)
+    request = DumpRequest(
+        leave_running=leave_running, persist=persist, tcp=tcp, only=only, gpu_state=gpu_state, pace=pace
+    )
     require_possible(gpu_state)
-    place = find_target(to, compress=compress, encrypt=encrypt, trust_store=trust_store, key=key)
+    place = find_target(
+        to, compress=compress, encrypt=encrypt, trust_store=trust_store, key=key, check_known_s=check_known_s
+    )
     with selection.claimed_job(pid, force=force) as found:
         rehearsal = _rehearsal(None, None, None) if rehearse else None
         prepared = prepare(found, place, Protection(), request, deadline=None, rehearsal=rehearsal)
@@ -254,7 +272,7 @@ def prepare(
     held_bytes = sum(sum(by_gpu.values()) for by_gpu in held.values()) + kept_bytes
     target = place.target(job, held_bytes)
     criu = criu_for_dump(found)
-    writer = DeviceWriter(target.sink)
+    writer = DeviceWriter(target.sink, share=request.pace or 1)
     cuda = frozen_cuda
     if job.gang and not is_frozen:
         from gpucr.gpu_state.cuda_work import cuda_work  # jobs without CUDA start without it
@@ -314,7 +332,7 @@ def prepare(
         overruled=tuple(OverruledFinding(f.sentence(), f.consequence) for f in findings if f.severity == "blocking"),
         rehearsal=rehearsal,
     )
-    steps, commit = _steps(context, request.persist, is_frozen=is_frozen)
+    steps, commit = _steps(context, request, is_frozen=is_frozen)
     return Prepared(context, tuple(steps), findings, commit)
 
 
@@ -328,12 +346,15 @@ def _rehearsal(deadline: float | None, on_progress: OnProgress | None, cancel: C
     return Rehearsal(hold)
 
 
-def _steps(context: OwnDump, persist: Persist, *, is_frozen: bool) -> tuple[list[Step], CommitSnapshot | CriuDump]:
+def _steps(context: OwnDump, request: DumpRequest, *, is_frozen: bool) -> tuple[list[Step], CommitSnapshot | CriuDump]:
     cuda, prepare, criu, network = context.cuda, PrepareTarget(context), CriuDump(context), context.network
     save = CommitSnapshot(context, criu)
     if is_frozen:
         return [prepare, SaveDevice(context), Block(network), criu, Unblock(network, refuses_new=True), save], save
-    begin: list[Step] = [prepare, *([cuda.allocate(leave_running=context.leave_running)] if cuda is not None else [])]
+    begin: list[Step] = [prepare]
+    if cuda is not None:
+        begin += first_pass(cuda, context.writer, request.pace, context.deadline)
+        begin.append(cuda.allocate(leave_running=context.leave_running))
     thaw: list[Step] = []
     if context.is_frozen:
         freeze, thaw = steps_to_freeze(context.job, cuda, context.protection)
@@ -351,7 +372,7 @@ def _steps(context: OwnDump, persist: Persist, *, is_frozen: bool) -> tuple[list
         return begin, criu
     if context.is_frozen:
         begin.append(Unblock(network))
-    if persist == "sync":
+    if request.persist == "sync":
         return [*begin, save, *thaw], save
     return [*begin, *([SaveFirst(context)] if cuda is not None and cuda.may_wait else []), *thaw, save], save
 

@@ -20,7 +20,9 @@ from gpucr.jobs.selector import JobSelector
 from gpucr.jobs.taken import taken_job
 from gpucr.linux import processes
 from gpucr.model import CudaState, GpuMap
+from gpucr.operations.first_pass import ToHostMemory
 from gpucr.operations.plan import Plan
+from gpucr.operations.requests import PACE
 from gpucr.operations.suspend import ChangeReport, change_report
 from gpucr.undo.cancellation import Cancellation
 from gpucr.undo.events import OnProgress
@@ -37,6 +39,7 @@ def move(
     only: bool = False,
     timeout_s: float | None = None,
     force: bool = False,
+    pace: float = PACE,
     on_progress: OnProgress | None = None,
     cancel: Cancellation | None = None,
 ) -> ChangeReport:
@@ -44,8 +47,9 @@ def move(
 
     ``gpu`` (``auto``, or the new places of the GPUs that it uses) or ``gpu_map`` (``OLD=NEW,...``) says where to, as in
     `resume`; this can swap the GPUs of one job, but not two jobs. Refuses up front if a GPU has too little free memory.
-    On any failure the job keeps running on the GPUs that it had. Does nothing to a job that is already there. Needs
-    access to the processes (same user, or CAP_SYS_PTRACE).
+    Memory that goes by way of the host is copied there while the job runs, as in `suspend` (``pace``). On any failure
+    the job keeps running on the GPUs that it had. Does nothing to a job that is already there. Needs access to the
+    processes (same user, or CAP_SYS_PTRACE).
 
     Raises InvalidRequest, NotACudaProcess, Unsupported (nothing was changed), LockTimeout, DeadlineExceeded,
     Interrupted, DriverError or JobChanged (all undone), JobDamaged (not undone).
@@ -55,13 +59,15 @@ def move(
         request = _request(gpu_map, gpu)
         taken = opened.enter_context(taken_job(running, pid, TO_MOVE, only=only, force=force))
         found, protection = taken.cuda()
-        prepared = prepare(found, protection, request, only=only, deadline=deadline)
+        prepared = prepare(found, protection, request, only=only, pace=pace, deadline=deadline)
         work, choice = prepared.work, prepared.placement.choice
         opened.callback(work.close)
+        opened.callback(prepared.host.close)
         preflight.require_no_blocking(prepared.findings, force=force)
         if prepared.steps:
             work.staging.prepare(work.sizes)
             work.staging.settle()  # while the job runs
+            prepared.host.begin()
         phases = running.run(list(prepared.steps), roll=taken.roll, deadline=deadline, protection=protection)
         taken.roll.require_gang("the rest of the job runs on its new GPUs")
         return replace(
@@ -95,6 +101,7 @@ class PreparedMove:
     """A move that is ready to run, and what was found before any change. Without steps the job is there already."""
 
     work: CudaWork
+    host: ToHostMemory
     placement: Placement
     steps: tuple[Step, ...]
     findings: tuple[preflight.Finding, ...]
@@ -108,7 +115,13 @@ def _request(gpu_map: GpuMap | str | None, gpu: str | None) -> GpuRequest:
 
 
 def prepare(
-    found: selection.FoundJob, protection: Protection, request: GpuRequest, *, only: bool, deadline: float | None
+    found: selection.FoundJob,
+    protection: Protection,
+    request: GpuRequest,
+    *,
+    only: bool,
+    pace: float = PACE,
+    deadline: float | None,
 ) -> PreparedMove:
     """Inspect a job that uses CUDA. Changes nothing; `CudaWork.close` ends it. The one way, also for a dry run."""
     job = found.job
@@ -128,6 +141,8 @@ def prepare(
         *findings_of_traps(job, found.driver, uses),
         *preflight.check_room(choice.needed_bytes, placement.here, choice.gpu_map),
     ]
+    to_host = not goes_from_gpu_to_gpu(choice)
+    host = ToHostMemory(pace)
     work = cuda_work(
         found.driver,
         job,
@@ -135,18 +150,20 @@ def prepare(
         held,
         None,
         deadline=deadline,
-        to_host=not goes_from_gpu_to_gpu(choice),
+        to_host=to_host,
         whole_tree=not only,
         moves=True,
+        early=host.writer,
     )
     if choice.gpu_map is None:
-        return PreparedMove(work, placement, (), tuple(findings))
+        return PreparedMove(work, host, placement, (), tuple(findings))
     findings += preflight.check_driver(work.gang.driver.capabilities(), choice.gpu_map)
     unlock = UnlockGang(work.gang, down_to=lambda member: member.found)
     steps = (
+        *(host.steps(work, deadline) if to_host else ()),
         *work.steps_off_gpu(),
         MoveGang(work.gang, placement, work.guarded, work.interposers),
         WithoutUndo(unlock),
         *work.hooks.steps_after(),
     )
-    return PreparedMove(work, placement, steps, tuple(findings))
+    return PreparedMove(work, host, placement, steps, tuple(findings))

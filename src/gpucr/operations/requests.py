@@ -14,6 +14,9 @@ from gpucr.gpu_state.ways import GpuState
 Persist = Literal["background", "sync"]
 """When a dump with leave_running writes device memory: while the job runs again, or before."""
 
+PACE = 0.5
+"""The share of its threads' time and of the GPUs that a first pass may use."""
+
 
 @dataclass(frozen=True)
 class DumpRequest:
@@ -24,10 +27,13 @@ class DumpRequest:
     tcp: TcpMode = "close"
     only: bool = False
     gpu_state: GpuState = "auto"
+    pace: float = PACE
 
     def __post_init__(self) -> None:
         _require("persist", self.persist, Persist)
         _require("tcp", self.tcp, TcpMode)
+        if not 0 <= self.pace <= 1:
+            raise InvalidRequest(f"pace is {self.pace!r}", hint="give a share between 0 and 1; 0: no first pass")
         if self.tcp == "keep" and self.leave_running:
             raise InvalidRequest(
                 "a job that is left running keeps its connections, and no restore can take them up",

@@ -33,6 +33,8 @@ from gpucr.jobs import selection
 from gpucr.jobs.selector import JobSelector
 from gpucr.jobs.taken import TakenJob, taken_job
 from gpucr.model import CudaState, GangLock, GangMember, GpuMap
+from gpucr.operations.first_pass import ToHostMemory
+from gpucr.operations.requests import PACE
 from gpucr.undo.cancellation import Cancellation
 from gpucr.undo.events import OnProgress
 from gpucr.undo.operation import TO_CHANGE, Operation, operation
@@ -77,6 +79,7 @@ def suspend(
     gpu_state: GpuState = "auto",
     only: bool = False,
     timeout_s: float | None = None,
+    pace: float = PACE,
     force: bool = False,
     on_progress: OnProgress | None = None,
     cancel: Cancellation | None = None,
@@ -85,7 +88,9 @@ def suspend(
 
     ``pid``, or the name of a registered job, stands for its whole tree (``only``: for the one process); a `JobSelector`
     for several trees, or a cgroup, whose CUDA processes are one gang. ``force`` also accepts processes that are not one
-    job, and overrules preflight. ``gpu_state`` insists on a way for the device memory. Processes found CHECKPOINTED
+    job, and overrules preflight. ``gpu_state`` insists on a way for the device memory. What an interposer takes is
+    copied while the job runs, in at most the share ``pace`` of the time (0: not); what differs when it stands still is
+    copied again. Processes found CHECKPOINTED
     stay so. CPU threads keep running until they call CUDA. Needs access to the processes (same user, or
     CAP_SYS_PTRACE).
 
@@ -97,14 +102,17 @@ def suspend(
         deadline = selection.deadline_after(timeout_s)
         taken = opened.enter_context(taken_job(running, pid, TO_CHANGE, only=only, force=force))
         found, protection = taken.cuda()
-        prepared = prepare_suspend(found, protection, gpu_state=gpu_state, only=only, deadline=deadline)
+        prepared = prepare_suspend(found, protection, gpu_state=gpu_state, only=only, pace=pace, deadline=deadline)
         work = prepared.work
         opened.callback(work.close)
+        opened.callback(prepared.host.close)
         findings = prepared.findings()
         preflight.require_no_blocking(findings, force=force)
         work.staging.prepare(work.sizes)
         work.staging.settle()  # while the job runs: it is stopped only for the copy
-        phases = running.run(work.steps_off_gpu(), roll=taken.roll, deadline=deadline, protection=protection)
+        prepared.host.begin()
+        steps = [*prepared.host.steps(work, deadline), *work.steps_off_gpu()]
+        phases = running.run(steps, roll=taken.roll, deadline=deadline, protection=protection)
         gang = work.gang
         work.custom.release()
         taken_bytes = without_what_stays(work.device_bytes)
@@ -125,6 +133,7 @@ class PreparedSuspend:
     """A suspend that may begin, and what was found before any change. ``needs``: of host memory."""
 
     work: CudaWork
+    host: ToHostMemory
     needs: tuple[preflight.MemoryNeed, ...]
     about_job: tuple[preflight.Finding, ...]
 
@@ -139,6 +148,7 @@ def prepare_suspend(
     *,
     gpu_state: GpuState = "auto",
     only: bool = False,
+    pace: float = PACE,
     deadline: float | None = None,
 ) -> PreparedSuspend:
     """Inspect a job that uses CUDA. Changes nothing; `CudaWork.close` ends it. The one way, also for a dry run.
@@ -154,6 +164,7 @@ def prepare_suspend(
         *preflight.check_left_locked(found.job),
         *findings_of_traps(found.job, found.driver, uses, may_share=may_be_interposed(gpu_state)),
     ]
+    host = ToHostMemory(pace)
     work = cuda_work(
         found.driver,
         found.job,
@@ -164,9 +175,11 @@ def prepare_suspend(
         gpu_state=gpu_state,
         to_host=True,
         whole_tree=not only,
+        early=host.writer,
     )
     return PreparedSuspend(
         work=work,
+        host=host,
         needs=tuple(preflight.needs_of_suspend(held, in_files=uses_files(gpu_state))),
         about_job=(*about_job, *preflight.check_handed_over(work.custom.pids(found.job.gang))),
     )
