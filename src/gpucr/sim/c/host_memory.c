@@ -127,6 +127,16 @@ static enum result copy_on_device_async(uint64_t to, uint64_t from, uint64_t siz
     return stream_query(stream) == INVALID_HANDLE ? INVALID_HANDLE : memory_copy(to, from, size_bytes);
 }
 
+static enum result set_async(uint64_t pointer, unsigned char value, size_t bytes, struct stream *stream) {
+    if (current_device() == NULL)
+        return INVALID_CONTEXT;
+    return stream_query(stream) == INVALID_HANDLE ? INVALID_HANDLE : memory_set(pointer, value, bytes);
+}
+
+EXPORT int cuMemsetD8Async(uint64_t pointer, unsigned char value, size_t bytes, struct stream *stream) {
+    GATED(set_async(pointer, value, bytes, stream));
+}
+
 EXPORT int cuMemcpyDtoDAsync_v2(uint64_t to, uint64_t from, size_t bytes, struct stream *stream) {
     GATED(copy_on_device_async(to, from, bytes, stream));
 }

@@ -56,6 +56,7 @@
     X(cuMemcpyDtoDAsync, 3020, _v2)            \
     X(cuMemcpyPeer, 4000, )                    \
     X(cuMemsetD8, 3020, _v2)                   \
+    X(cuMemsetD8Async, 3020, )                 \
     X(cuMemHostAlloc, 2020, )                  \
     X(cuMemFreeHost, 2000, )                   \
     X(cuMemHostRegister, 6050, _v2)            \
