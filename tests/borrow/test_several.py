@@ -23,10 +23,10 @@ from gpucr.linux import claims, processes
 from gpucr.linux.claims import claimed
 from gpucr.model import CudaState, GangMember, ProcessInfo
 from tests.borrow.at_work import checkpoint_of
+from tests.children import sleeper
 from tests.command import run, run_json
 from tests.counter import Counter, CounterFactory, processes_of_this_test
 from tests.ranks import RanksFactory
-from tests.unit.children import sleeper
 
 RUNNING, CHECKPOINTED = CudaState.RUNNING, CudaState.CHECKPOINTED
 

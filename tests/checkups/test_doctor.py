@@ -21,8 +21,8 @@ from gpucr.criu.install import CriuInstall
 from gpucr.diagnosis.canaries.results import WHAT, CanaryOutcome, CanaryResult, MeasuredMachine, ProbeReport
 from gpucr.errors import CriuUnavailable, Unsupported
 from tests.checkups.judging import severities
+from tests.children import NOBODY_UID, sleeper
 from tests.command import run
-from tests.unit.children import NOBODY_UID, sleeper
 
 NO_CRIU = Finding("blocking", "none", "PATH", "no dump", "fetch", repair="fetch-criu", about="CRIU")
 BLOCKING = Finding("blocking", "it is full", "statvfs", "no dump", "empty it", code="GPUCR-NO-SPACE", about="disk")

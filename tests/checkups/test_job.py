@@ -16,8 +16,8 @@ from gpucr.errors import InvalidRequest
 from gpucr.linux import processes
 from gpucr.linux.memory import machine_available_bytes
 from tests.checkups.judging import severities
+from tests.children import python, sleeper, tracer_of, unused_pid
 from tests.counter import DEADLINE_S, CounterFactory, wait_until
-from tests.unit.children import python, sleeper, tracer_of, unused_pid
 
 GIB = 1 << 30
 

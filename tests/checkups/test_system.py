@@ -30,8 +30,8 @@ from gpucr.linux.cgroups import MemoryLimit
 from gpucr.linux.tmpfs import StagingFile
 from gpucr.model import Gpu
 from tests.checkups.judging import only, severities
-from tests.unit import samples
-from tests.unit.children import NOBODY_UID
+from tests.children import NOBODY_UID
+from tests.snapshot import samples
 
 GIB = 1 << 30
 
