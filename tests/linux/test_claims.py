@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 import gpucr
-from gpucr.errors import Unsupported
+from gpucr.errors import Busy, Unsupported
 from gpucr.linux import claims, processes
 from gpucr.linux.claims import claimed, claimed_pids
 from tests.children import sleeper, unused_pid
@@ -98,7 +98,7 @@ def test_another_pid_namespace(way: str, namespaces: list[str]) -> None:
     with holder(way, 0, "--mount", "--fork", *namespaces) as container:
         assert _says(container).startswith("claimed")
         (job,) = (each for each in processes.tree(container.pid) if each.name == "sleep")
-        with pytest.raises(Unsupported) as caught:
+        with pytest.raises(Busy) as caught:
             claimed([job.pid]).__enter__()
         assert caught.value.code == "GPUCR-BUSY"
         assert "python" in str(caught.value)

@@ -12,7 +12,7 @@ import pytest
 import gpucr
 from gpucr.errors import JobChanged, Unsupported
 from gpucr.undo.interrupts import Interrupts
-from gpucr.undo.operation import all_or_nothing, operation
+from gpucr.undo.operation import Terms, all_or_nothing, operation
 from gpucr.undo.steps import Meter, Phase
 
 
@@ -124,7 +124,7 @@ def test_an_ended_subscription_receives_nothing() -> None:
 
 def test_on_progress_and_subscribers_receive_the_same(events: list[gpucr.Event]) -> None:
     heard: list[gpucr.Progress] = []
-    with operation("dump", 4711, on_progress=heard.append) as running:
+    with operation("dump", 4711, Terms(on_progress=heard.append)) as running:
         running.run([Work()])
     assert heard == [each.progress for each in events if each.progress is not None]
 

@@ -31,7 +31,7 @@ from gpucr.operations.end_job import end_processes
 from gpucr.operations.launch import forget_job, list_jobs, run_job
 from gpucr.operations.restore import restore
 from gpucr.snapshot.gpus import count_used_gpus
-from gpucr.snapshot.in_store import SnapshotInStore
+from gpucr.snapshot.location import in_store
 from gpucr.undo.cancellation import Cancellation
 
 if TYPE_CHECKING:
@@ -304,8 +304,7 @@ class _Run:
             self._say(f"no dump: {_said(e)}")
             return False
         self._say(f"dumped to {report.snapshot.where} in {time.monotonic() - begin:.1f} s")
-        made = report.snapshot
-        assert isinstance(made, SnapshotInStore)  # noqa: S101 - it was dumped into a store
+        made = in_store(report.snapshot)
         try:
             self._aside(lambda: self._snapshots.keep_the_last(made.stored))
         except (GpucrError, OSError) as e:
@@ -344,9 +343,7 @@ def _said(error: GpucrError | OSError) -> str:
 
 def _record(name: str) -> JobRecord:
     with registry_in_use():
-        found = registry().find(name)
-    assert found.record is not None  # noqa: S101 - it was registered a moment ago
-    return found.record
+        return registry().find(name).readable()
 
 
 def _exit_code(name: str, *, dumped: int) -> int | None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from gpucr.errors import InvalidRequest, StoreError
 from gpucr.operations.stores import init_store, list_snapshots, prune_store, remove_snapshot
 from gpucr.snapshot.in_store import SnapshotInStore
-from gpucr.snapshot.location import is_store, open_snapshot
+from gpucr.snapshot.location import in_store, is_store, open_snapshot
 from gpucr.store.retention import PruneRules
 
 if TYPE_CHECKING:
@@ -47,8 +47,7 @@ class JobSnapshots:
         self._look()
         if not self.known:
             return None
-        snapshot = open_snapshot(f"{self._store}#{self.known[-1].id}", self.key)
-        assert isinstance(snapshot, SnapshotInStore)  # noqa: S101 - it was found in a store
+        snapshot = in_store(open_snapshot(f"{self._store}#{self.known[-1].id}", self.key))
         launch = snapshot.manifest.launch
         was = launch.command if launch is not None else None
         if was != tuple(command):

@@ -6,10 +6,9 @@ import contextlib
 import os
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 from msgspec import Struct
 
@@ -17,28 +16,26 @@ from gpucr.borrow.policy import Occupant
 from gpucr.diagnosis import preflight
 from gpucr.driver import own_use
 from gpucr.driver.gpus import gpu_processes
-from gpucr.errors import GpucrError, InvalidRequest, JobDamaged, NotACudaProcess, Unsupported, reason_of
+from gpucr.errors import Busy, GpucrError, JobDamaged, NotACudaProcess, Unsupported, reason_of
 from gpucr.gpu_state import at_work
 from gpucr.jobs import selection
 from gpucr.jobs.record import JobRecord, Lent
 from gpucr.jobs.registered import registry, registry_in_use
-from gpucr.jobs.registry import ListedJob
 from gpucr.linux import claims, processes
 from gpucr.model import GpuUse, ProcessId
+from gpucr.operations.chosen import BUSY_S, when_free
 from gpucr.operations.dump import dump, plan_dump
+from gpucr.operations.requests import SuspendRequest
 from gpucr.operations.restore import restore
 from gpucr.operations.stores import remove_snapshot
 from gpucr.operations.suspend import prepare_suspend, resume, suspend
 from gpucr.snapshot.location import is_store
-from gpucr.store.keys import MAX_KEY_FILE_BYTES, Secret
+from gpucr.store.keys import Secret
 from gpucr.undo.cancellation import Cancellation
 from gpucr.undo.protection import Protection
 
 Say = Callable[[str], None]
-_Result = TypeVar("_Result")
 
-BUSY_S = 600.0
-"""How long to wait for a job that another gpucr works on."""
 _FREE_S, _PAUSE_S, _ENDING_S = 10.0, 0.25, 10.0
 
 
@@ -157,7 +154,7 @@ def _host_memory_of(
     """
     with selection.claimed_job(job.name) as found:  # its state when nobody works on it
         found.require_cuda()
-        prepared = prepare_suspend(found, Protection())
+        prepared = prepare_suspend(found, SuspendRequest(job.name), Protection())
         prepared.work.close()
     preflight.require_no_blocking(prepared.about_job)
     short = [each for each in preflight.check_host_memory([*needs, *prepared.needs]) if each.severity == "blocking"]
@@ -226,19 +223,7 @@ def bring_back(name: str, say: Say) -> None:
 
 def read_key(key_file: str | None) -> Secret | None:
     """The key that opens the store. Raises InvalidRequest if the key file cannot be read."""
-    if key_file is None:
-        return None
-    try:
-        with Path(key_file).open("rb") as stream:
-            return Secret.key_file(stream.read(MAX_KEY_FILE_BYTES + 1))
-    except OSError as e:
-        raise InvalidRequest(f"the key file {key_file} cannot be read: {e.strerror}", hint="put it back") from e
-
-
-def lent_jobs() -> Mapping[str, ListedJob]:
-    """The jobs whose GPUs are lent, by name. Raises Unsupported."""
-    with registry_in_use():
-        return {job.name: job for job in registry().jobs() if job.record is not None and job.record.lent is not None}
+    return None if key_file is None else Secret.in_file(key_file)
 
 
 def _place(to: str, name: str) -> str:
@@ -260,22 +245,6 @@ def note_back(name: str) -> None:
             registry().update(listed.record, lent=None)
 
 
-def when_free(change: Callable[[], _Result], cancel: Cancellation | None, limit_s: float = BUSY_S) -> _Result:
-    """Retry while another gpucr works on the job, such as a supervisor taking a checkpoint.
-
-    Raises like ``change``: Unsupported (GPUCR-BUSY) only after ``limit_s``, or when cancelled.
-    """
-    end_s = time.monotonic() + limit_s
-    while True:
-        try:
-            return change()
-        except Unsupported as e:
-            is_cancelled = cancel is not None and cancel.is_cancelled
-            if e.code != "GPUCR-BUSY" or is_cancelled or time.monotonic() > end_s:
-                raise
-            time.sleep(_PAUSE_S)
-
-
 def _until_there_is_room(change: Callable[[], object]) -> None:
     """Retry: a process that has just ended may still hold memory for a moment, and zombies hold pids.
 
@@ -286,7 +255,7 @@ def _until_there_is_room(change: Callable[[], object]) -> None:
         try:
             change()
         except Unsupported as e:
-            if time.monotonic() > begun_s + (BUSY_S if e.code == "GPUCR-BUSY" else _FREE_S):
+            if time.monotonic() > begun_s + (BUSY_S if isinstance(e, Busy) else _FREE_S):
                 raise
             time.sleep(_PAUSE_S)
         else:

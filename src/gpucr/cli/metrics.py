@@ -11,6 +11,7 @@ import click
 from gpucr.cli.options import complete_file, json_option
 from gpucr.cli.output import print_json
 from gpucr.quantities import whole_number
+from gpucr.supervise import metrics
 
 
 @click.command("metrics")
@@ -37,8 +38,6 @@ def command(*, listen: str | None, textfile: Path | None, alerts: bool, dashboar
       gpucr metrics --listen 9470
       gpucr metrics --alerts > /etc/prometheus/gpucr.yml
     """
-    from gpucr.supervise import metrics
-
     if sum((listen is not None, textfile is not None, alerts, dashboard, as_json)) > 1:
         raise click.UsageError("give one of --listen, --textfile, --alerts, --dashboard and --json")
     if alerts or dashboard:

@@ -24,6 +24,19 @@ class JsonWanted(Struct):
     is_printed: bool = False
 
 
+class Output(Struct, frozen=True):
+    """What a command prints, as --json, --quiet and --verbose ask."""
+
+    as_json: bool = False
+    quiet: bool = False
+    verbose: bool = False
+
+    @property
+    def is_text(self) -> bool:
+        """Whether the result is printed for people."""
+        return not (self.as_json or self.quiet)
+
+
 def print_json(kind: str, data: Mapping[str, Any]) -> None:
     """Print one JSON object on stdout. ``kind`` names the command; every object says its schema and version.
 

@@ -13,6 +13,8 @@ from gpucr.cli.places import open_place
 from gpucr.cli.progress import progress_printer
 from gpucr.cli.reports import print_phases, rehearsal_fields, rehearsal_text, say_warnings, snapshot_text
 from gpucr.errors import SnapshotDamaged, StoreDamaged
+from gpucr.operations.rehearse import rehearse
+from gpucr.operations.stores import verify_snapshots
 from gpucr.quantities import format_bytes
 from gpucr.snapshot.location import is_store
 
@@ -70,8 +72,6 @@ def command(
 
 
 def _rehearse(snapshot: str, key_file: Path | None, timeout_s: float | None, *, as_json: bool, quiet: bool) -> None:
-    from gpucr.operations.rehearse import rehearse
-
     listener = progress_printer(quiet=quiet or as_json)
     report = rehearse(open_place(snapshot, key_file), timeout_s=timeout_s, on_progress=listener)
     if not quiet:
@@ -84,8 +84,6 @@ def _rehearse(snapshot: str, key_file: Path | None, timeout_s: float | None, *, 
 
 
 def _verify_store(store: str, *, deep: bool, key_file: Path | None, as_json: bool, quiet: bool) -> None:
-    from gpucr.operations.stores import verify_snapshots
-
     listener = progress_printer(quiet=quiet or as_json)
     report = with_key(key_file, lambda key: verify_snapshots(store, deep=deep, key=key, on_progress=listener))
     names = {each.id: each.label for each in report.snapshots}

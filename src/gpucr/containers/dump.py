@@ -185,7 +185,7 @@ def dump_for_runtime(root_pid: int, images: Path, hooks: RuntimeHooks, *, claim:
         network = opened.enter_context(AfterCriu(taken.found.job, str(images.absolute())))
         run = RuntimeDump(context, hooks, part, network)
         try:
-            running.run(_steps(context, cuda, run), roll=taken.roll, protection=taken.protection)
+            running.run(_steps(context, cuda, run))
         finally:
             context.writer.cancel()
             cuda.close()

@@ -414,6 +414,14 @@ def thread_with_innermost_id(pid: int, innermost_id: int) -> int | None:
     return None
 
 
+def this_process() -> ProcessId:
+    """The identity of the caller. Raises ProcessNotFound where /proc does not show it."""
+    stat = read_stat(os.getpid())
+    if stat is None:
+        raise ProcessNotFound(f"{PROC} does not show this process", pid=os.getpid(), hint="mount /proc")
+    return ProcessId(os.getpid(), stat.start_time_ticks)
+
+
 def can_checkpoint_processes() -> bool:
     """Whether the caller has the capabilities with which CRIU can dump and restore any process."""
     return _has_capabilities(_CAP_SYS_PTRACE, _CAP_SYS_ADMIN)

@@ -33,9 +33,10 @@ from gpucr.jobs import selection
 from gpucr.jobs.selector import JobSelector
 from gpucr.jobs.taken import TakenJob, taken_job
 from gpucr.model import CudaState, GangLock, GangMember, GpuMap
+from gpucr.operations.requests import ResumeRequest, SuspendRequest
 from gpucr.undo.cancellation import Cancellation
 from gpucr.undo.events import OnProgress
-from gpucr.undo.operation import TO_CHANGE, Operation, operation
+from gpucr.undo.operation import AS_USUAL, TO_CHANGE, Operation, Terms, operation
 from gpucr.undo.protection import Protection
 from gpucr.undo.steps import Phase, Step
 
@@ -92,19 +93,23 @@ def suspend(
     Raises NotACudaProcess, Unsupported (nothing was changed), LockTimeout, DeadlineExceeded, Interrupted, DriverError
     or JobChanged (all undone), JobDamaged (not undone).
     """  # fmt: skip
-    with operation("suspend", pid, on_progress=on_progress, cancel=cancel) as running, contextlib.ExitStack() as opened:
-        require_possible(gpu_state)
-        deadline = selection.deadline_after(timeout_s)
-        taken = opened.enter_context(taken_job(running, pid, TO_CHANGE, only=only, force=force))
+    return run_suspend(SuspendRequest(pid, gpu_state, only), Terms(timeout_s, force, on_progress, cancel))
+
+
+def run_suspend(request: SuspendRequest, terms: Terms = AS_USUAL) -> ChangeReport:
+    """See `suspend`."""
+    with operation("suspend", request.job, terms) as running, contextlib.ExitStack() as opened:
+        require_possible(request.gpu_state)
+        taken = opened.enter_context(taken_job(running, request.job, TO_CHANGE, only=request.only))
         found, protection = taken.cuda()
-        prepared = prepare_suspend(found, protection, gpu_state=gpu_state, only=only, deadline=deadline)
+        prepared = prepare_suspend(found, request, protection, running.deadline)
         work = prepared.work
         opened.callback(work.close)
         findings = prepared.findings()
-        preflight.require_no_blocking(findings, force=force)
+        preflight.require_no_blocking(findings, force=running.force)
         work.staging.prepare(work.sizes)
         work.staging.settle()  # while the job runs: it is stopped only for the copy
-        phases = running.run(work.steps_off_gpu(), roll=taken.roll, deadline=deadline, protection=protection)
+        phases = running.run(work.steps_off_gpu())
         gang = work.gang
         work.custom.release()
         taken_bytes = without_what_stays(work.device_bytes)
@@ -134,17 +139,13 @@ class PreparedSuspend:
 
 
 def prepare_suspend(
-    found: selection.FoundJob,
-    protection: Protection,
-    *,
-    gpu_state: GpuState = "auto",
-    only: bool = False,
-    deadline: float | None = None,
+    found: selection.FoundJob, request: SuspendRequest, protection: Protection, deadline: float | None = None
 ) -> PreparedSuspend:
     """Inspect a job that uses CUDA. Changes nothing; `CudaWork.close` ends it. The one way, also for a dry run.
 
-    Raises Unsupported if its device memory cannot leave as ``gpu_state`` insists.
+    Raises Unsupported if its device memory cannot leave as the request insists.
     """
+    gpu_state = request.gpu_state
     if may_be_interposed(gpu_state):
         require_free(member.pid for member in found.job.gang)
     uses = gpu_processes()
@@ -163,7 +164,7 @@ def prepare_suspend(
         deadline=deadline,
         gpu_state=gpu_state,
         to_host=True,
-        whole_tree=not only,
+        whole_tree=not request.only,
     )
     return PreparedSuspend(
         work=work,
@@ -194,11 +195,15 @@ def resume(
     Raises InvalidRequest, NotACudaProcess, Unsupported (nothing was changed); DriverError, Interrupted,
     DeadlineExceeded (all undone); JobDamaged.
     """  # fmt: skip
-    with operation("resume", pid, on_progress=on_progress, cancel=cancel) as running, contextlib.ExitStack() as opened:
-        deadline = selection.deadline_after(timeout_s)
-        request = GpuRequest.of(gpu_map, gpu)
-        taken = opened.enter_context(taken_job(running, pid, TO_CHANGE, only=only, force=force))
-        return _resume(taken, deadline, request, running, force=force)
+    request = ResumeRequest(pid, GpuRequest.of(gpu_map, gpu), only)
+    return run_resume(request, Terms(timeout_s, force, on_progress, cancel))
+
+
+def run_resume(request: ResumeRequest, terms: Terms = AS_USUAL) -> ChangeReport:
+    """See `resume`."""
+    with operation("resume", request.job, terms) as running, contextlib.ExitStack() as opened:
+        taken = opened.enter_context(taken_job(running, request.job, TO_CHANGE, only=request.only))
+        return _resume(taken, request, running)
 
 
 def resume_left_behind(pid: int | str) -> bool:
@@ -210,7 +215,7 @@ def resume_left_behind(pid: int | str) -> bool:
     gang = selection.find_job(pid, looks_only=True).job.gang
     if not any(map(_is_left_behind, gang)):
         return False
-    resume(pid)
+    run_resume(ResumeRequest(pid))
     return True
 
 
@@ -219,15 +224,13 @@ def _is_left_behind(member: GangMember) -> bool:
     return member.found is CudaState.LOCKED or (is_checkpointed and suspended.recall(member.id) is None)
 
 
-def _resume(
-    taken: TakenJob, deadline: float | None, request: GpuRequest, running: Operation, *, force: bool
-) -> ChangeReport:
+def _resume(taken: TakenJob, request: ResumeRequest, running: Operation) -> ChangeReport:
     (found, protection), roll = taken.cuda(), taken.roll
-    prepared = prepare_resume(found, request)
-    preflight.require_no_blocking(prepared.findings, force=force)
+    prepared = prepare_resume(found, request.gpus)
+    preflight.require_no_blocking(prepared.findings, force=running.force)
     records, away, placement = prepared.records, prepared.away, prepared.placement
     before_suspend, choice = prepared.before_suspend, placement.choice
-    gang = Gang(prepared.driver, found.job.gang, deadline=deadline)
+    gang = Gang(prepared.driver, found.job.gang, deadline=running.deadline)
     steps: list[Step] = []  # none for a running job: do not announce what is not done
     maps = placement.maps(gang)
     ids = {member.pid: member.id for member in gang.members}
@@ -253,7 +256,7 @@ def _resume(
             staging.keep_file(member.pid, kept)
         guarded.members(gang.members)
         suspended_blocks.start(member.pid for member in away)
-        phases = running.run(steps, roll=roll, deadline=gang.deadline, protection=protection)
+        phases = running.run(steps)
         threading.Thread(target=kept.pop_all().close, name="free-staging").start()
     for member in gang.members:
         suspended.forget(member.id)
@@ -287,7 +290,7 @@ def prepare_resume(found: selection.FoundJob, request: GpuRequest) -> PreparedRe
 
     Raises InvalidRequest for a request that does not fit, Unsupported if its memory cannot come back here.
     """
-    assert found.driver is not None  # noqa: S101 - it has processes with CUDA
+    driver = found.require_cuda()
     members = found.job.gang
     records = {member.pid: suspended.recall(member.id) for member in members}
     away = tuple(
@@ -304,9 +307,9 @@ def prepare_resume(found: selection.FoundJob, request: GpuRequest) -> PreparedRe
         *preflight.check_room(needed_with_carrier(choice.needed_bytes, pids), placement.here, choice.gpu_map),
     ]
     if choice.gpu_map is not None:
-        findings += preflight.check_driver(found.driver.capabilities(), choice.gpu_map)
+        findings += preflight.check_driver(driver.capabilities(), choice.gpu_map)
     require_free(member.pid for member in members)
-    return PreparedResume(found.driver, away, records, placement, tuple(findings))
+    return PreparedResume(driver, away, records, placement, tuple(findings))
 
 
 def _before_suspend(record: suspended.SuspendedRecord | None) -> CudaState:

@@ -161,8 +161,8 @@ class _Request:
 
     @staticmethod
     def _myself() -> Here:
-        stat = processes.read_stat(os.getpid())
-        return Here(copied_criu.find().version, os.getpid(), max(stat.start_time_ticks, 0) if stat is not None else 0)
+        me = processes.this_process()
+        return Here(copied_criu.find().version, me.pid, max(me.start_time_ticks, 0))
 
     # --- dump ---
 

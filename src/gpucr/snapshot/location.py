@@ -164,15 +164,22 @@ def source_of(snapshot: JobSnapshot) -> RestoreSource:
     """
     if isinstance(snapshot, Snapshot):
         return FolderSource(snapshot)
-    from gpucr.snapshot.in_store import SnapshotInStore
     from gpucr.snapshot.store_origin import StoreSource
     from gpucr.store import sets, sharing
 
+    stored = in_store(snapshot)
+    sharing.require_may_keep_jobs(stored.store.backend)
+    sets.require_complete(stored.store, stored.stored)
+    return StoreSource(stored)
+
+
+def in_store(snapshot: JobSnapshot) -> SnapshotInStore:
+    """This snapshot, which is in a store. Raises TypeError if it is not."""
+    from gpucr.snapshot.in_store import SnapshotInStore
+
     if not isinstance(snapshot, SnapshotInStore):
-        raise TypeError(f"{snapshot!r} is no snapshot")
-    sharing.require_may_keep_jobs(snapshot.store.backend)
-    sets.require_complete(snapshot.store, snapshot.stored)
-    return StoreSource(snapshot)
+        raise TypeError(f"{snapshot!r} is in no store")
+    return snapshot
 
 
 def _folder_of(path: Path) -> Path:

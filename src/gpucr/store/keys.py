@@ -55,6 +55,17 @@ class Secret(Struct, frozen=True):
         return cls("hkdf", content)
 
     @classmethod
+    def in_file(cls, path: str | os.PathLike[str]) -> Secret:
+        """The key in this file. Raises InvalidRequest."""
+        try:
+            with open(path, "rb") as stream:
+                content = stream.read(MAX_KEY_FILE_BYTES + 1)
+        except OSError as e:
+            hint = "put it back, or name another one"
+            raise InvalidRequest(f"the key file {os.fspath(path)} cannot be read: {e.strerror}", hint=hint) from e
+        return cls.key_file(content)
+
+    @classmethod
     def passphrase(cls, text: str) -> Secret:
         """A passphrase. Raises InvalidRequest for an empty one."""
         if not text:

@@ -19,7 +19,8 @@ from gpucr.linux import processes, trusted_paths
 from gpucr.model import ProcessId
 from gpucr.operations.dump import dump
 from gpucr.operations.end_job import end_processes
-from gpucr.operations.launch import run_job
+from gpucr.operations.launch import launch
+from gpucr.operations.requests import LaunchRequest
 from gpucr.operations.restore import restore
 from gpucr.operations.stores import list_snapshots, prune_store, verify_snapshots
 from gpucr.operations.suspend import resume_left_behind
@@ -212,16 +213,18 @@ class RegisteredJob:
     def start_again(self, how: StartAgain) -> None:
         """Its log is kept and continued."""
         log = self._record().log
-        run_job(
-            how.command,
-            name=self._name,
-            isolate=how.isolated,
-            network=how.network,
-            cwd=how.cwd,
-            environment=how.environment,
-            interpose=how.interposed,
-            priority=how.priority,
-            log=log,
+        launch(
+            LaunchRequest(
+                how.command,
+                self._name,
+                how.isolated,
+                how.network,
+                log,
+                how.cwd,
+                how.environment,
+                how.interposed,
+                how.priority,
+            )
         )
 
     def mark(self, text: str) -> None:

@@ -16,7 +16,8 @@ from gpucr.jobs.names import check_name as check_job_name
 from gpucr.jobs.record import Network
 from gpucr.jobs.registered import find_by_pid_or_name
 from gpucr.linux import own_python, processes, trusted_paths
-from gpucr.operations.launch import StartedJob, run_job
+from gpucr.operations.launch import StartedJob, launch
+from gpucr.operations.requests import LaunchRequest
 from gpucr.operations.stores import init_store
 from gpucr.quantities import whole_number
 from gpucr.records import DEFAULT_PRIORITY
@@ -97,22 +98,20 @@ def run_supervised(
 
     If the supervisor cannot be started, the job runs without one, and BrokenInstall is raised.
     """
+    return launch_supervised(
+        LaunchRequest(command, name, isolate, network, log, cwd, interpose=interpose, priority=priority), settings
+    )
+
+
+def launch_supervised(request: LaunchRequest, settings: Supervision) -> SupervisedStart:
+    """See `run_supervised`."""
     settings.check()
     preflight.require_privileges(os.getpid())
-    if name is not None:
-        check_name(check_job_name(name))
-        with SupervisedFolder(name).held():
+    if request.name is not None:
+        check_name(check_job_name(request.name))
+        with SupervisedFolder(request.name).held():
             pass  # refuse now rather than when the job runs
-    started = run_job(
-        command,
-        name=name,
-        isolate=isolate,
-        network=network,
-        log=log,
-        cwd=cwd,
-        interpose=interpose,
-        priority=priority,
-    )
+    started = launch(request)
     record = started.record
     again = StartAgain(
         command=record.command,
@@ -121,7 +120,7 @@ def run_supervised(
         isolated=record.isolated,
         network=record.network,
         interposed=started.plan.interposer is not None,
-        priority=priority,
+        priority=request.priority,
     )
     try:
         prepare(record.name, replace(settings, start_again=again))

@@ -80,7 +80,7 @@ class Interposed:
         self._room: StagingFile | None = None
         self._preparing: threading.Thread | None = None
         self._failure: GpucrError | OSError | None = None
-        self._copying: Work[None] | None = None
+        self._copying: Work[FileSource] | None = None
         self._is_out = False
         self._is_back = False
 
@@ -159,15 +159,15 @@ class Interposed:
             for batch in agent.export():
                 self._held += batch
             self._guarded.blocks(pid, self._uuids, self._held)
-            self._source = BlocksSource(self.part, self._held, self._uuids, self._vaults)
-            self.extents = self._source.extents
+            source = self._source = BlocksSource(self.part, self._held, self._uuids, self._vaults)
+            self.extents = source.extents
             self._is_out = True
             agent.drop(imported_too=True)  # if it fails midway, `give_back` returns what is away
-        meter.note(f"process {pid}: {format_bytes(self._source.size_bytes)} taken out by its interposer")
+        meter.note(f"process {pid}: {format_bytes(source.size_bytes)} taken out by its interposer")
         if self._keeping is not None and self._way is not None:
             meter.note(self._keeping.choice().reason)
         if self._to_host or self._way is Way.IN_HOST_MEMORY:
-            self._copying = Work(self._copy_to_host)
+            self._copying = Work(lambda: self._copy_to_host(source))
         else:
             self._is_readable = self._vaults.try_all(self._needed)
 
@@ -180,20 +180,21 @@ class Interposed:
             self._may_start.wait()
             self._vaults.start_all(self._needed)
 
-    def _copy_to_host(self) -> None:
-        assert self._source is not None  # noqa: S101 - begin has made it
+    def _copy_to_host(self, source: BlocksSource) -> FileSource:
+        """The copy, in a file that has its size."""
         self._start_vaults()
-        size_bytes = self._source.size_bytes
+        size_bytes = source.size_bytes
         if self._room is None:
             self._room = StagingFile.create(size_bytes, FILE_NAME)
-        self._room.resize(max(self._room.size_bytes, size_bytes))
-        if not size_bytes:
-            return
-        room = HostRoom(self._room, max(size_bytes, mmap.PAGESIZE))
-        try:
-            self._source.copy_to(room.address)
-        finally:
-            room.close()
+        file = self._room
+        file.resize(max(file.size_bytes, size_bytes))
+        if size_bytes:
+            room = HostRoom(file, max(size_bytes, mmap.PAGESIZE))
+            try:
+                source.copy_to(room.address)
+            finally:
+                room.close()
+        return FileSource(self.part, file.fd, size_bytes)
 
     def complete(self, meter: Meter) -> None:
         """The driver has the rest. With ``to_host`` the process keeps the bytes, and its GPU memory is freed."""
@@ -203,16 +204,15 @@ class Interposed:
             self._vaults.start_all(self._needed)
             self._is_readable = True
         if self._copying is not None:
-            self._copying.wait()
-            assert self._room is not None  # noqa: S101 - the copy's file
-            assert self._source is not None  # noqa: S101
-            self._room.resize(self._source.size_bytes)
+            copy = self._copying.wait()
+            if self._room is not None:
+                self._room.resize(copy.size_bytes)
             if self._to_host:
                 with spoken(pid, "keep its memory"):
-                    self.line.agent.keep(self._room.fd)
+                    self.line.agent.keep(copy.fd)
                 self._let_go()
             else:
-                self._copy = FileSource(self.part, self._room.fd, self._source.size_bytes)
+                self._copy = copy
         self.line.hang_up()  # CRIU cannot dump a connection to us
 
     def abort(self) -> None:
@@ -287,8 +287,8 @@ class Interposed:
 
     def _let_go(self) -> None:
         """The bytes are elsewhere: close the descriptors, which frees the GPU memory."""
-        assert self._source is not None  # noqa: S101 - the bytes were read
-        self._source.close()
+        if self._source is not None:
+            self._source.close()
         self._guarded.blocks(self.part.pid, self._uuids, ())
         while self._held:
             self._held.pop().close()

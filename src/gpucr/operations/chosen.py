@@ -4,22 +4,46 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
-from gpucr.borrow.lend import BUSY_S, lent_jobs
 from gpucr.driver.gpus import list_gpus
-from gpucr.errors import InvalidRequest
+from gpucr.errors import Busy, InvalidRequest
 from gpucr.gpu_state import at_work, suspended
 from gpucr.gpu_state.gpu_choice import find_gpu
+from gpucr.jobs.registered import registry, registry_in_use
+from gpucr.jobs.registry import ListedJob
 from gpucr.jobs.selector import JobSelector
 from gpucr.linux import claims, processes
 from gpucr.model import CudaState, Gpu
 from gpucr.operations.gpu_jobs import GpuJob, beside, list_gpu_jobs
 from gpucr.operations.listing import ProcessState
+from gpucr.undo.cancellation import Cancellation
 
 Target = int | str | JobSelector
 """A job's designation: a pid, a name, or a selector of several trees."""
+BUSY_S = 600.0
+"""How long to wait for a job that another gpucr works on."""
 _PAUSE_S = 0.1
+_Result = TypeVar("_Result")
+
+
+class Chosen(NamedTuple):
+    """Which jobs an operation on several is for: those named, or (None) the caller's own that use one of the ``gpus``.
+
+    ``gpus``: indices and UUIDs separated by commas; None: any.
+    """
+
+    jobs: Sequence[Target] | None = None
+    gpus: str | None = None
+
+    def find(self, on: Callable[[str | None], list[Target]]) -> list[Target]:
+        """The named ones, each once; else those that ``on`` finds on the GPUs. Raises InvalidRequest."""
+        if self.jobs is None:
+            return on(self.gpus)
+        if self.gpus is not None:
+            raise InvalidRequest("jobs are chosen by their names or by their GPUs", hint="give one of the two")
+        return list(dict.fromkeys(self.jobs))
 
 
 def label_of(target: Target) -> str:
@@ -42,17 +66,6 @@ def named_gpus(text: str) -> tuple[Gpu, ...]:
     here = list_gpus()
     found = {gpu.uuid: gpu for gpu in (find_gpu(name, here, "on this machine") for name in names)}
     return tuple(found.values())
-
-
-def chosen_jobs(
-    jobs: Sequence[Target] | None, gpus: str | None, find: Callable[[str | None], list[Target]]
-) -> list[Target]:
-    """The named ones, each once; None: those that ``find`` finds on the ``gpus``. Raises InvalidRequest."""
-    if jobs is None:
-        return find(gpus)
-    if gpus is not None:
-        raise InvalidRequest("jobs are chosen by their names or by their GPUs", hint="give one of the two")
-    return list(dict.fromkeys(jobs))
 
 
 def running_on(gpus: str | None) -> list[Target]:
@@ -116,3 +129,24 @@ def _jobs_of_the_caller() -> list[GpuJob]:
 
 def _is_own(job: GpuJob) -> bool:
     return job.name is not None or job.root.uid == os.getuid()
+
+
+def lent_jobs() -> Mapping[str, ListedJob]:
+    """The jobs whose GPUs are lent, by name. Raises Unsupported."""
+    with registry_in_use():
+        return {job.name: job for job in registry().jobs() if job.record is not None and job.record.lent is not None}
+
+
+def when_free(change: Callable[[], _Result], cancel: Cancellation | None, limit_s: float = BUSY_S) -> _Result:
+    """Retry while another gpucr works on the job, such as a supervisor taking a checkpoint.
+
+    Raises like ``change``: Busy only after ``limit_s``, or when cancelled.
+    """
+    end_s = time.monotonic() + limit_s
+    while True:
+        try:
+            return change()
+        except Busy:
+            if (cancel is not None and cancel.is_cancelled) or time.monotonic() > end_s:
+                raise
+            time.sleep(_PAUSE_S)

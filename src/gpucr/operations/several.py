@@ -8,8 +8,6 @@ from functools import partial
 
 from msgspec import Struct
 
-from gpucr.borrow.chosen import Target, chosen_jobs, label_of, running_on, suspended_on
-from gpucr.borrow.lend import BUSY_S, when_free
 from gpucr.diagnosis import preflight
 from gpucr.errors import GpucrError, Interrupted, JobDamaged, NotACudaProcess, ProcessNotFound
 from gpucr.gpu_state.gpu_choice import GpuRequest
@@ -17,9 +15,12 @@ from gpucr.gpu_state.ways import GpuState, require_possible
 from gpucr.jobs import selection
 from gpucr.jobs.selector import JobSelector
 from gpucr.model import GpuMap
-from gpucr.operations.suspend import ChangeReport, prepare_resume, prepare_suspend, resume, suspend
+from gpucr.operations.chosen import BUSY_S, Chosen, Target, label_of, running_on, suspended_on, when_free
+from gpucr.operations.requests import ResumeRequest, SuspendRequest
+from gpucr.operations.suspend import ChangeReport, prepare_resume, prepare_suspend, run_resume, run_suspend
 from gpucr.undo.cancellation import Cancellation
 from gpucr.undo.events import OnProgress
+from gpucr.undo.operation import Terms
 from gpucr.undo.protection import Protection
 
 _GONE = (ProcessNotFound, NotACudaProcess)
@@ -71,16 +72,14 @@ def suspend_jobs(
 
     Raises InvalidRequest for missing GPUs, DriverUnavailable. What happens to a job is in its outcome.
     """
+    terms = Terms(timeout_s, force, on_progress, cancel)
+    return run_suspends(Chosen(jobs, gpus), gpu_state, terms)
+
+
+def run_suspends(chosen: Chosen, gpu_state: GpuState, terms: Terms) -> tuple[JobOutcome, ...]:
+    """See `suspend_jobs`."""
     require_possible(gpu_state)
-    return _each(
-        chosen_jobs(jobs, gpus, running_on),
-        lambda job: suspend(
-            job, gpu_state=gpu_state, timeout_s=timeout_s, force=force, on_progress=on_progress, cancel=cancel
-        ),
-        timeout_s,
-        cancel,
-        were_named=jobs is not None,
-    )
+    return _each(chosen, running_on, lambda job: run_suspend(SuspendRequest(job, gpu_state), terms), terms)
 
 
 def resume_jobs(
@@ -101,16 +100,13 @@ def resume_jobs(
 
     Raises InvalidRequest for missing GPUs, DriverUnavailable. What happens to a job is in its outcome.
     """
-    GpuRequest.of(gpu_map, gpu)
-    return _each(
-        chosen_jobs(jobs, gpus, suspended_on),
-        lambda job: resume(
-            job, gpu_map=gpu_map, gpu=gpu, timeout_s=timeout_s, force=force, on_progress=on_progress, cancel=cancel
-        ),
-        timeout_s,
-        cancel,
-        were_named=jobs is not None,
-    )
+    terms = Terms(timeout_s, force, on_progress, cancel)
+    return run_resumes(Chosen(jobs, gpus), GpuRequest.of(gpu_map, gpu), terms)
+
+
+def run_resumes(chosen: Chosen, onto: GpuRequest, terms: Terms) -> tuple[JobOutcome, ...]:
+    """See `resume_jobs`."""
+    return _each(chosen, suspended_on, lambda job: run_resume(ResumeRequest(job, onto), terms), terms)
 
 
 def plan_suspend(
@@ -125,20 +121,25 @@ def plan_suspend(
 
     Host memory is counted for all together: the first job without room gets the finding.
     """
+    return plan_of_suspends(Chosen(jobs, gpus), gpu_state, only=only, force=force)
+
+
+def plan_of_suspends(chosen: Chosen, gpu_state: GpuState, *, only: bool, force: bool) -> tuple[JobOutlook, ...]:
+    """See `plan_suspend`."""
     require_possible(gpu_state)
     needs: list[preflight.MemoryNeed] = []
 
     def look(job: Target) -> JobOutlook:
         with selection.claimed_job(job, only=only, force=force) as found:
             found.require_cuda()
-            prepared = prepare_suspend(found, Protection(), gpu_state=gpu_state, only=only)
+            prepared = prepare_suspend(found, SuspendRequest(job, gpu_state, only), Protection())
             with contextlib.closing(prepared.work):
                 findings = prepared.findings(beside=needs)
             needs.extend(prepared.needs)
         device_bytes = _added_up(prepared.work.device_bytes.values())
         return JobOutlook(label_of(job), _cuda_pids(found), device_bytes, tuple(findings))
 
-    return tuple(_looked_at(chosen_jobs(jobs, gpus, running_on), look, were_named=jobs is not None))
+    return tuple(_looked_at(chosen, running_on, look))
 
 
 def plan_resume(
@@ -151,16 +152,20 @@ def plan_resume(
     force: bool = False,
 ) -> tuple[JobOutlook, ...]:
     """What `resume_jobs` would do with the same arguments. Changes nothing; each job is checked separately."""
-    request = GpuRequest.of(gpu_map, gpu)
+    return plan_of_resumes(Chosen(jobs, gpus), GpuRequest.of(gpu_map, gpu), only=only, force=force)
+
+
+def plan_of_resumes(chosen: Chosen, onto: GpuRequest, *, only: bool, force: bool) -> tuple[JobOutlook, ...]:
+    """See `plan_resume`."""
 
     def look(job: Target) -> JobOutlook:
         with selection.claimed_job(job, only=only, force=force) as found:
             found.require_cuda()
-            prepared = prepare_resume(found, request)
+            prepared = prepare_resume(found, onto)
         needed_bytes = prepared.placement.choice.needed_bytes
         return JobOutlook(label_of(job), _cuda_pids(found), needed_bytes, prepared.findings)
 
-    return tuple(_looked_at(chosen_jobs(jobs, gpus, suspended_on), look, were_named=jobs is not None))
+    return tuple(_looked_at(chosen, suspended_on, look))
 
 
 def exit_code_of(errors: Sequence[GpucrError | None]) -> int:
@@ -173,23 +178,22 @@ def exit_code_of(errors: Sequence[GpucrError | None]) -> int:
 
 
 def _each(
-    jobs: Sequence[Target],
+    chosen: Chosen,
+    find: Callable[[str | None], list[Target]],
     change: Callable[[Target], ChangeReport],
-    timeout_s: float | None,
-    cancel: Cancellation | None,
-    *,
-    were_named: bool,
+    terms: Terms,
 ) -> tuple[JobOutcome, ...]:
+    were_named = chosen.jobs is not None
     outcomes: list[JobOutcome] = []
     stopped: Interrupted | None = None
-    for job in jobs:
+    for job in chosen.find(find):
         if stopped is not None:
             why = Interrupted(f"not begun: {stopped.message}", hint="name it again")
             outcomes.append(JobOutcome(label_of(job), error=why))
             continue
         try:
-            limit_s = 0.0 if were_named else BUSY_S if timeout_s is None else timeout_s
-            report = when_free(partial(change, job), cancel, limit_s)
+            limit_s = 0.0 if were_named else BUSY_S if terms.timeout_s is None else terms.timeout_s
+            report = when_free(partial(change, job), terms.cancel, limit_s)
             outcomes.append(JobOutcome(label_of(job), report=report))
         except GpucrError as e:
             if isinstance(e, _GONE) and not were_named:
@@ -200,9 +204,10 @@ def _each(
 
 
 def _looked_at(
-    jobs: Sequence[Target], look: Callable[[Target], JobOutlook], *, were_named: bool
+    chosen: Chosen, find: Callable[[str | None], list[Target]], look: Callable[[Target], JobOutlook]
 ) -> Iterator[JobOutlook]:
-    for job in jobs:
+    were_named = chosen.jobs is not None
+    for job in chosen.find(find):
         try:
             yield when_free(partial(look, job), None, 0.0 if were_named else BUSY_S)
         except GpucrError as e:
