@@ -458,8 +458,13 @@ def test_mappings_of_the_unified_memory_device_are_counted(tmp_path: Path, monke
         "kept = [mmap.mmap(file.fileno(), 4096) for _ in range(2)]; print('ready', flush=True); signal.pause()"
     )
     with python(code, device) as child:
-        (seen,) = preflight.look(_gang(child), []).processes
+        (seen,) = preflight.look(_gang(child), [GpuUse(child.pid, A, 1)]).processes
     assert seen.uvm_mappings == 2
+
+
+def test_a_process_that_only_asks_nvml_has_no_traits() -> None:
+    with python(WAITING) as child:
+        assert preflight.look(_gang(child), []).processes == ()
 
 
 def test_a_job_without_cuda_is_not_inspected() -> None:

@@ -126,7 +126,7 @@ def test_a_process_that_only_watches_does_not_block_the_others(
             wait_until(lambda: output.exists() and output.read_text().startswith("ready"), "the one that works")
             worker = int(output.read_text().split("pid=")[1].split()[0])
             for _ in range(2):
-                gpucr.suspend(job.pid, gpu_state="interposed", force=True)
+                gpucr.suspend(job.pid, gpu_state="interposed")
                 assert [driver.state(pid) for pid in (worker, job.pid)] == [CHECKPOINTED] * 2
                 gpucr.resume(job.pid)
                 assert [driver.state(pid) for pid in (worker, job.pid)] == [RUNNING] * 2

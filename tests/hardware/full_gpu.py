@@ -125,6 +125,24 @@ class Doing:
         self._note("restore", time.monotonic() - middle)
         shutil.rmtree(self.folder / "left", ignore_errors=True)
 
+    def rehearse(self) -> None:
+        """A dump that leaves it running, and a rehearsal of that beside it."""
+        said = gpucr("dump", "--json", *self.way, "--leave-running", self.job.name, "--to", self._to,
+                     limit_s=self._limit_s)  # fmt: skip
+        begin = time.monotonic()
+        held = gpucr("verify", "--json", "--rehearse", said["snapshot"], limit_s=self._limit_s)
+        self._note("rehearse", time.monotonic() - begin)
+        print(f"    rehearsed {held['checked_bytes'] >> 20} MiB, left out: {held['left_out'] or 'nothing'}", flush=True)
+        shutil.rmtree(self.folder / "left", ignore_errors=True)
+
+    def dump_rehearsed(self) -> None:
+        """Dump, rehearse before it is ended, restore."""
+        said = gpucr("dump", "--json", "--rehearse", *self.way, self.job.name, "--to", self._to, limit_s=self._limit_s)
+        begin = time.monotonic()
+        gpucr("restore", "--json", said["snapshot"], limit_s=self._limit_s)
+        self._note("restore", time.monotonic() - begin)
+        shutil.rmtree(self.folder / "left", ignore_errors=True)
+
     def freeze(self) -> None:
         """And thaw, with the memory left on the GPU."""
         path = os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH"))))
@@ -227,7 +245,11 @@ def main() -> int:
     parser.add_argument("--fill", type=float, action="append", help="share of the GPU (0.6, 0.9, 0.98)")
     parser.add_argument("--gib", type=float, help="size of the job, instead of a share of the GPU")
     parser.add_argument("--steps", type=int, default=20, help="things that are done to each job")
-    parser.add_argument("--do", help="these, in this order: leave, leave_in_store, suspend, dump, freeze, move, killed")
+    parser.add_argument(
+        "--do",
+        help="these, in this order: leave, leave_in_store, suspend, dump, freeze, move, killed, "
+        "rehearse, dump_rehearsed",
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--limit", type=float, default=120, help="seconds for each step")
     parser.add_argument("--folder", default="/var/tmp")

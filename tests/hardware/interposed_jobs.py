@@ -11,8 +11,8 @@ restored (--dumps; on a machine with two GPUs every second time with the GPUs sw
 - ipc: torch.multiprocessing with CUDA tensors that both processes change (legacy CUDA IPC)
 - peers: one process on two GPUs, copies by peer access (measured first: `gpucr doctor --probe --only peer_access`)
 - ranks: two DDP ranks on two GPUs with NCCL's defaults over NVLink (P2P/CUMEM, HOST_NUMA)
-- compiled, transformer, jax, cupy, cupy-async, numba, server, hooks, profiled, loader: jobs of one process on one GPU,
-  as interposed/frameworks.py tells; the hooks of `hooks` must have been called once each in every cycle
+- compiled, transformer, jax, cupy, cupy-async, numba, server, hooks, profiled, loader, mpi: jobs on one GPU, as
+  interposed/frameworks.py tells; the hooks of `hooks` must have been called once each in every cycle
 
 Needs a C compiler, torch for all but `cumem`, and what the job is named after; `peers` and `ranks` are skipped on a
 machine with one GPU. Every step ends after --limit seconds. Prints a table last. Exit code 1: a line differs, or a step

@@ -58,6 +58,14 @@ def test_each_name_is_counted_separately_and_keeps_its_latest() -> None:
     assert _kept(found, keep_last=0) == []
 
 
+def test_only_some_may_count() -> None:
+    found = [_snapshot(f"a{age}", timedelta(age), "a") for age in (5, 4, 3, 2, 1)]
+    assert _kept(found, keep_last=2, counted=("a5", "a3", "a2")) == ["a3", "a2"]
+    assert _kept(found, keep_last=2, per_name=True, counted=("a5", "a3"), protected=("a1",)) == ["a5", "a3", "a1"]
+    assert _kept(found, keep_last=2, counted=()) == []
+    assert len(_kept(found, counted=())) == 5, "without a rule all are kept"
+
+
 @pytest.mark.parametrize("rules", [{"keep_last": 0}, {"keep_within_s": 0.0}, {"keep_hourly": 0}])
 def test_a_protected_snapshot_stays(rules: dict[str, Any]) -> None:
     assert "1000" in _kept(EVERY_20_MIN, protected=("1000",), **rules)

@@ -73,6 +73,8 @@ class FakeJob:
         self.on_restore: Callable[[], None] = lambda: None
         self.during_checkpoint: Callable[[], None] = lambda: None
         self.protected: list[set[str]] = []
+        self.counted: list[Collection[str] | None] = []
+        self.rehearsal_errors: list[GpucrError | None] = []
         self.bad_gpus: set[str] = set()
 
     def look(self) -> Look:
@@ -91,6 +93,12 @@ class FakeJob:
         if end:
             self.now = Look("dumped")
         return Checkpoint(self.stored[-1], downtime_s=2.0, seconds=5.0, size_bytes=100, written_bytes=10)
+
+    def rehearse(self, snapshot: str, cancel: Cancellation) -> float:
+        self.done.append(f"rehearse {snapshot}")
+        self.clock.pass_by(3.0)
+        _raise_next(self.rehearsal_errors)
+        return 3.0
 
     def snapshots(self) -> Sequence[str]:
         _raise_next(self.list_errors)
@@ -122,8 +130,9 @@ class FakeJob:
     def mark(self, text: str) -> None:
         self.log.append(text)
 
-    def prune(self, protected: Collection[str]) -> int:
+    def prune(self, protected: Collection[str], counted: Collection[str] | None) -> int:
         self.protected.append(set(protected))
+        self.counted.append(counted)
         return 0
 
     def gpus(self) -> Collection[str]:

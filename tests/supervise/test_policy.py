@@ -75,6 +75,32 @@ def test_the_latest_snapshot_is_used_until_the_job_failed_from_it_too_often() ->
     assert _choose({name: [999.0, 999.0] for name in "abc"}) is None
 
 
+@pytest.mark.parametrize(
+    ("taken", "rehearsed", "every", "is_due"),
+    [
+        ("a", {}, 1, True),
+        ("ab", {}, 3, False),
+        ("abc", {}, 3, True),
+        ("abcd", {"c": True}, 3, False),
+        ("abcdef", {"c": True}, 3, True),
+        ("abcd", {"c": False}, 3, True),
+    ],
+)
+def test_every_nth_is_rehearsed_and_the_next_after_a_failure(
+    taken: str, rehearsed: dict[str, bool], every: int, is_due: bool
+) -> None:
+    assert policy.rehearsal_is_due(taken, rehearsed, every) is is_due
+
+
+def test_only_rehearsed_snapshots_count_and_newer_ones_stay() -> None:
+    assert policy.counted({"b": True, "a": True, "c": False}, ["e", "d", "c", "b", "a"]) == (
+        ["b", "a"],
+        ["e", "d", "c"],
+    )
+    assert policy.counted({"b": True}, ["b", "a"]) == (["b"], [])
+    assert policy.counted({"c": False}, ["c", "b"]) == ([], ["c", "b"]), "none has come back: all stay"
+
+
 def test_an_unrecorded_snapshot_is_the_newest() -> None:
     assert policy.newest_first(["b", "a"], ["x", "b", "y", "a", "z"]) == ["x", "b", "a", "y", "z"]
     assert policy.newest_first([], ["b", "a"]) == ["b", "a"]

@@ -58,6 +58,9 @@ tests:
       - {{series: 'gpucr_failed_checkpoints_in_a_row{{{label}="full"}}', values: '3x30'}}
       - {{series: 'gpucr_restarts_in_a_row{{{label}="loop"}}', values: '4x30'}}
       - {{series: 'gpucr_job_info{{{label}="rotten",phase="damaged"}}', values: '1x30'}}
+      - {{series: 'gpucr_rehearsals_total{{{label}="bad",result="failed"}}', values: '0x9 1x20'}}
+      - {{series: 'gpucr_rehearsals_total{{{label}="well",result="success"}}', values: '0x9 1x20'}}
+      - {{series: 'gpucr_rehearsals_total{{{label}="well",result="not-held"}}', values: '0x9 1x20'}}
     alert_rule_test:
 {expected}
 """
@@ -68,6 +71,7 @@ EXPECTED = {
     "GpucrCheckpointsFail": ("full", None),
     "GpucrCheckpointOverdue": ("late", None),
     "GpucrRestartsWithoutProgress": ("loop", None),
+    "GpucrRehearsalFailed": ("bad", None),
 }
 
 

@@ -57,6 +57,21 @@ def test_a_killed_job_continues_without_loss(tmp_path: Path) -> None:
     assert registry().find("train").state.exit_code == 0
 
 
+def test_checkpoints_are_rehearsed_while_the_job_runs(tmp_path: Path) -> None:
+    jobs.run(tmp_path, "--rehearse", "2", "--keep-last", "1", "--", *jobs.counting(400, stop_at=390))
+    jobs.wait_for_event("rehearsed", 2)
+    jobs.wait_for_event("pruned")
+    assert not jobs.events("rehearsal-failed")
+    jobs.kill_job()
+    jobs.wait_for_event("restored")
+    state = jobs.state()
+    assert set(state.rehearsed.values()) == {True}
+    assert state.rehearsals["success"] >= 2
+    (tmp_path / "go").touch()
+    jobs.wait_for_event("ended")
+    assert _steps(tmp_path) == list(range(400))
+
+
 @pytest.mark.by_user
 def test_a_drained_job_resumes_where_it_was(tmp_path: Path) -> None:
     jobs.run(tmp_path, "--", *jobs.counting(80, stop_at=30), every="1h")

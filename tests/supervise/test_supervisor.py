@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from gpucr.errors import JobDamaged, ProcessNotFound, StoreDamaged, StoreError, Unsupported
+from gpucr.errors import JobDamaged, ProcessNotFound, RehearsalFailed, StoreDamaged, StoreError, Unsupported
 from gpucr.linux import durable
 from gpucr.supervise.clock import Stop
 from gpucr.supervise.job import Checkpoint, Look
@@ -35,6 +35,49 @@ def test_checkpoints_are_taken_on_time_until_the_job_ends(bench: Bench) -> None:
     assert bench.job.protected == [{"s1"}, {"s2"}, {"s3"}], "the last that verified is never pruned"
     assert bench.events("checkpoint")[0]["downtime_s"] == 2.0
     assert bench.events()[-1]["phase"] == "finished"
+
+
+def _fails(snapshot: str) -> RehearsalFailed:
+    return RehearsalFailed(f"{snapshot} does not come back", path=snapshot, cause_code="GPUCR-CRIU")
+
+
+def test_every_nth_checkpoint_is_rehearsed_and_only_those_count(bench: Bench) -> None:
+    bench.job.rehearsal_errors = [None, _fails("s4"), None]
+    bench.clock.after(3700, bench.ends(DONE))
+    assert bench.supervise(keep_last=3, rehearse=2) == "finished"
+    done = [each for each in bench.job.done if each.startswith("rehearse")]
+    assert done == ["rehearse s2", "rehearse s4", "rehearse s5"], "after one that failed, the next one"
+    assert bench.job.counted == [[], ["s2"], ["s2"], ["s2"], ["s5", "s2"], ["s5", "s2"]]
+    assert bench.job.protected[0] == {"s1"}
+    assert bench.job.protected[3] == {"s3", "s4"}, "what is newer than the last that came back"
+    assert bench.job.protected[5] == {"s6"}
+    state = bench.folder.state()
+    assert (dict(state.rehearsed), dict(state.rehearsals)) == (
+        {"s2": True, "s4": False, "s5": True},
+        {"success": 2, "failed": 1},
+    )
+    assert [event["snapshot"] for event in bench.events("rehearsed")] == ["s2", "s5"]
+    (failed,) = bench.events("rehearsal-failed")
+    assert (failed["snapshot"], failed["code"], failed["comes_back"]) == ("s4", "GPUCR-REHEARSAL", False)
+
+
+def test_a_snapshot_that_failed_its_rehearsal_is_the_last_resort(bench: Bench) -> None:
+    bench.job.rehearsal_errors = [None, _fails("s2")]
+    bench.clock.after(1300, bench.ends(CRASHED))
+    bench.job.on_restore = lambda: bench.clock.after(bench.clock.now - 1000 + 100, bench.ends(DONE))
+    assert bench.supervise(rehearse=1) == "finished"
+    assert [each for each in bench.job.done if each.startswith("restore")] == ["restore s1"]
+
+
+def test_a_rehearsal_that_cannot_be_held_says_nothing_about_the_snapshot(bench: Bench) -> None:
+    bench.job.rehearsal_errors = [Unsupported("no memory for it", code="GPUCR-HOST-MEMORY")]
+    bench.clock.after(700, bench.ends(DONE))
+    assert bench.supervise(rehearse=1, keep_last=1) == "finished"
+    state = bench.folder.state()
+    assert (dict(state.rehearsed), dict(state.rehearsals)) == ({}, {"not-held": 1})
+    assert bench.events("rehearsal-failed")[0]["comes_back"] is None
+    assert bench.job.counted == [[]]
+    assert bench.job.protected == [{"s1"}]
 
 
 def test_automatic_intervals_adapt_to_the_measured_downtime(bench: Bench) -> None:

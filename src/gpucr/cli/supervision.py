@@ -32,6 +32,10 @@ _OPTIONS = (
     ),
     click.option("--mtbf", type=Duration(), metavar="TIME", help="Mean time between failures, for auto. Default: 1d."),
     keep_options,
+    click.option(
+        "--rehearse", type=click.IntRange(min=1), metavar="N",
+        help="Rehearse every Nth checkpoint while the job runs; --keep-last and others count those that came back.",
+    ),
     key_file_option,
     click.option(
         "--files",
@@ -76,9 +80,9 @@ _OPTIONS = (
     click.option("--on-event", metavar="CMD", help="Run CMD for every event, given as JSON on its stdin. No shell."),
 )  # fmt: skip
 _NAMES = (
-    "every", "to", "mtbf", "keep_last", "keep_hourly", "keep_daily", "key_file", "files", "output_timeout_s",
-    "heartbeat", "heartbeat_timeout_s", "health", "health_every_s", "gpu_idle_s", "crashes", "crash_window_s",
-    "max_restarts", "grace_s", "on_event",
+    "every", "to", "mtbf", "keep_last", "keep_hourly", "keep_daily", "rehearse", "key_file", "files",
+    "output_timeout_s", "heartbeat", "heartbeat_timeout_s", "health", "health_every_s", "gpu_idle_s", "crashes",
+    "crash_window_s", "max_restarts", "grace_s", "on_event",
 )  # fmt: skip
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gpucr.gang.discovery import HALTS, Halt, discover, state_of, uses_libcuda
+from gpucr.gang.discovery import HALTS, Halt, discover, state_of, uses_gpu, uses_libcuda
 
 if TYPE_CHECKING:
     from gpucr.gang.actions import Gang
 
-__all__ = ["HALTS", "Gang", "Halt", "discover", "state_of", "uses_libcuda"]
+__all__ = ["HALTS", "Gang", "Halt", "discover", "state_of", "uses_gpu", "uses_libcuda"]
 
 
 def __getattr__(name: str) -> object:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 from msgspec import Struct
 
@@ -64,6 +64,14 @@ def _halt_of(pid: int) -> Halt | None:
 def uses_libcuda(pid: int) -> bool:
     """Whether the process has the driver's library loaded: only such a process can have a CUDA state."""
     return memory.has_mapped(pid, "/libcuda.so")
+
+
+def uses_gpu(pid: int, holders: Container[int]) -> bool:
+    """Whether a process whose state is RUNNING has anything on a GPU. ``holders``: the pids that NVML knows.
+
+    NVML calls alone give a process that state (driver 580); cuInit maps device files (docs/hardware.md).
+    """
+    return pid in holders or memory.has_mapped(pid, "/dev/nvidia")
 
 
 def _state_if_alive(driver: Driver, process: ProcessInfo) -> CudaState | None:

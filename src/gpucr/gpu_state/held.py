@@ -7,14 +7,14 @@ Its interposer knows.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from gpucr.driver.gpus import list_gpus
 from gpucr.gpu_state.placement import gpus_of
 from gpucr.interposer.client import ask_blocks, ask_status
 from gpucr.interposer.presence import is_interposed
 from gpucr.interposer.protocol import ON_DEVICE, Block, Flag
-from gpucr.linux import memory, processes
+from gpucr.linux import processes
 from gpucr.model import CudaState, Gpu, GpuUse, Job, ProcessId
 
 
@@ -67,11 +67,3 @@ def _add(total: dict[str, int], blocks: Iterable[Block], uuids: Sequence[str]) -
     for each in blocks:
         if each.location_type == ON_DEVICE and each.location < len(uuids):
             total[uuids[each.location]] = total.get(uuids[each.location], 0) + each.size_bytes
-
-
-def uses_gpu(pid: int, held: Mapping[int, Mapping[str, int]]) -> bool:
-    """Whether a process whose state is RUNNING has anything on a GPU. ``held``: device memory, by pid and GPU UUID.
-
-    NVML calls alone give a process that state (driver 580); cuInit maps device files (docs/hardware.md).
-    """
-    return pid in held or memory.has_mapped(pid, "/dev/nvidia")

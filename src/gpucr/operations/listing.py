@@ -13,8 +13,8 @@ from gpucr.driver.api import Driver
 from gpucr.driver.cuda import load_driver
 from gpucr.driver.gpus import gpu_processes
 from gpucr.errors import GpucrError, NotACudaProcess
-from gpucr.gang import Halt, state_of
-from gpucr.gpu_state.held import device_bytes_here, uses_gpu
+from gpucr.gang import Halt, state_of, uses_gpu
+from gpucr.gpu_state.held import device_bytes_here
 from gpucr.gpu_state.ways import GpuState, first_choice
 from gpucr.jobs import selection
 from gpucr.jobs.selector import JobSelector

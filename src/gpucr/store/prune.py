@@ -367,6 +367,9 @@ def choose_complete(
     protected = [key for key, group in last.items() if {each.id for each in group} & {*rules.protected}]
     counted = [each for each in found if each.part is None or each.id in last]
     rules = structs.replace(rules, protected=(*rules.protected, *protected))
+    if rules.counted is not None:
+        count = [key for key, group in last.items() if {each.id for each in group} & {*rules.counted}]
+        rules = structs.replace(rules, counted=(*rules.counted, *count))
     removed = [one for each in choose(counted, rules, now_s)[1] for one in last.get(each.id, [each])]
     gone = {each.id for each in removed}
     return [each for each in found if each.id not in gone], removed

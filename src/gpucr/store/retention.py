@@ -21,7 +21,7 @@ class PruneRules(Struct, frozen=True):
     ``keep_within_s``: younger ones. ``keep_hourly`` and the others: of the N latest hours (days, weeks, months; in UTC)
     that have one, the latest of each. ``names``: shell patterns; the rules apply to snapshots whose name matches one of
     them, all others are kept. ``per_name``: each name is counted separately, and the latest of each is always kept.
-    ``protected`` ids are always kept.
+    ``protected`` ids are always kept. ``counted``: only these ids (None: all) are counted and kept by the rules.
 
     ``grace_s``: how long a retired pack stays, for readers of a removed snapshot. ``dead_after_s``: a writer without a
     sign of life for this long can no longer commit. ``repack_below``: packs are emptied into new ones if less than this
@@ -37,6 +37,7 @@ class PruneRules(Struct, frozen=True):
     names: tuple[str, ...] = ()
     per_name: bool = False
     protected: tuple[str, ...] = ()
+    counted: tuple[str, ...] | None = None
     grace_s: float = GRACE_S
     dead_after_s: float = DEAD_AFTER_S
     repack_below: float = 0.0
@@ -65,7 +66,7 @@ def _groups(found: Iterable[StoredSnapshot], rules: PruneRules, kept: set[str]) 
     for each in found:
         if rules.names and not any(fnmatch.fnmatchcase(each.name or "", pattern) for pattern in rules.names):
             kept.add(each.id)
-        else:
+        elif rules.counted is None or each.id in rules.counted:
             groups.setdefault(each.name if rules.per_name else None, []).append(each)
     return groups.values()
 

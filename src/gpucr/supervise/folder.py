@@ -59,7 +59,8 @@ class SupervisedState(Record, frozen=True):
     Times are seconds since 1970, or durations in seconds; counters start with the supervision. ``snapshots``, oldest
     first, are those that were taken and are whole. ``restored_from``: the snapshot that the job was last restored from.
     ``restarts_in_a_row``: without progress. ``failed_checkpoints_in_a_row``: without a new checkpoint. ``downtime_s``
-    and ``checkpoint_s``: how long the job stands still for a checkpoint, and how long the whole takes. ``worked_s``:
+    and ``checkpoint_s``: how long the job stands still for a checkpoint, and how long the whole takes. ``rehearsed``:
+    whether a snapshot came back in its rehearsal, by id, as long as it is in the store. ``worked_s``:
     how long it had worked since its start, at ``worked_at_s``; ``failed_at_s``: the most that it had when it failed.
     """
 
@@ -72,6 +73,8 @@ class SupervisedState(Record, frozen=True):
     checkpoints: Mapping[Text, Count] = {}
     restores: Mapping[Text, Count] = {}
     restarts: Mapping[Text, Count] = {}
+    rehearsals: Mapping[Text, Count] = {}
+    rehearsed: Mapping[Text, bool] = {}
     last_checkpoint_s: Moment | None = None
     next_checkpoint_s: Moment | None = None
     interval_s: Duration | None = None

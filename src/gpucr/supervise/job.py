@@ -20,6 +20,7 @@ from gpucr.model import ProcessId
 from gpucr.operations.dump import dump
 from gpucr.operations.end_job import end_processes
 from gpucr.operations.launch import launch
+from gpucr.operations.rehearse import rehearse
 from gpucr.operations.requests import LaunchRequest
 from gpucr.operations.restore import restore
 from gpucr.operations.stores import list_snapshots, prune_store, verify_snapshots
@@ -70,6 +71,9 @@ class SupervisedJob(Protocol):
     def checkpoint(self, cancel: Cancellation, *, end: bool = False, timeout_s: float | None = None) -> Checkpoint:
         """Take a snapshot and verify it. The job keeps running, unless ``end``."""
 
+    def rehearse(self, snapshot: str, cancel: Cancellation) -> float:
+        """Restore a snapshot beside the job, and end that. Returns the seconds. RehearsalFailed: it is no good."""
+
     def snapshots(self) -> Sequence[str]:
         """The ids of its snapshots in the store, newest first by the store's clock."""
 
@@ -88,8 +92,11 @@ class SupervisedJob(Protocol):
     def mark(self, text: str) -> None:
         """Write a line from gpucr into its log."""
 
-    def prune(self, protected: Collection[str]) -> int:
-        """Remove snapshots according to the rules, never the ``protected`` ones. Returns how many."""
+    def prune(self, protected: Collection[str], counted: Collection[str] | None) -> int:
+        """Remove snapshots according to the rules, never the ``protected`` ones. Returns how many.
+
+        ``counted``: the rules keep only some of these (None: of all).
+        """
 
     def gpus(self) -> Collection[str]:
         """The UUIDs of the GPUs that it uses."""
@@ -183,6 +190,10 @@ class RegisteredJob:
             written_bytes=report.counts.written_bytes,
         )
 
+    def rehearse(self, snapshot: str, cancel: Cancellation) -> float:
+        """In a sandbox, on GPUs where they have room."""
+        return rehearse(self._where(snapshot), key=self._key, cancel=cancel).seconds
+
     def snapshots(self) -> Sequence[str]:
         """The snapshots with the job's name."""
         found = list_snapshots(self._settings.store, key=self._key).snapshots
@@ -236,7 +247,7 @@ class RegisteredJob:
             finally:
                 os.close(fd)
 
-    def prune(self, protected: Collection[str]) -> int:
+    def prune(self, protected: Collection[str], counted: Collection[str] | None) -> int:
         """According to the options; without any, nothing is removed."""
         settings = self._settings
         if settings.keep_last is None and settings.keep_hourly is None and settings.keep_daily is None:
@@ -248,6 +259,7 @@ class RegisteredJob:
             names=(self._name,),
             per_name=True,
             protected=tuple(protected),
+            counted=tuple(counted) if counted is not None else None,
         )
         return len(prune_store(settings.store, rules, key=self._key).removed)
 

@@ -35,7 +35,7 @@ class Journal:
             self._folder.write_state(self.state)
 
     def count(self, counter: str, what: str) -> None:
-        """Increment a counter: ``checkpoints``, ``restores`` or ``restarts``."""
+        """Increment a counter: ``checkpoints``, ``rehearsals``, ``restores`` or ``restarts``."""
         before: Mapping[str, int] = getattr(self.state, counter)
         self.update(**{counter: {**before, what: before.get(what, 0) + 1}})
 

@@ -16,6 +16,7 @@ from gpucr.supervise.folder import SupervisedFolder, SupervisedState, supervised
 _FILES = Path(__file__).parent / "prometheus"
 _COUNTERS = (
     ("checkpoints", "result", "gpucr_checkpoints", "Checkpoints that were taken, or failed."),
+    ("rehearsals", "result", "gpucr_rehearsals", "Rehearsals of checkpoints: came back, failed, or could not be held."),
     ("restores", "result", "gpucr_restores", "Restores after a failure."),
     ("restarts", "reason", "gpucr_restarts", "Failures that the job was restarted after."),
 )

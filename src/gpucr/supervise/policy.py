@@ -76,6 +76,29 @@ def newest_first(known: Sequence[str], in_store: Sequence[str]) -> list[str]:
     return [*(each for each in unknown if each in newer), *known, *(each for each in unknown if each not in newer)]
 
 
+def rehearsal_is_due(taken: Sequence[str], rehearsed: Mapping[str, bool], every: int) -> bool:
+    """Whether the last snapshot is to be rehearsed: ``every`` since the last one that came back, or since the first.
+
+    ``taken``: all ids, in the order of the dumps. One that did not come back is followed by another try at once.
+    """
+    since = 0
+    for snapshot in reversed(taken):
+        if rehearsed.get(snapshot) is not None:
+            return since >= every or not rehearsed[snapshot]
+        since += 1
+    return since >= every
+
+
+def counted(rehearsed: Mapping[str, bool], in_store: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Which snapshots count when they are thinned out, and which stay besides. ``in_store``: newest first.
+
+    Those count that came back in a rehearsal. Newer ones stay; all stay if none has come back.
+    """
+    good = [each for each in in_store if rehearsed.get(each)]
+    newer = in_store[: in_store.index(good[0])] if good else in_store
+    return good, list(newer)
+
+
 def choose_snapshot(
     newest_first: Sequence[str],
     failures: Mapping[str, Sequence[float]],

@@ -31,7 +31,8 @@ class Supervision(Record, frozen=True):
 
     ``every_s`` is the time between checkpoints; None: the optimum for what they cost and ``mtbf_s``, the mean time
     between failures. ``keep_last``, ``keep_hourly`` and ``keep_daily`` thin out the job's snapshots in the ``store``,
-    which ``key_file`` opens. ``files``: what to do with files that have grown since the snapshot.
+    which ``key_file`` opens. ``rehearse``: every how many snapshots one is rehearsed; then only those that came back
+    count when they are thinned out. ``files``: what to do with files that have grown since the snapshot.
 
     A job counts as hung if it prints nothing for ``output_timeout_s``, does not touch ``heartbeat`` for
     ``heartbeat_timeout_s``, leaves its GPUs idle for ``gpu_idle_s``, or whose ``health`` command, run every
@@ -50,6 +51,7 @@ class Supervision(Record, frozen=True):
     keep_last: Count | None = None
     keep_hourly: Count | None = None
     keep_daily: Count | None = None
+    rehearse: Count | None = None
     files: Literal["rewind", "keep"] = "rewind"
     output_timeout_s: float | None = None
     heartbeat: Text | None = None
@@ -75,8 +77,9 @@ class Supervision(Record, frozen=True):
                 raise InvalidRequest(
                     f"{option} is {value:g} s", hint="give more than 0 s and at most a year: 90s, 10m, 12h, 7d"
                 )
-        for count, option in ((self.crashes, "--crashes"), (self.max_restarts, "--max-restarts")):
-            if count < 1:
+        counts = ((self.crashes, "--crashes"), (self.max_restarts, "--max-restarts"), (self.rehearse, "--rehearse"))
+        for count, option in counts:
+            if count is not None and count < 1:
                 raise InvalidRequest(f"{option} is {count}", hint="give 1 or more")
         if self.keep_last == 0:
             raise InvalidRequest(

@@ -16,6 +16,7 @@ from gpucr.jobs.names import check_name as check_job_name
 from gpucr.jobs.record import Network
 from gpucr.jobs.registered import find_by_pid_or_name
 from gpucr.linux import own_python, processes, trusted_paths
+from gpucr.operations.engines import require_possible_rehearsal
 from gpucr.operations.launch import StartedJob, launch
 from gpucr.operations.requests import LaunchRequest
 from gpucr.operations.stores import init_store
@@ -53,9 +54,15 @@ def require_store(place: str, key: Secret | None) -> str:
     return open_store_for_jobs(place if path is None else path.absolute(), key).backend.url
 
 
+def _check(settings: Supervision) -> None:
+    settings.check()
+    if settings.rehearse is not None:
+        require_possible_rehearsal(shell_job=False)
+
+
 def prepare(name: str, settings: Supervision) -> SupervisedFolder:
     """Store how the job will be supervised. Raises InvalidRequest if it has a supervisor already, Unsupported."""
-    settings.check()
+    _check(settings)
     check_name(name)
     folder = SupervisedFolder(name)
     with folder.held():
@@ -105,7 +112,7 @@ def run_supervised(
 
 def launch_supervised(request: LaunchRequest, settings: Supervision) -> SupervisedStart:
     """See `run_supervised`."""
-    settings.check()
+    _check(settings)
     preflight.require_privileges(os.getpid())
     if request.name is not None:
         check_name(check_job_name(request.name))

@@ -6,7 +6,15 @@ from collections.abc import Callable, Sequence
 
 from msgspec.structs import replace
 
-from gpucr.errors import GpucrError, JobDamaged, SnapshotError, StoreDamaged, StoreError
+from gpucr.errors import (
+    GpucrError,
+    JobDamaged,
+    RehearsalFailed,
+    SnapshotDamaged,
+    SnapshotError,
+    StoreDamaged,
+    StoreError,
+)
 from gpucr.supervise import policy
 from gpucr.supervise.clock import Clock, Stop
 from gpucr.supervise.folder import MOST_SNAPSHOTS, Phase, Taken, as_time
@@ -153,6 +161,7 @@ class Supervisor:
         else:
             self._taken(taken)
             self._plan_next()
+            self._rehearse(taken.id)
             self._prune()
         self._watch.stood_still(self._clock.now_s() - began_s)
 
@@ -197,12 +206,41 @@ class Supervisor:
             written_bytes=taken.written_bytes,
         )
 
+    def _rehearse(self, snapshot: str) -> None:
+        """Rehearse it if that is due, while the job runs. A rehearsal that cannot be held says nothing about it."""
+        state, every = self._journal.state, self._settings.rehearse
+        taken = [each.id for each in state.snapshots]
+        if every is None or self._stop.wish is not None or not policy.rehearsal_is_due(taken, state.rehearsed, every):
+            return
+        try:
+            seconds = self._job.rehearse(snapshot, self._stop.cancel)
+        except (GpucrError, OSError) as e:
+            is_bad = isinstance(e, RehearsalFailed | SnapshotDamaged | StoreDamaged)
+            self._rehearsed("failed" if is_bad else "not-held", snapshot, comes_back=False if is_bad else None)
+            self._journal.tell("rehearsal-failed", snapshot=snapshot, comes_back=False if is_bad else None, **_told(e))
+            return
+        self._rehearsed("success", snapshot, comes_back=True)
+        self._journal.tell("rehearsed", snapshot=snapshot, seconds=round(seconds, 3))
+
+    def _rehearsed(self, result: str, snapshot: str, *, comes_back: bool | None) -> None:
+        self._journal.count("rehearsals", result)
+        if comes_back is not None:
+            self._journal.update(rehearsed={**self._journal.state.rehearsed, snapshot: comes_back})
+
     def _prune(self) -> None:
-        """Prune snapshots; never the last verified one, nor the one that the job was restored from."""
-        state = self._journal.state
+        """Prune snapshots; never the last verified one, nor the one that the job was restored from.
+
+        With rehearsals: nor those that are newer than the last one that came back.
+        """
+        state, counted = self._journal.state, None
         protected = {each.id for each in state.snapshots[-1:]} | ({state.restored_from} - {None})
         try:
-            removed = self._job.prune([each for each in protected if each is not None])
+            if self._settings.rehearse is not None:
+                in_store = list(self._job.snapshots())
+                self._journal.update(rehearsed={id_: good for id_, good in state.rehearsed.items() if id_ in in_store})
+                counted, newer = policy.counted(state.rehearsed, in_store)
+                protected |= set(newer)
+            removed = self._job.prune([each for each in protected if each is not None], counted)
         except (GpucrError, OSError) as e:
             self._journal.tell("prune-failed", **_told(e))
             return
@@ -283,6 +321,7 @@ class Supervisor:
         in_store = list(self._job.snapshots())
         known = [each.id for each in reversed(state.snapshots) if each.id in in_store]
         newest_first = [each for each in policy.newest_first(known, in_store) if each not in gone]
+        newest_first.sort(key=lambda each: state.rehearsed.get(each) is False)  # only if there is no other
         chosen = policy.choose_snapshot(
             newest_first,
             {each.id: each.failures for each in state.snapshots},

@@ -267,9 +267,39 @@ def loader() -> Step:
     return step
 
 
+def mpi() -> Step:
+    """A training that starts MPI after CUDA, as Lightning does: OpenMPI 4's daemon has inherited descriptors."""
+    step = _training(compile_it=False)
+    step(0)
+    from mpi4py import MPI  # type: ignore[import-not-found]  # the import starts MPI, and `orted` with it
+
+    daemons = {pid: _devices_of(pid) for pid in _named("orted")}
+    print(
+        f"MPI {MPI.Get_version()}, daemons with descriptors of the driver: {sorted(daemons.values())}", file=sys.stderr
+    )
+    if not daemons:
+        raise SystemExit("there is no orted")
+    return lambda number: (step(number), MPI.COMM_WORLD.allreduce(number))
+
+
+def _named(name: str) -> list[int]:
+    """The processes of this name."""
+    found = []
+    for pid in filter(str.isdecimal, os.listdir("/proc")):
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/comm") as file:
+            found += [int(pid)] if file.read().strip() == name else []
+    return found
+
+
+def _devices_of(pid: int) -> int:
+    """How many descriptors of the driver it has."""
+    folder = f"/proc/{pid}/fd"
+    return sum(os.readlink(f"{folder}/{fd}").startswith("/dev/nvidia") for fd in os.listdir(folder))
+
+
 JOBS = {
     job.__name__.replace("_", "-"): job
-    for job in (compiled, transformer, jax, cupy, cupy_async, numba, server, hooks, profiled, loader)
+    for job in (compiled, transformer, jax, cupy, cupy_async, numba, server, hooks, profiled, loader, mpi)
 }
 
 

@@ -9,6 +9,7 @@ from msgspec import Struct
 
 from gpucr.driver import gpus
 from gpucr.errors import ProcessNotFound
+from gpucr.gang import uses_gpu
 from gpucr.interposer import sharing
 from gpucr.interposer.client import ask_status
 from gpucr.interposer.presence import is_interposed
@@ -85,16 +86,23 @@ class JobTraits(Struct, frozen=True):
 
 
 def look(job: Job, uses: Sequence[GpuUse]) -> JobTraits:
-    """Gather the traits of a job. ``uses``: which process holds memory on which GPU. Changes nothing.
+    """Gather the traits of a job, those of its processes aside that only ask NVML. Changes nothing.
+
+    ``uses``: which process holds memory on which GPU.
 
     Raises DriverUnavailable if NVML is there and broken.
     """
     if not job.gang:
         return JobTraits((), ())
     found = {member.pid: member.found for member in job.gang}
-    seen = tuple(_look_at(each, uses, found[each.pid]) for each in job.processes if each.pid in found)
+    holders = {use.pid for use in uses}
+    seen = tuple(
+        _look_at(each, uses, found[each.pid])
+        for each in job.processes
+        if each.pid in found and (found[each.pid] is not CudaState.RUNNING or uses_gpu(each.pid, holders))
+    )
     relatives: list[CudaTraits] = []
-    for process in _relatives(job, {use.pid for use in uses}):
+    for process in _relatives(job, holders):
         with contextlib.suppress(PermissionError):  # another user's: it shares nothing with this one
             relatives.append(_look_at(process, uses))
     return JobTraits(

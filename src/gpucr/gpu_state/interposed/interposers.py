@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from gpucr.driver.api import Driver
 from gpucr.errors import InterposerError, Unsupported
+from gpucr.gang import uses_gpu
 from gpucr.gpu_state.backend import INTERPOSED
-from gpucr.gpu_state.held import uses_gpu
 from gpucr.gpu_state.interposed.backend import Interposed
 from gpucr.gpu_state.interposed.guarded import Guarded
 from gpucr.gpu_state.interposed.host_copy import HostCopy
