@@ -98,9 +98,7 @@ class SandboxedJob(Job):
 
     def _start(self, command: list[str]) -> int:
         started = sandbox.start(
-            command,
-            cwd=str(self.folder),
-            environment=dict(os.environ),
+            sandbox.Program(command, str(self.folder), dict(os.environ)),
             log_path=str(self.folder / "stderr"),
             status_path=str(self.folder / "status"),
         )

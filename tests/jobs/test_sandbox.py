@@ -34,15 +34,15 @@ class Workplace:
         self.log, self.status = folder / "log", folder / "status"
 
     def start(self, *command: str, **options: Any) -> Started:
+        greeting = {"PATH": os.environ["PATH"], "GREETING": "hällo"}
+        cwd, environment = options.pop("cwd", str(self.folder)), options.pop("environment", greeting)
         given = {
-            "cwd": str(self.folder),
-            "environment": {"PATH": os.environ["PATH"], "GREETING": "hällo"},
             "log_path": str(self.log),
             "status_path": str(self.status),
             "refuse_io_uring": False,
             **options,
         }
-        return sandbox.start(command, **given)
+        return sandbox.start(sandbox.Program(command, cwd, environment), **given)
 
     def shell(self, script: str, **options: Any) -> Started:
         return self.start("/bin/sh", "-c", script, **options)
@@ -121,7 +121,7 @@ def test_environment_of_a_started_job(place: Workplace, isolate: bool) -> None:
 def test_the_job_outlives_its_gpucr(place: Workplace, isolate: bool) -> None:
     code = (
         "import sys; from gpucr.jobs import sandbox\n"
-        "started = sandbox.start(['/bin/sh', '-c', 'read line < go; exit 5'], cwd=sys.argv[1], environment={},\n"
+        "started = sandbox.start(sandbox.Program(['/bin/sh', '-c', 'read line < go; exit 5'], sys.argv[1], {}),\n"
         "    log_path=sys.argv[1] + '/log', status_path=sys.argv[1] + '/status', refuse_io_uring=False,\n"
         f"    isolate={isolate})\n"
         "print(started.keeper.pid)"
@@ -140,8 +140,8 @@ def test_the_job_ends_with_its_gpucr_if_asked(place: Workplace, isolate: bool) -
     """Also what has left the tree of its first process. How it ended is written as always."""
     code = (
         "import signal, sys; from gpucr.jobs import sandbox\n"
-        "sandbox.start(['/bin/sh', '-c', '(setsid sleep 99 &); exec sleep 99'], cwd=sys.argv[1],\n"
-        "    environment={'PATH': '/bin'}, log_path=sys.argv[1] + '/log', status_path=sys.argv[1] + '/status',\n"
+        "sandbox.start(sandbox.Program(['/bin/sh', '-c', '(setsid sleep 99 &); exec sleep 99'], sys.argv[1],\n"
+        "    {'PATH': '/bin'}), log_path=sys.argv[1] + '/log', status_path=sys.argv[1] + '/status',\n"
         f"    refuse_io_uring=False, isolate={isolate}, ends_with_caller=True)\n"
         "print('started', flush=True); signal.pause()"
     )
@@ -186,11 +186,11 @@ def test_without_the_capability(place: Workplace) -> None:
     code = (
         "import ctypes, sys; from gpucr.jobs import sandbox; from gpucr.errors import Unsupported\n"
         "assert ctypes.CDLL(None).prctl(24, 21, 0, 0, 0) == 0  # PR_CAPBSET_DROP, CAP_SYS_ADMIN\n"
-        "given = dict(cwd=sys.argv[1], environment={}, log_path=sys.argv[1] + '/log',\n"
+        "given = dict(log_path=sys.argv[1] + '/log',\n"
         "    status_path=sys.argv[1] + '/status', refuse_io_uring=False)\n"
-        "try: sandbox.start(['/bin/true'], **given, isolate=True)\n"
+        "try: sandbox.start(sandbox.Program(['/bin/true'], sys.argv[1], {}), **given, isolate=True)\n"
         "except Unsupported as e: print(e, '|', e.hint)\n"
-        "sandbox.start(['/bin/sh', '-c', 'exit 4'], **given, isolate=False)"
+        "sandbox.start(sandbox.Program(['/bin/sh', '-c', 'exit 4'], sys.argv[1], {}), **given, isolate=False)"
     )
     words = [sys.executable, "-c", code, str(place.folder)]
     done = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True, env=_environment())

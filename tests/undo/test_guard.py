@@ -438,8 +438,8 @@ def test_a_killed_restore_leaves_nothing(
         if hook == {hook!r}:
             die()
     root = Criu(find_criu()).restore(
-        folder / "images", RestoreOptions(False), log_path=folder.parent / "log",
-        leave_stopped=True, on_start=on_start, on_notify=on_notify,
+        folder / "images", RestoreOptions(False, leave_stopped=True), log_path=folder.parent / "log",
+        on_start=on_start, on_notify=on_notify,
     )
     if {hook!r} == "known":
         protection.protect(EndRestored(tuple(process.id for process in processes.tree(root))))

@@ -37,6 +37,7 @@ from gpucr.nodes.rendezvous import Rendezvous
 from gpucr.nodes.restore import run_restore_part
 from gpucr.nodes.secret import given_secret
 from gpucr.operations.requests import DumpRequest, RestoreRequest
+from gpucr.operations.restore import RestoreReport
 from gpucr.quantities import counted
 from gpucr.snapshot.location import Compress
 from gpucr.undo.operation import Terms
@@ -224,6 +225,7 @@ def restore(
     request = RestoreRequest(snapshot, **options)
     made = with_key(key_file, lambda key: run_restore_part(snapshot, request, where, terms, key), place=snapshot)
     report = made.report
+    assert isinstance(report, RestoreReport)  # noqa: S101 - a restore's
     if not output.quiet:
         say_warnings(report)
         say_gpu_reasons(report)
@@ -247,11 +249,11 @@ def _rendezvous(
     return Rendezvous.at(address, node=node, node_count=node_count, secret=secret, meet_s=meet_s)
 
 
-def _set_fields(made: PartReport[Any]) -> dict[str, Any]:
+def _set_fields(made: PartReport) -> dict[str, Any]:
     part = made.part
     about = {"set_id": part.set_id, "set_name": made.name, "node": part.node, "node_count": part.node_count}
     return {**about, "seconds": made.seconds}
 
 
-def _name(made: PartReport[Any]) -> str:
+def _name(made: PartReport) -> str:
     return f"set {made.name} ({made.part.set_id[:8]})"

@@ -127,7 +127,6 @@ class HelperCriu(Criu):
         options: RestoreOptions,
         *,
         log_path: Path,
-        leave_stopped: bool = False,
         outputs: Mapping[Path, Path] | None = None,
         inherited: Mapping[str, int] | None = None,
         on_start: OnStart | None = None,
@@ -150,7 +149,7 @@ class HelperCriu(Criu):
         ):
             if len(closed) > MAX_CLOSED or len(files.fds) > MAX_FILES:
                 raise Unsupported("the job has more connections or files than the helper restores", code=REFUSED)
-            request = Restore(leave_stopped, closed, len(files.fds), self._sandbox_pid)
+            request = Restore(options.leave_stopped, closed, len(files.fds), self._sandbox_pid)
             here = _converse(connection, request, (*fds, *keeper_fds), files.fds)
             if on_start is not None:
                 on_start(ProcessId(here.pid, here.start_time_ticks))

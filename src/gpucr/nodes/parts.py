@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
 
 from gpucr.errors import InvalidRequest
 from gpucr.nodes.guest import Guest
@@ -18,13 +17,12 @@ from gpucr.undo.cancellation import Cancellation
 from gpucr.undo.operation import Terms
 from gpucr.version import __version__
 
-_Report = TypeVar("_Report", DumpReport, RestoreReport)
 TIMEOUT_S = 600.0
 """A job that is stopped because another node does not respond runs again after this time."""
 
 
 @dataclass(frozen=True)
-class PartReport(Generic[_Report]):
+class PartReport:
     """The result for this node's ``part`` of the set ``name``: ``report`` is its dump's or restore's.
 
     ``seconds``: from the moment at which all nodes were there.
@@ -32,7 +30,7 @@ class PartReport(Generic[_Report]):
 
     part: SetPart
     name: str
-    report: _Report = field(repr=False)
+    report: DumpReport | RestoreReport = field(repr=False)
     seconds: float
 
 

@@ -12,7 +12,7 @@ from gpucr.model import GpuMap
 from gpucr.nodes.parts import TIMEOUT_S, PartReport, meeting_for, required_limit
 from gpucr.nodes.rendezvous import Rendezvous
 from gpucr.operations.requests import RestoreRequest
-from gpucr.operations.restore import RestoreReport, run_restore
+from gpucr.operations.restore import run_restore
 from gpucr.snapshot.in_store import SnapshotInStore, snapshot_url
 from gpucr.snapshot.location import Place, open_store_for_jobs, place_of_store
 from gpucr.store import snapshots
@@ -39,7 +39,7 @@ def restore_part(
     force: bool = False,
     on_progress: OnProgress | None = None,
     cancel: Cancellation | None = None,
-) -> PartReport[RestoreReport]:
+) -> PartReport:
     """Restore this node's part of the set ``STORE#NAME`` (the latest of this name), together with the other nodes.
 
     Node 0 says which set it is. No part runs before all are there: where one node fails until then, what all have
@@ -54,7 +54,7 @@ def restore_part(
 
 def run_restore_part(
     place: Place, request: RestoreRequest, rendezvous: Rendezvous, terms: Terms, key: Secret | None = None
-) -> PartReport[RestoreReport]:
+) -> PartReport:
     """See `restore_part`. Whichever snapshot is this node's part takes that of the request."""
     location = place_of_store(place)
     if location.snapshot is None:

@@ -276,7 +276,7 @@ def prepare(
     writer = DeviceWriter(target.sink)
     cuda = frozen_cuda
     if job.gang and not is_frozen:
-        from gpucr.gpu_state.cuda_work import cuda_work  # jobs without CUDA start without it
+        from gpucr.gpu_state.cuda_work import Purpose, cuda_work  # jobs without CUDA start without it
 
         gently = leave_running and request.persist == "background"
         cuda = cuda_work(
@@ -285,9 +285,7 @@ def prepare(
             protection,
             held,
             writer,
-            deadline=deadline,
-            save_gently=gently,
-            gpu_state=gpu_state,
+            Purpose(deadline=deadline, save_gently=gently, gpu_state=gpu_state),
         )
 
     def needs() -> list[preflight.MemoryNeed]:

@@ -21,7 +21,7 @@ from gpucr.diagnosis.traps import findings_of_traps
 from gpucr.driver.gpus import gpu_processes
 from gpucr.errors import GpucrError, InvalidRequest, JobDamaged, ProcessNotFound
 from gpucr.gang.threads import STOP_TIMEOUT_S
-from gpucr.gpu_state.cuda_work import CudaWork, cuda_work
+from gpucr.gpu_state.cuda_work import CudaWork, Purpose, cuda_work
 from gpucr.gpu_state.held import device_bytes_in_use
 from gpucr.gpu_state.source import SavedLater
 from gpucr.gpu_state.ways import GpuState, may_be_interposed, require_possible
@@ -136,7 +136,9 @@ def _prepare(
     held = device_bytes_in_use(job, uses)
     cuda: CudaWork | None = None
     if job.gang:
-        cuda = cuda_work(found.driver, job, protection, held, SavedLater(), deadline=deadline, gpu_state=gpu_state)
+        cuda = cuda_work(
+            found.driver, job, protection, held, SavedLater(), Purpose(deadline=deadline, gpu_state=gpu_state)
+        )
 
     def needs() -> list[preflight.MemoryNeed]:
         return preflight.needs_of_suspend(held, in_files=True, on_gpu=cuda.on_gpu if cuda is not None else {})

@@ -218,13 +218,13 @@ def _start(plan: LaunchPlan, reservation: Reservation, request: LaunchRequest, i
         interrupts.check()  # the last check: what the job does from here on cannot be undone
 
     variables = changed(given, plan.environment)
+    if plan.interposer is not None:
+        variables = library.preloaded(variables, plan.interposer)
     # Registered before it runs: a gpucr killed in between leaves the record of a job that never ran ("lost"), but never
     # a job without a record.
     with interrupts.allowed():
         sandbox.start(
-            (plan.program, *plan.command[1:]),
-            cwd=plan.cwd,
-            environment=variables if plan.interposer is None else library.preloaded(variables, plan.interposer),
+            sandbox.Program((plan.program, *plan.command[1:]), plan.cwd, variables),
             log_path=str(reservation.log_path),
             status_path=str(reservation.status_path),
             network=plan.network,

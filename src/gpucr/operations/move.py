@@ -9,7 +9,7 @@ from gpucr.diagnosis import preflight
 from gpucr.diagnosis.traps import findings_of_traps
 from gpucr.driver.gpus import gpu_processes
 from gpucr.errors import InvalidRequest
-from gpucr.gpu_state.cuda_work import CudaWork, cuda_work
+from gpucr.gpu_state.cuda_work import CudaWork, Purpose, cuda_work
 from gpucr.gpu_state.gpu_choice import GpuRequest
 from gpucr.gpu_state.held import device_bytes_in_use
 from gpucr.gpu_state.move import MoveGang, goes_from_gpu_to_gpu
@@ -135,10 +135,7 @@ def prepare(
         protection,
         held,
         None,
-        deadline=deadline,
-        to_host=not goes_from_gpu_to_gpu(choice),
-        whole_tree=not request.only,
-        moves=True,
+        Purpose(deadline=deadline, to_host=not goes_from_gpu_to_gpu(choice), whole_tree=not request.only, moves=True),
     )
     if choice.gpu_map is None:
         return PreparedMove(work, placement, (), tuple(findings))

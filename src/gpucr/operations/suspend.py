@@ -16,7 +16,7 @@ from gpucr.driver.gpus import gpu_processes, list_gpus
 from gpucr.errors import GpucrError
 from gpucr.gang import Gang
 from gpucr.gpu_state import staging, suspended
-from gpucr.gpu_state.cuda_work import CudaWork, cuda_work
+from gpucr.gpu_state.cuda_work import CudaWork, Purpose, cuda_work
 from gpucr.gpu_state.custom_storage.suspended import SuspendedStorage, needed_with_carrier, require_way_back
 from gpucr.gpu_state.gpu_choice import GpuRequest
 from gpucr.gpu_state.held import device_bytes_in_use
@@ -161,10 +161,7 @@ def prepare_suspend(
         protection,
         held,
         None,
-        deadline=deadline,
-        gpu_state=gpu_state,
-        to_host=True,
-        whole_tree=not request.only,
+        Purpose(deadline=deadline, gpu_state=gpu_state, to_host=True, whole_tree=not request.only),
     )
     return PreparedSuspend(
         work=work,

@@ -260,9 +260,8 @@ class _Request:
                 with as_peer_with(self._peer, wanted | _to_enter(sandbox)):
                     root_pid = self._criu_in(sandbox, wanted).restore(
                         held.path,
-                        RestoreOptions(shell_job=joins, link_remap=False),
+                        RestoreOptions(shell_job=joins, link_remap=False, leave_stopped=request.leave_stopped),
                         log_path=log_path,
-                        leave_stopped=request.leave_stopped,
                         inherited=inherited,
                         on_notify=lambda hook, pid: self._on_restoring(hook, pid, sandbox),
                         check=self._check,
