@@ -15,6 +15,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
+from gpucr import Cancellation
 from gpucr.borrow import ledger, lend, policy
 from gpucr.borrow.guard import guarded
 from gpucr.borrow.ledger import Borrowing
@@ -30,7 +31,6 @@ from gpucr.operations import chosen
 from gpucr.operations.launch import launch, plan_of_launch
 from gpucr.operations.requests import LaunchRequest
 from gpucr.records import DEFAULT_PRIORITY
-from gpucr.undo.cancellation import Cancellation
 
 BORROWERS_PRIORITY = 2 * DEFAULT_PRIORITY
 """A borrower's default priority: jobs started without a priority make room."""

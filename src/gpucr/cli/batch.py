@@ -114,9 +114,8 @@ def command(
     with EndNotice(signals) as notice:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, signal.valid_signals())  # blocked in `gpucr.__main__`
         try:
-            notice.raises = True
-            allocation = Allocation.of(os.environ, job_id, asks_slurm=notice.reason is None)  # which may take a while
-            notice.raises = False
+            with notice.interrupting():  # it may take a while
+                allocation = Allocation.of(os.environ, job_id, asks_slurm=notice.reason is None)
         except KeyboardInterrupt:
             if notice.reason is None:  # Ctrl-C, which was not to announce anything
                 raise

@@ -84,7 +84,7 @@ class Keepers(Protocol):
 
 
 class HelperCriu(Criu):
-    """Like `Criu`, for the caller's own processes. ``signed``: the folder of the images that the helper wrote.
+    """Like `Criu`, for the caller's own processes. It restores what it has signed (`use_signed`).
 
     A restore may use modified images, in which file sizes differ or connections are closed.
     """
@@ -95,7 +95,11 @@ class HelperCriu(Criu):
         super().__init__(install, sandbox)
         self._keepers = keepers
         self._sandbox_pid = sandbox.init_pid if sandbox is not None else 0
-        self.signed: Path | None = None
+        self._signed: Path | None = None
+
+    def use_signed(self, folder: Path) -> None:
+        """Where the images are as the helper wrote them; those to restore may have been changed."""
+        self._signed = folder
 
     def dump(
         self,
@@ -138,7 +142,7 @@ class HelperCriu(Criu):
         if (self._keepers is None) != bool(self._sandbox_pid) or inherited:
             raise AssertionError("the helper restores into a sandbox or below a keeper, and has its own way with files")
         root = f"/proc/{self._sandbox_pid}/root" if self._sandbox_pid else ""
-        signed = self.signed or images_dir
+        signed = self._signed or images_dir
         keeper = self._keepers.another() if self._keepers is not None else None
         closed = _closed(FilesImage.read(signed), FilesImage.read(images_dir))
         with (

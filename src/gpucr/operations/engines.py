@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from types import ModuleType
 
 from gpucr.criu.engine import Criu
 from gpucr.criu.install import CriuInstall, find_criu
+from gpucr.diagnosis import preflight
 from gpucr.errors import Unsupported
 from gpucr.helper.access import whose_criu
 from gpucr.jobs.selection import FoundJob
@@ -48,6 +50,11 @@ def _helper() -> ModuleType:
     from gpucr.helper import client  # root starts without it
 
     return client
+
+
+def require_privileges() -> None:
+    """Raise NotPermitted where the caller can neither dump nor restore."""
+    preflight.require_privileges(os.getpid())
 
 
 def require_possible_rehearsal(*, shell_job: bool) -> None:

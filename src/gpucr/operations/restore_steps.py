@@ -88,7 +88,7 @@ class CriuRestore:
     def _restore_tree(self, number: int, interrupts: Interrupts) -> None:
         site = self._site.value
         if site.helper is not None:
-            site.helper.signed = self._images[number].original
+            site.helper.use_signed(self._images[number].original)
         with log_kept_on_failure("restore") as log_path:
             self._root_pids[number] = site.criu.restore(
                 self._images[number].folder,

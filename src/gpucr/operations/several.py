@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
@@ -17,11 +16,10 @@ from gpucr.jobs.selector import JobSelector
 from gpucr.model import GpuMap
 from gpucr.operations.chosen import BUSY_S, Chosen, Target, label_of, running_on, suspended_on, when_free
 from gpucr.operations.requests import ResumeRequest, SuspendRequest
-from gpucr.operations.suspend import ChangeReport, prepare_resume, prepare_suspend, run_resume, run_suspend
+from gpucr.operations.suspend import ChangeReport, look_at_suspend, prepare_resume, run_resume, run_suspend
 from gpucr.undo.cancellation import Cancellation
 from gpucr.undo.events import OnProgress
 from gpucr.undo.operation import Terms
-from gpucr.undo.protection import Protection
 
 _GONE = (ProcessNotFound, NotACudaProcess)
 """Errors of a job that was found but has ended since; ignored unless the user named the job."""
@@ -130,12 +128,9 @@ def plan_of_suspends(chosen: Chosen, gpu_state: GpuState, *, only: bool, force: 
     needs: list[preflight.MemoryNeed] = []
 
     def look(job: Target) -> JobOutlook:
-        with selection.claimed_job(job, only=only, force=force) as found:
-            found.require_cuda()
-            prepared = prepare_suspend(found, SuspendRequest(job, gpu_state, only), Protection())
-            with contextlib.closing(prepared.work):
-                findings = prepared.findings(beside=needs)
-            needs.extend(prepared.needs)
+        found, prepared = look_at_suspend(SuspendRequest(job, gpu_state, only), force=force)
+        findings = prepared.findings(beside=needs)
+        needs.extend(prepared.needs)
         device_bytes = _added_up(prepared.work.device_bytes.values())
         return JobOutlook(label_of(job), _cuda_pids(found), device_bytes, tuple(findings))
 

@@ -6,6 +6,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 from msgspec import Struct
 
@@ -125,6 +126,10 @@ def run_suspend(request: SuspendRequest, terms: Terms = AS_USUAL) -> ChangeRepor
         )
 
 
+MemoryNeeds: TypeAlias = Sequence[preflight.MemoryNeed]
+"""Host memory that is needed."""
+
+
 @dataclass(frozen=True)
 class PreparedSuspend:
     """A suspend that may begin, and what was found before any change. ``needs``: of host memory."""
@@ -136,6 +141,28 @@ class PreparedSuspend:
     def findings(self, beside: Sequence[preflight.MemoryNeed] = ()) -> list[preflight.Finding]:
         """All findings. ``beside``: host memory that other jobs will take before."""
         return [*self.about_job, *preflight.check_host_memory([*beside, *self.needs])]
+
+    def require_possible(self) -> None:
+        """Raise Unsupported with what is against it about the job itself, apart from host memory."""
+        preflight.require_no_blocking(self.about_job)
+
+    def shortage(self, beside: Sequence[preflight.MemoryNeed]) -> str | None:
+        """Why host memory is short for it beside these needs; None: it is not."""
+        found = preflight.check_host_memory([*beside, *self.needs])
+        return next((each.sentence() for each in found if each.severity == "blocking"), None)
+
+
+def look_at_suspend(request: SuspendRequest, *, force: bool = False) -> tuple[selection.FoundJob, PreparedSuspend]:
+    """The job and what its suspend would find, while no other gpucr works on it. Changes nothing; raises as `suspend`.
+
+    The work is closed.
+    """
+    require_possible(request.gpu_state)
+    with selection.claimed_job(request.job, only=request.only, force=force) as found:
+        found.require_cuda()
+        prepared = prepare_suspend(found, request, Protection())
+        prepared.work.close()
+        return found, prepared
 
 
 def prepare_suspend(

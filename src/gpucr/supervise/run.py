@@ -8,10 +8,10 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 
+from gpucr import Secret
 from gpucr.driver.gpu_failures import watched_gpu_failures
 from gpucr.driver.gpus import are_busy
 from gpucr.linux import processes
-from gpucr.store.keys import Secret
 from gpucr.supervise.clock import ORDERS, Clock, MachineClock, Stop
 from gpucr.supervise.folder import Phase, SupervisedFolder
 from gpucr.supervise.job import RegisteredJob
