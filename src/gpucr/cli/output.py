@@ -14,6 +14,8 @@ from typing import Any, TextIO
 import click
 from msgspec import Struct
 
+from gpucr.records import to_json
+
 SCHEMA_VERSION = 1
 
 
@@ -42,7 +44,6 @@ def print_json(kind: str, data: Mapping[str, Any]) -> None:
 
     ``data`` may contain records and paths.
     """
-    from gpucr.records import to_json
 
     context = click.get_current_context(silent=True)
     wanted = context.find_object(JsonWanted) if context is not None else None
