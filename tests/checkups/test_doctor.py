@@ -216,7 +216,7 @@ def policies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Pat
         monkeypatch.setattr(module, "SHARED_POLICY", shared)
         monkeypatch.setattr(module, "PRIVATE_POLICY", private)
     monkeypatch.setattr(memory, "_why_small", lambda: "the machine forbids it")
-    monkeypatch.setattr("gpucr.linux.processes.can_checkpoint_processes", lambda: True)
+    monkeypatch.setattr("gpucr.linux.capabilities.can_checkpoint_processes", lambda: True)
     return shared, private
 
 

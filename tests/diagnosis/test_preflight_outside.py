@@ -20,7 +20,7 @@ from gpucr.diagnosis.preflight import (
     check_shared_files,
     surroundings,
 )
-from gpucr.linux import processes
+from gpucr.linux import capabilities, processes
 from gpucr.linux.files_in_use import files_in_use, holders
 from gpucr.model import Connection, Endpoint, Job, JobFile
 from tests.conftest import skip_or_fail
@@ -100,7 +100,7 @@ def test_an_open_file_is_not_cut_back(log: Path) -> None:
 
 
 def test_files_in_use(log: Path) -> None:
-    if not processes.can_checkpoint_processes():
+    if not capabilities.can_checkpoint_processes():
         skip_or_fail("root", "/proc/PID/map_files is root's")
     mapped, gone = log.with_name("mapped"), log.with_name("gone")
     for path in (mapped, gone):

@@ -17,7 +17,7 @@ from gpucr.gpu_state import kinds
 from gpucr.gpu_state.backend import WaitForBytes
 from gpucr.gpu_state.captured import CapturedStaging
 from gpucr.gpu_state.staging.attach import reserve, traced
-from gpucr.linux import processes
+from gpucr.linux import capabilities
 from gpucr.linux.injection import MAP_FIXED, MMAP, run_syscall
 from gpucr.linux.tmpfs import StagingFile
 from gpucr.model import CudaState, DevicePart, StagedExtent
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.criu
 
 @pytest.fixture(autouse=True)
 def as_root() -> None:
-    if not processes.can_checkpoint_processes():
+    if not capabilities.can_checkpoint_processes():
         skip_or_fail("root", "dumps need root")
 
 

@@ -13,7 +13,7 @@ import pytest
 
 import gpucr
 from gpucr.gpu_state.staging.attach import traced
-from gpucr.linux import processes
+from gpucr.linux import capabilities, processes
 from gpucr.linux.descriptors import send_descriptor
 from gpucr.linux.tmpfs import FILE_NAME, StagingFile
 from tests import command
@@ -76,7 +76,7 @@ class Forking:
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., Forking]]:
-    if not processes.can_checkpoint_processes():
+    if not capabilities.can_checkpoint_processes():
         skip_or_fail("root", "staging files and dumps need root")
     started: list[Forking] = []
 

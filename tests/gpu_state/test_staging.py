@@ -18,7 +18,7 @@ from gpucr.driver.cuda import CudaDriver
 from gpucr.gpu_state import gang_staging, staging
 from gpucr.gpu_state.source import FileDestination
 from gpucr.gpu_state.staging import Capture, capture
-from gpucr.linux import memory, processes
+from gpucr.linux import capabilities, memory, processes
 from gpucr.linux.injection import InjectionUnavailable
 from gpucr.linux.ptrace import TracedThread
 from gpucr.linux.tmpfs import StagingFile
@@ -36,7 +36,7 @@ MIB = 1 << 20
 
 @pytest.fixture(autouse=True)
 def as_root() -> None:
-    if not processes.can_checkpoint_processes():
+    if not capabilities.can_checkpoint_processes():
         skip_or_fail("root", "staging files and dumps need root")
 
 
@@ -84,7 +84,7 @@ def test_staging_of_a_suspended_job_is_a_file_of_huge_pages(counter: CounterFact
 def test_without_privileges_staging_is_private_memory_of_huge_pages(
     counter: CounterFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(processes, "can_checkpoint_processes", lambda: False)
+    monkeypatch.setattr(capabilities, "can_checkpoint_processes", lambda: False)
     job = counter("--mib", "64")
     known = {(m.start, m.end) for m in memory.read_maps(job.pid)}
     assert notes_of(gpucr.suspend, job.pid) == []
@@ -101,7 +101,7 @@ def test_without_huge_pages_private_staging_is_left_to_the_driver(
 ) -> None:
     (tmp_path / "enabled").write_text("always madvise [never]\n")
     monkeypatch.setattr(memory, "_PRIVATE_HUGE_PAGES", tmp_path / "enabled")
-    monkeypatch.setattr(processes, "can_checkpoint_processes", lambda: False)
+    monkeypatch.setattr(capabilities, "can_checkpoint_processes", lambda: False)
     job = counter("--mib", "8")
     (note,) = notes_of(gpucr.suspend, job.pid)
     assert note.endswith(": transparent huge pages are off")
@@ -527,7 +527,7 @@ def test_all_staging_of_a_suspended_job_is_in_its_file(twice: Counter) -> None:
 
 
 def test_all_private_staging_uses_huge_pages(twice: Counter, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "can_checkpoint_processes", lambda: False)
+    monkeypatch.setattr(capabilities, "can_checkpoint_processes", lambda: False)
     before = memory.read_maps(twice.pid)
     assert notes_of(gpucr.suspend, twice.pid) == []
     found = staging.locate(before, memory.read_maps(twice.pid))  # one range where the two lie side by side

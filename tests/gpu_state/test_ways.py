@@ -19,7 +19,7 @@ from gpucr.gpu_state import staging
 from gpucr.gpu_state.ways import GpuState
 from gpucr.interposer.client import Agent, Closed
 from gpucr.interposer.library import installed, preload_path
-from gpucr.linux import processes
+from gpucr.linux import capabilities
 from gpucr.model import CudaState
 from gpucr.sim import build as simulator
 from tests.conftest import skip_or_fail
@@ -31,7 +31,7 @@ SIZE_BYTES = 24 << 20
 
 @pytest.fixture(autouse=True)
 def as_root() -> None:
-    if not processes.can_checkpoint_processes():
+    if not capabilities.can_checkpoint_processes():
         skip_or_fail("root", "staging is captured by root alone")
 
 
@@ -145,7 +145,7 @@ def test_memory_that_cannot_be_captured_is_not_suspended_another_way(
         gpucr.suspend(job.pid, gpu_state="captured")
     assert caught.value.code == "GPUCR-GPU-STATE"
     assert_runs(job, driver)
-    monkeypatch.setattr(processes, "can_checkpoint_processes", lambda: False)
+    monkeypatch.setattr(capabilities, "can_checkpoint_processes", lambda: False)
     with pytest.raises(Unsupported, match="cannot be captured without root"):
         gpucr.suspend(job.pid, gpu_state="captured")
     assert_runs(job, driver)

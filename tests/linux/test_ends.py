@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from gpucr.linux import ends, processes
+from gpucr.linux import capabilities, ends, processes
 from gpucr.model import ProcessId
 from tests.counter import wait_until
 
@@ -51,7 +51,7 @@ def test_how_a_process_ended(code: str, said: str) -> None:
         child.stdin.close()
         child.stdin = None
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-        if processes.can_checkpoint_processes():
+        if capabilities.can_checkpoint_processes():
             assert ends.how(ends.wait_status(process, None)) == said
         child.wait()
         assert ends.wait_status(process, None) is None

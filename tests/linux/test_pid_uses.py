@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from gpucr.linux import pid_uses, processes
+from gpucr.linux import capabilities, pid_uses, processes
 from gpucr.linux.pid_uses import PidUse, uses_of_pids, wait_for_reaping
 from gpucr.linux.processes import read_stat
 from tests.children import PTRACE_O_TRACEEXIT, WITH_A_THREAD, python, sleeper, status_of, tracer_of, unused_pid
@@ -85,7 +85,7 @@ TAKE_PIDS = (
 )
 
 
-@pytest.mark.skipif(not processes.can_checkpoint_processes(), reason="needs the right to choose pids")
+@pytest.mark.skipif(not capabilities.can_checkpoint_processes(), reason="needs the right to choose pids")
 def test_pids_are_free_after_waiting(one_busy_cpu: int) -> None:
     """Of threads that end on a CPU where others have precedence: they are out of /proc long before they are done."""
     for _ in range(10 if IS_STORM else 2):

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from gpucr.errors import InvalidRequest, ProcessNotFound
-from gpucr.linux import processes
+from gpucr.linux import capabilities, processes
 from gpucr.linux.namespaces import kinds_here
 from gpucr.model import ProcessId
 from tests.children import (
@@ -295,11 +295,11 @@ def test_access_to_an_ended_process() -> None:
 def test_capabilities_are_dropped_with_privileges() -> None:
     if os.geteuid() != 0:
         skip_or_fail("root", "only root can drop privileges")
-    ask = "from gpucr.linux import processes; print(processes.can_checkpoint_processes())"
+    ask = "from gpucr.linux import capabilities; print(capabilities.can_checkpoint_processes())"
     drop = f"import os; os.setuid({NOBODY_UID})"
     assert _python_with_gpucr(f"{ask}\n{drop}\n{ask}").split()[1] == "False"
     effective = int(Path("/proc/self/status").read_text().split("CapEff:")[1].split()[0], 16)
-    assert processes.can_checkpoint_processes() is bool(effective >> 19 & 1 and effective >> 21 & 1)
+    assert capabilities.can_checkpoint_processes() is bool(effective >> 19 & 1 and effective >> 21 & 1)
 
 
 # --- what a process holds --------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ sys.exit(hatchling())
 
 def hidden_from_the_build() -> set[str]:
     """The modules of all packages but those that pip installs for a build, and what these need."""
-    system = re.search(r"^requires = \[(.*?)\]", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    system = re.search(r"^requires = \[(.*?)\]", (ROOT / "pyproject.toml").read_text(), re.MULTILINE | re.DOTALL)
     assert system is not None
     wanted, known = re.findall(r'"([A-Za-z0-9-]+)', system[1]), set[str]()
     while wanted:

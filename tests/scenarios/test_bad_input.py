@@ -14,7 +14,7 @@ import pytest
 
 import gpucr
 from gpucr.driver.cuda import CudaDriver
-from gpucr.linux import processes
+from gpucr.linux import capabilities
 from gpucr.model import CudaState
 from tests import command
 from tests.conftest import skip_or_fail
@@ -137,7 +137,7 @@ def _as_nobody(call: Callable[[], object]) -> str:
 
 def test_a_dump_without_root(counter: CounterFactory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     job = counter()
-    monkeypatch.setattr("gpucr.linux.processes.can_checkpoint_processes", lambda: False)
+    monkeypatch.setattr("gpucr.linux.capabilities.can_checkpoint_processes", lambda: False)
     with pytest.raises(gpucr.NotPermitted, match="root's capabilities") as failure:
         gpucr.dump(job.pid, tmp_path / "s")
     assert failure.value.hint is not None
@@ -432,7 +432,7 @@ def test_a_removed_current_folder(
     arguments: list[object], process_without_cuda: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A shell stays in it when a job's folder is removed or recreated."""
-    if arguments[0] == "dump" and not processes.can_checkpoint_processes():
+    if arguments[0] == "dump" and not capabilities.can_checkpoint_processes():
         skip_or_fail("root", "a dump needs root")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "gone").mkdir()
@@ -489,7 +489,7 @@ def test_reports_have_a_short_repr(counter: CounterFactory, tmp_path: Path) -> N
     job = counter("--mib", "2", "--fork", "2")
     suspended, resumed = gpucr.suspend(job.pid), gpucr.resume(job.pid)
     reports: list[object] = [suspended, resumed]
-    if processes.can_checkpoint_processes():
+    if capabilities.can_checkpoint_processes():
         dumped = gpucr.dump(job.pid, tmp_path / "s", leave_running=True)
         reports += [dumped, gpucr.plan_dump(job.pid, tmp_path / "t"), gpucr.inspect(dumped.snapshot), dumped.snapshot]
     for report in reports:

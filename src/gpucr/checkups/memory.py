@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from gpucr.checkups.checkup import ok
 from gpucr.diagnosis.preflight.findings import Finding, RepairName
-from gpucr.linux import cgroups, memory, proc_text, processes
+from gpucr.linux import capabilities, cgroups, memory, proc_text
 from gpucr.linux.tmpfs import StagingFile
 from gpucr.model import Gpu
 from gpucr.quantities import format_bytes
@@ -51,7 +51,7 @@ def look(gpus: Sequence[Gpu]) -> MemoryFacts:
     """Read /proc and /sys, and make an empty staging file, closed at once."""
     sizes = _meminfo()
     return MemoryFacts(
-        is_privileged=processes.can_checkpoint_processes(),
+        is_privileged=capabilities.can_checkpoint_processes(),
         why_small=_why_small(),
         shared_policy=chosen(SHARED_POLICY),
         private_policy=chosen(PRIVATE_POLICY),

@@ -7,7 +7,7 @@ from msgspec import Struct
 from gpucr.checkups.checkup import ok
 from gpucr.criu.install import CriuInstall
 from gpucr.diagnosis.preflight.findings import Finding
-from gpucr.linux import processes
+from gpucr.linux import capabilities
 from gpucr.network import kept, of_criu
 from gpucr.network.filters import Method, Namespace, find_method
 from gpucr.network.records import KeptRecord
@@ -34,7 +34,7 @@ def look() -> NetworkFacts:
     if method is not None:
         with Namespace() as own:
             foreign = tuple(sorted(of_criu.filters(own) - {record.name for record in kept.all_kept()}))
-    is_privileged = processes.can_repair_sockets()
+    is_privileged = capabilities.can_repair_sockets()
     return NetworkFacts(method, why_not, is_privileged, kept.all_kept(), foreign)
 
 

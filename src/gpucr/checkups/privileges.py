@@ -18,7 +18,6 @@ _SECCOMP = "seccomp"
 _UID_MAP = Path("/proc/self/uid_map")
 _WHOLE_UID_MAP = ["0", "0", "4294967295"]
 
-_FOR_CRIU = ("SYS_ADMIN", "SYS_PTRACE")
 # What does not work without it, and whether gpucr then refuses. Root in a container often lacks some of these.
 _FURTHER = {
     "SYS_TIME": ("blocking", "restore is refused: CRIU gives up where it may not set a job's clocks"),
@@ -64,7 +63,7 @@ def check(facts: PrivilegeFacts) -> list[Finding]:
 
 def _capabilities(facts: PrivilegeFacts) -> list[Finding]:
     own = facts.own
-    missing = [f"CAP_{name}" for name in _FOR_CRIU if not own.has(name)]
+    missing = [f"CAP_{name}" for name in capabilities.FOR_CRIU if not own.has(name)]
     if missing and not own.is_root:
         return [_of_a_user(facts, missing)]
     if missing:

@@ -14,7 +14,7 @@ from gpucr.cli.supervision import supervision_options
 from gpucr.cli.units import warn_of_our_end, warn_of_shutdowns
 from gpucr.errors import GpucrError
 from gpucr.jobs.record import Network
-from gpucr.linux import processes
+from gpucr.linux import capabilities
 from gpucr.operations.launch import LaunchPlan, launch, plan_of_launch
 from gpucr.operations.requests import LaunchRequest
 from gpucr.records import DEFAULT_PRIORITY, HIGHEST_PRIORITY, to_json
@@ -120,7 +120,7 @@ def command(*, request: LaunchRequest, supervision: Supervision | None, explain:
     if plan.why_not_isolated is not None and request.isolate is None:
         say(f"not isolated: {plan.why_not_isolated}")
     if plan.network == "own" and request.network is None:
-        reach = "`gpucr exec` reaches it; " if processes.can_checkpoint_processes() else ""
+        reach = "`gpucr exec` reaches it; " if capabilities.can_checkpoint_processes() else ""
         say(f"its network is a loopback of its own: {reach}--network host shares the machine's")
     click.echo(f"name  {record.name}")
     click.echo(f"pid   {record.pid}")

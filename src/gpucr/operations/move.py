@@ -18,7 +18,7 @@ from gpucr.gpu_state.steps import UnlockGang
 from gpucr.jobs import selection
 from gpucr.jobs.selector import JobSelector
 from gpucr.jobs.taken import taken_job
-from gpucr.linux import processes
+from gpucr.linux import capabilities
 from gpucr.model import CudaState, GpuMap
 from gpucr.operations.plan import Plan
 from gpucr.operations.requests import MoveRequest
@@ -123,7 +123,7 @@ def prepare(
     held = device_bytes_in_use(job, uses)
     placement = place_moved(job.gang, held, request.gpus)
     choice = placement.choice
-    needs = preflight.needs_of_suspend(held, in_files=processes.can_checkpoint_processes())
+    needs = preflight.needs_of_suspend(held, in_files=capabilities.can_checkpoint_processes())
     findings = [
         *selection.findings_before_freeze(job, needs),
         *findings_of_traps(job, found.driver, uses),
