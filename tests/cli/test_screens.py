@@ -181,7 +181,7 @@ def _print_differences() -> None:
         Difference("file", "shared/finetune-llama-7b/tokenizer-cache/0042/part-000017", None, 7, 4096, 4096, ()),
         Difference("device", "python", 3194302, 61 * _GIB, None, 61 * _GIB, ()),
     ]
-    with mock.patch("gpucr.snapshot.store_diff.diff_snapshots", return_value=found):
+    with mock.patch("gpucr.cli.diff.diff_snapshots", return_value=found):
         diff.command.main(["store#a", "store#b"], standalone_mode=False)
 
 

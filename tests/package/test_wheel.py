@@ -56,7 +56,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel of this source, built with nothing but what pip installs for that."""
     pytest.importorskip("hatchling")
     hidden = hidden_from_the_build()
-    assert {"blake3", "cryptography", "numpy", "pytest"} <= hidden
+    assert "pytest" in hidden
+    assert not {"blake3", "click", "numpy"} & hidden
     folder = tmp_path_factory.mktemp("wheel")
     built = subprocess.run(
         [sys.executable, "-c", BUILD, ",".join(hidden), "build", "-t", "wheel", "-d", folder],
