@@ -23,7 +23,7 @@ from msgspec import Struct
 
 from gpucr.errors import InvalidRequest, NotPermitted
 from gpucr.helper.messages import MAX_REQUESTS_PER_USER, Connection, Failed, HungUp
-from gpucr.linux import capabilities, own_python, trusted_paths
+from gpucr.linux import capabilities, own_process, trusted_paths
 from gpucr.privileged import limits, peer
 from gpucr.privileged.served import Settings
 
@@ -132,13 +132,9 @@ class _Listener:
                 with contextlib.suppress(HungUp):
                     Connection(connected).send(Failed("refused", why_not))
                 return
-            started = subprocess.Popen(
-                own_python.command("gpucr.privileged.entry", self._settings.keys, self._settings.work),
-                stdin=connected.fileno(),
-                stdout=subprocess.DEVNULL,
-                env=own_python.environment(),
-                cwd="/",
-                start_new_session=True,
+            settings = self._settings
+            started = own_process.start(
+                "gpucr.privileged.entry", settings.keys, settings.work, stdin=connected.fileno(), stderr=None
             )
         self._at_work.append(_AtWork(uid, started))
 
