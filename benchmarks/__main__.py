@@ -9,9 +9,11 @@ import click
 BENCHMARKS = (
     "compare",
     "host-memory",
+    "incremental",
     "interposed",
     "interposer-cost",
     "intervals",
+    "many",
     "overhead",
     "startup",
     "store",

@@ -27,6 +27,10 @@ class MemoryBackend:
     def url(self) -> str:
         return "memory:"
 
+    @property
+    def identity(self) -> str:
+        return self.url
+
     def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
         check_name(name)
         with self._lock:
@@ -121,6 +125,10 @@ class FaultyBackend:
     @property
     def url(self) -> str:
         return self.inner.url
+
+    @property
+    def identity(self) -> str:
+        return self.inner.identity
 
     def _do(self, operation: str, name: str, work: Callable[[], object]) -> object:
         self.calls.append((operation, name))

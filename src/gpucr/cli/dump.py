@@ -10,6 +10,7 @@ import click
 from msgspec import Struct
 
 from gpucr.cli.containers import print_container, refuse_other_options
+from gpucr.cli.durations import Duration
 from gpucr.cli.keys import key_file_option, with_key
 from gpucr.cli.options import (
     as_one,
@@ -66,6 +67,8 @@ class _Options(TypedDict):
     encrypt: bool
     trust_store: bool
     rehearse: bool
+    pace: float
+    check_known_s: float
 
 
 @click.command("dump")
@@ -105,11 +108,30 @@ class _Options(TypedDict):
     help="In a store: compress where that saves time, not at all, or wherever it saves bytes.",
 )
 @click.option("--encrypt", is_flag=True, help="Refuse stores that are not encrypted.")
-@click.option("--trust-store", is_flag=True, help="In a store: do not read and check what it has already.")
+@click.option("--trust-store", is_flag=True, help="In a store: never read and check what it has already.")
+@click.option(
+    "--check-known",
+    "check_known_s",
+    type=Duration(),
+    default="24h",
+    show_default=True,
+    metavar="TIME",
+    help="In a store: read and check what it has already if that was last done longer ago.",
+)
 @click.option(
     "--rehearse",
     is_flag=True,
     help="Before the job is ended, restore the snapshot once beside it; if that fails, the job keeps running.",
+)
+@click.option(
+    "--pace",
+    "pace",
+    type=click.IntRange(0, 100),
+    default=50,
+    show_default=True,
+    callback=lambda _context, _parameter, percent: percent / 100,
+    metavar="PERCENT",
+    help="Of the GPU's and its threads' time, used to save device memory while the job still runs; 0: do not.",
 )
 @key_file_option
 @click.option(

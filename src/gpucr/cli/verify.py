@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
 import click
 
+from gpucr.cli.durations import Duration
 from gpucr.cli.keys import key_file_option, with_key
 from gpucr.cli.options import complete_place, json_option, quiet_option, timeout_option
 from gpucr.cli.output import print_json, printable, say
@@ -22,6 +24,19 @@ from gpucr.snapshot.location import is_store
 @click.command("verify")
 @click.argument("snapshot", metavar="STORE[#NAME]|DIR", shell_complete=complete_place)
 @click.option("--deep", is_flag=True, help="Read all data instead of only checking that it exists.")
+@click.option(
+    "--older-than",
+    "older_than_s",
+    type=Duration(),
+    metavar="TIME",
+    help="With --deep: only what was last read longer ago.",
+)
+@click.option(
+    "--pace",
+    type=click.IntRange(1, 100),
+    metavar="PERCENT",
+    help="With --deep: the share of the time in which each thread reads.",
+)
 @click.option("--rehearse", is_flag=True, help="Restore the snapshot in a sandbox that is ended before the job runs.")
 @timeout_option
 @key_file_option
@@ -31,6 +46,8 @@ def command(
     *,
     snapshot: str,
     deep: bool,
+    older_than_s: float | None,
+    pace: int | None,
     rehearse: bool,
     timeout_s: float | None,
     key_file: Path | None,
@@ -47,8 +64,11 @@ def command(
     Example:
       gpucr verify /var/snapshots/store
       gpucr verify s3://bucket/prefix#latest --deep
+      gpucr verify /var/snapshots/store --deep --older-than 24h --pace 20
       gpucr verify /var/snapshots/training-0042 --rehearse
     """
+    if (older_than_s is not None or pace is not None) and not (deep and is_store(snapshot)):
+        raise click.UsageError("--older-than and --pace are for a store, with --deep")
     if rehearse:
         if deep:
             raise click.UsageError("--rehearse reads all data anyway: omit --deep")
@@ -57,7 +77,8 @@ def command(
     if timeout_s is not None:
         raise click.UsageError("--timeout is for --rehearse")
     if is_store(snapshot):
-        _verify_store(snapshot, deep=deep, key_file=key_file, as_json=as_json, quiet=quiet)
+        deeply = _Deeply(older_than_s or 0.0, (pace or 100) / 100) if deep else None
+        _verify_store(snapshot, deeply, key_file=key_file, as_json=as_json, quiet=quiet)
         return
     problems: dict[str, list[str]] = {}
     opened = open_place(snapshot)
@@ -83,9 +104,15 @@ def _rehearse(snapshot: str, key_file: Path | None, timeout_s: float | None, *, 
         click.echo(rehearsal_text(report))
 
 
-def _verify_store(store: str, *, deep: bool, key_file: Path | None, as_json: bool, quiet: bool) -> None:
+class _Deeply(NamedTuple):
+    older_than_s: float
+    pace: float
+
+
+def _verify_store(store: str, deeply: _Deeply | None, *, key_file: Path | None, as_json: bool, quiet: bool) -> None:
     listener = progress_printer(quiet=quiet or as_json)
-    report = with_key(key_file, lambda key: verify_snapshots(store, deep=deep, key=key, on_progress=listener))
+    deep, how = deeply is not None, deeply._asdict() if deeply is not None else {}
+    report = with_key(key_file, lambda key: verify_snapshots(store, deep=deep, key=key, on_progress=listener, **how))
     names = {each.id: each.label for each in report.snapshots}
     problems = {names.get(each, each): list(texts) for each, texts in report.problems.items()}
     if as_json:

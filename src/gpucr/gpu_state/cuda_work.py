@@ -135,7 +135,8 @@ class Purpose(Struct, frozen=True):
 
     Interposers take what they can: with ``to_host``, to host memory that the processes keep; otherwise our descriptors
     hold it during the operation. ``gpu_state``, ``save_gently``, ``whole_tree``: as in GangStaging and CheckpointGang.
-    ``moves``: it goes to other GPUs. ``deadline``: the operation's.
+    ``moves``: it goes to other GPUs. ``deadline``: the operation's. ``early``: with ``to_host``, fills the host memory
+    while the job runs.
     """
 
     deadline: float | None = None
@@ -144,6 +145,7 @@ class Purpose(Struct, frozen=True):
     to_host: bool = False
     whole_tree: bool = True
     moves: bool = False
+    early: Saver | None = None
 
 
 def cuda_work(
@@ -159,7 +161,7 @@ def cuda_work(
     Without a ``saver`` the CPU threads keep running.
     """
     deadline, gpu_state, save_gently = purpose.deadline, purpose.gpu_state, purpose.save_gently
-    to_host, whole_tree, moves = purpose.to_host, purpose.whole_tree, purpose.moves
+    to_host, whole_tree, moves, early = purpose.to_host, purpose.whole_tree, purpose.moves, purpose.early
     if driver is None or not job.gang:
         raise ValueError("the job does not use CUDA")
     gang = Gang(driver, job.gang, deadline=deadline)
@@ -172,8 +174,9 @@ def cuda_work(
 
     wait_saved = saver.wait if saver is not None and save_gently else None
     interposers = Interposers(
-        driver, uuids_of, guarded, to_host=to_host, moves=moves, gpu_state=gpu_state, wait_saved=wait_saved
-    )
+        driver, uuids_of, guarded, to_host=to_host, moves=moves, gpu_state=gpu_state, wait_saved=wait_saved,
+        saver=saver or early,
+    )  # fmt: skip
     interposers.require(job.gang, held)
     custom = CustomStorages(
         driver, "driver" if moves else gpu_state, gpus, held,

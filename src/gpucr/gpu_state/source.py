@@ -29,8 +29,16 @@ class Source(Protocol):
     def size_bytes(self) -> int:
         """Its size: a multiple of 4 KiB."""
 
-    def read_into(self, position: int, data: memoryview) -> None:
-        """Read from ``position`` into ``data``. Thread-safe. Raises SnapshotError."""
+    def read_into(self, position: int, data: memoryview) -> bytes | None:
+        """Read from ``position`` into ``data``. Thread-safe. Raises SnapshotError.
+
+        Returns the digest of what was read, if the source has one: as in `Saver.look`. Raises Gone if its process runs,
+        and it is not to be read any more.
+        """
+
+
+class Gone(Exception):
+    """Device memory of a running process is not to be read any more: what was wanted is saved later."""
 
 
 class Destination(Protocol):
@@ -56,6 +64,32 @@ class Saver(Protocol):
     """Saves device memory while it is being produced (`gpucr.snapshot.device.DeviceWriter`)."""
 
     @property
+    def piece_bytes(self) -> int:
+        """The size of its pieces."""
+
+    @property
+    def digest_key(self) -> bytes | None:
+        """The key of the digests that it can compare; None: without one."""
+
+    def look(self, part: DevicePart, digests: Sequence[bytes | None]) -> None:
+        """The digests of the source's pieces now: BLAKE3, 32 bytes; zeros for a piece of zeros; None: not known.
+
+        A piece that is saved with this content, or that the place has, is not read.
+        """
+
+    def differing(self, part: DevicePart) -> list[int]:
+        """The pieces whose saved content is not known to be that of the last look. Reads nothing."""
+
+    def begin_early(self, part: DevicePart, pieces: Sequence[int], *, reads: bool) -> None:
+        """Save these pieces now, though the source may change. Without ``reads`` only those that need not be read."""
+
+    def end_early(self) -> None:
+        """Forget what was not begun yet."""
+
+    def wait_early(self, timeout_s: float | None = None) -> bool:
+        """Wait until what was begun early is done. False: out of time. Raises the saver's error."""
+
+    @property
     def keeps_files(self) -> bool:
         """Whether saved data can be read from its `files`, even before there is a snapshot."""
 
@@ -63,7 +97,7 @@ class Saver(Protocol):
         """Where an added part goes: the files, over which pieces are distributed round-robin, and the piece size."""
 
     def add(self, source: Source) -> None:
-        """Announce a part."""
+        """Announce a part; one that was begun early has another source from now on."""
 
     def grow(self, source: Source) -> None:
         """An added part has grown; its existing data has not moved."""
@@ -88,6 +122,25 @@ class SavedLater:
     """A `Saver` that saves nothing: all device memory is saved later from the frozen job."""
 
     keeps_files = False
+    piece_bytes = 0
+    digest_key: bytes | None = None
+
+    def look(self, part: DevicePart, digests: Sequence[bytes | None]) -> None:
+        """Nothing."""
+
+    def differing(self, part: DevicePart) -> list[int]:
+        """Nothing is saved."""
+        return []
+
+    def begin_early(self, part: DevicePart, pieces: Sequence[int], *, reads: bool) -> None:
+        """Nothing."""
+
+    def end_early(self) -> None:
+        """Nothing."""
+
+    def wait_early(self, timeout_s: float | None = None) -> bool:
+        """Nothing is."""
+        return True
 
     def files(self, part: DevicePart) -> tuple[Sequence[int], int]:
         """Nothing has any."""

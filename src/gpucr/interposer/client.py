@@ -279,12 +279,33 @@ class Agent:
 
         ``shared_only``: only blocks that the program gave to other processes.
         """
+        return self._descriptors(Operation.EXPORT, shared_only=shared_only)
+
+    def show(self) -> Iterator[list[Held]]:
+        """As `export`, of a program that runs: it keeps its memory and changes it; nothing of it can be dropped then.
+
+        Raises Refused (SOMEBODY_INSIDE) while a stream is being captured.
+        """
+        return self._descriptors(Operation.SHOW)
+
+    def lend(self, descriptor: int | None) -> None:
+        """We hold device memory while the program runs (None: no more, it was freed).
+
+        If a call of the program finds none, a byte comes through the socket of this descriptor, and the call is made
+        again when the other end is closed.
+        """
+        answer, given = self._exchange(Operation.LEND, descriptors=() if descriptor is None else (descriptor,))
+        _close_all(given)
+        if answer.code != Code.DONE:
+            raise Refused(Operation.LEND, answer.code)
+
+    def _descriptors(self, operation: Operation, *, shared_only: bool = False) -> Iterator[list[Held]]:
         first, last, total = 0, 0, 0
         while not last:
-            answer, descriptors = self._exchange(Operation.EXPORT, first, int(shared_only))
+            answer, descriptors = self._exchange(operation, first, int(shared_only))
             if answer.code != Code.DONE:
                 _close_all(descriptors)
-                raise Refused(Operation.EXPORT, answer.code)
+                raise Refused(operation, answer.code)
             try:
                 blocks = answer.blocks()
                 total += len(blocks)

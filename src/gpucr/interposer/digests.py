@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import queue
+from collections.abc import Iterable
 from importlib import resources
 
 from gpucr.interposer.vault import Shown, Vault
@@ -36,13 +38,13 @@ def _image() -> bytes:
 class Digests:
     """Names pieces with one vault; not thread-safe. ``key``: 32 bytes of a keyed hash, or None."""
 
-    def __init__(self, vault: Vault, key: bytes | None = None) -> None:
+    def __init__(self, vault: Vault, key: bytes | None = None, scratch_bytes: int | None = None) -> None:
         """Raises VaultFailed if the GPU has no room for the scratch memory, or the driver does not take the kernels."""
         self._vault = vault
         self._flags = ctypes.c_uint32(0 if key is None else _KEYED_HASH)
         self._groups = vault.kernel(_image(), "gpucr_digest_groups")
         self._pieces = vault.kernel(_image(), "gpucr_digest_pieces")
-        self._scratch: Shown = vault.make(SCRATCH_BYTES)
+        self._scratch: Shown = vault.make(scratch_bytes or SCRATCH_BYTES)
         try:
             vault.write_from(self._scratch.address, memoryview(_IV if key is None else key))
         except BaseException:
@@ -57,7 +59,7 @@ class Digests:
         if piece_bytes <= 0 or piece_bytes % CHUNK_BYTES or piece_bytes > MAX_PIECE_BYTES:
             raise ValueError(f"pieces of {piece_bytes} bytes")
         groups = -(-piece_bytes // _GROUP_BYTES)
-        at_once = (SCRATCH_BYTES - DIGEST_BYTES) // ((groups + 1) * DIGEST_BYTES)
+        at_once = (self._scratch.size_bytes - DIGEST_BYTES) // ((groups + 1) * DIGEST_BYTES)
         found: list[bytes] = []
         for start in range(0, size_bytes, at_once * piece_bytes):
             size = min(size_bytes - start, at_once * piece_bytes)
@@ -81,3 +83,75 @@ class Digests:
     def close(self) -> None:
         """Free the scratch memory. Idempotent."""
         self._vault.forget(self._scratch)
+
+
+ZERO = bytes(DIGEST_BYTES)
+"""What `PieceDigests` gives for a piece of zeros."""
+
+_SLOTS_BYTES = 32 << 20
+_MOST_SLOTS = 4
+_SLOT_SCRATCH_BYTES = 2 << 20
+
+
+class PieceDigests:
+    """Digests of pieces of this size, `ZERO` for zeros; and copies of pieces that change meanwhile. Thread-safe.
+
+    ``lengths``: of pieces that may be zeros. Takes up to 50 MiB of device memory with pieces of up to 32 MiB, and else
+    20 MiB and a piece.
+    """
+
+    def __init__(self, vault: Vault, piece_bytes: int, key: bytes | None, lengths: Iterable[int]) -> None:
+        """Raises VaultFailed."""
+        self._vault = vault
+        self._piece_bytes = piece_bytes
+        self._made: list[Digests] = []
+        self._slots = queue.SimpleQueue[tuple[Digests, int]]()
+        self._room: Shown | None = None
+        try:
+            self._digests = self._new(None, key)
+            self._zeros = self._make_slots(key, lengths)
+        except BaseException:
+            self.close()
+            raise
+
+    def _new(self, scratch_bytes: int | None, key: bytes | None) -> Digests:
+        made = Digests(self._vault, key, scratch_bytes)
+        self._made.append(made)
+        return made
+
+    def _make_slots(self, key: bytes | None, lengths: Iterable[int]) -> dict[bytes, int]:
+        """Returns the digests of zeros, and their lengths."""
+        count = max(1, min(_MOST_SLOTS, _SLOTS_BYTES // self._piece_bytes))
+        self._room = room = self._vault.make(count * self._piece_bytes)
+        zeros = {self._digests.of(room.address, length, self._piece_bytes)[0]: length for length in lengths}
+        for number in range(count):
+            self._slots.put((self._new(_SLOT_SCRATCH_BYTES, key), room.address + number * self._piece_bytes))
+        return zeros
+
+    def of(self, address: int, size_bytes: int) -> list[bytes]:
+        """The digests of this memory's pieces. One caller at a time. Raises VaultFailed."""
+        return [
+            ZERO if each in self._zeros else each for each in self._digests.of(address, size_bytes, self._piece_bytes)
+        ]
+
+    def read_into(self, address: int, data: memoryview) -> bytes:
+        """Copy a piece, and return the digest of exactly what was copied, though it may be changing.
+
+        It is first copied on the GPU, where nobody else has the copy. Raises VaultFailed.
+        """
+        digests, slot = self._slots.get()
+        try:
+            self._vault.copy_on_device(slot, address, len(data))
+            found = digests.of(slot, len(data), self._piece_bytes)[0]
+            self._vault.read_into(slot, data)
+        finally:
+            self._slots.put((digests, slot))
+        return ZERO if found in self._zeros else found
+
+    def close(self) -> None:
+        """Free the memory that it takes. Idempotent."""
+        while self._made:
+            self._made.pop().close()
+        if self._room is not None:
+            self._vault.forget(self._room)
+            self._room = None

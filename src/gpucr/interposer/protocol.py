@@ -43,6 +43,8 @@ class Operation(enum.IntEnum):
     TRACE = 13
     HOOKS = 14
     FILL = 15
+    SHOW = 16
+    LEND = 17
 
 
 class Drops(enum.IntEnum):

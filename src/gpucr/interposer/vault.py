@@ -29,6 +29,9 @@ SLOT_BYTES = 32 << 20
 WORKERS = 12
 """Measured (H200 machine, 16 processors, 25 GiB): 37 GiB/s down and 43 up."""
 
+GRANULARITY_BYTES = 2 << 20
+"""Of memory without an address, on every GPU so far."""
+
 VAULT_BYTES = 640 << 20
 """Device memory used by a vault. Measured (driver 580): 530 MiB on an H200; on an H100 523, and 540 free are enough."""
 
@@ -88,6 +91,7 @@ class _Library:
         "cuMemHostUnregister": (_POINTER,),
         "cuMemcpyDtoHAsync_v2": (_POINTER, _LONG, _SIZE, _POINTER),
         "cuMemcpyHtoDAsync_v2": (_LONG, _POINTER, _SIZE, _POINTER),
+        "cuMemcpyDtoDAsync_v2": (_LONG, _LONG, _SIZE, _POINTER),
         "cuMemCreate": (_POINTER, _SIZE, _POINTER, ctypes.c_ulonglong),
         "cuMemExportToShareableHandle": (_POINTER, _LONG, ctypes.c_int, ctypes.c_ulonglong),
         "cuMemImportFromShareableHandle": (_POINTER, _POINTER, ctypes.c_int),
@@ -131,11 +135,11 @@ class _Library:
 
 
 class Shown(Struct, frozen=True):
-    """Device memory mapped in this process."""
+    """Device memory mapped in this process, without gaps. ``parts``: its handles, and their sizes."""
 
     address: int
     size_bytes: int
-    handle: int
+    parts: tuple[tuple[int, int], ...]
 
 
 class _Busy:
@@ -226,56 +230,104 @@ class Vault:
 
     def see(self, descriptor: int, size_bytes: int) -> Shown:
         """Map another process's memory from its descriptor. Raises VaultFailed."""
+        return self.see_all([(descriptor, size_bytes)])
+
+    def see_all(self, blocks: Sequence[tuple[int, int]]) -> Shown:
+        """Map blocks of another process's memory behind each other, from their descriptors and sizes.
+
+        Raises VaultFailed.
+        """
         with self._busy:
             self._cuda("cuCtxSetCurrent", self._context)
-            handle = _LONG()
-            self._cuda("cuMemImportFromShareableHandle", ctypes.byref(handle), descriptor, _POSIX_DESCRIPTOR)
-            return self._show(handle.value, size_bytes)
+            parts: list[tuple[int, int]] = []
+            try:
+                for descriptor, size_bytes in blocks:
+                    handle = _LONG()
+                    self._cuda("cuMemImportFromShareableHandle", ctypes.byref(handle), descriptor, _POSIX_DESCRIPTOR)
+                    parts.append((handle.value, size_bytes))
+            except VaultFailed:
+                self._release(parts)
+                raise
+            return self._show(parts)
 
     def make(self, size_bytes: int, *, on_host: bool = False) -> Shown:
-        """New, zeroed memory that can be given to another process. Raises VaultFailed.
+        """New, zeroed memory that can be given to another process, in whole 2 MiB. Raises VaultFailed."""
+        return self.make_all([(size_bytes, on_host)])
 
-        A network card can be given it too if the device can: the process may ask for that at any time.
-        """
+    def make_all(self, wanted: Sequence[tuple[int, bool]]) -> Shown:
+        """As `make`, several behind each other: their sizes, and whether each is on the host. Raises VaultFailed."""
+        with self._busy:
+            self._cuda("cuCtxSetCurrent", self._context)
+            parts: list[tuple[int, int]] = []
+            try:
+                for size_bytes, on_host in wanted:
+                    whole_bytes = -(-size_bytes // GRANULARITY_BYTES) * GRANULARITY_BYTES
+                    parts.append((self._create(whole_bytes, on_host=on_host), whole_bytes))
+            except VaultFailed:
+                self._release(parts)
+                raise
+            made = self._show(parts)
+            done = made.address
+            for _, size_bytes in parts:
+                self._cuda("cuMemsetD8_v2", done, 0, size_bytes)
+                done += size_bytes
+            return made
+
+    def _create(self, size_bytes: int, *, on_host: bool) -> int:
+        """A network card can be given it too if the device can: the process may ask for that at any time."""
         kind, place = (ON_HOST_NODE, 0) if on_host else (ON_DEVICE, self.ordinal)
         wanted = _Properties(_PINNED, _POSIX_DESCRIPTOR, kind, place)
         wanted.direct_rdma = int(self._reaches_network and not on_host)
-        with self._busy:
-            self._cuda("cuCtxSetCurrent", self._context)
-            handle = _LONG()
-            self._cuda("cuMemCreate", ctypes.byref(handle), size_bytes, ctypes.byref(wanted), 0)
-            made = self._show(handle.value, size_bytes)
-            self._cuda("cuMemsetD8_v2", made.address, 0, size_bytes)
-            return made
+        handle = _LONG()
+        self._cuda("cuMemCreate", ctypes.byref(handle), size_bytes, ctypes.byref(wanted), 0)
+        return handle.value
 
-    def _show(self, handle: int, size_bytes: int) -> Shown:
-        address = _LONG()
+    def _show(self, parts: Sequence[tuple[int, int]]) -> Shown:
+        """The handles are released if it fails."""
+        address, whole, done = _LONG(), sum(size_bytes for _, size_bytes in parts), 0
         access = _Access(ON_DEVICE, self.ordinal, _READ_WRITE)
         try:
-            self._cuda("cuMemAddressReserve", ctypes.byref(address), size_bytes, 0, 0, 0)
-            self._cuda("cuMemMap", address, size_bytes, 0, handle, 0)
-            self._cuda("cuMemSetAccess", address, size_bytes, ctypes.byref(access), 1)
+            self._cuda("cuMemAddressReserve", ctypes.byref(address), whole, 0, 0, 0)
+            for handle, size_bytes in parts:
+                at = address.value + done
+                self._cuda("cuMemMap", at, size_bytes, 0, handle, 0)
+                done += size_bytes
+                self._cuda("cuMemSetAccess", at, size_bytes, ctypes.byref(access), 1)
         except VaultFailed:
-            self._cuda("cuMemRelease", handle)
+            self._hide(address.value, parts, done)
+            self._release(parts)
             raise
-        shown = self._shown[address.value] = Shown(address.value, size_bytes, handle)
+        shown = self._shown[address.value] = Shown(address.value, whole, tuple(parts))
         return shown
 
-    def export(self, shown: Shown) -> int:
-        """A descriptor of memory from `make`. Raises VaultFailed."""
-        descriptor = ctypes.c_int()
+    def _hide(self, address: int, parts: Sequence[tuple[int, int]], mapped_bytes: int) -> None:
+        """Unmap the first ones, and give up the addresses, if there are any."""
+        done = 0
+        for _, size_bytes in parts:
+            if done < mapped_bytes:
+                self._cuda("cuMemUnmap", address + done, size_bytes)
+            done += size_bytes
+        if address:
+            self._cuda("cuMemAddressFree", address, done)
+
+    def _release(self, parts: Sequence[tuple[int, int]]) -> None:
+        for handle, _ in parts:
+            self._cuda("cuMemRelease", handle)
+
+    def export(self, shown: Shown, part: int = 0) -> int:
+        """A descriptor of one part of memory from `make`. Raises VaultFailed."""
+        descriptor, (handle, _) = ctypes.c_int(), shown.parts[part]
         with self._busy:
             self._cuda("cuCtxSetCurrent", self._context)
-            self._cuda("cuMemExportToShareableHandle", ctypes.byref(descriptor), shown.handle, _POSIX_DESCRIPTOR, 0)
+            self._cuda("cuMemExportToShareableHandle", ctypes.byref(descriptor), handle, _POSIX_DESCRIPTOR, 0)
             return descriptor.value
 
     def forget(self, shown: Shown) -> None:
         """Unmap it; the memory is freed unless somebody else holds it. Idempotent."""
         if self._shown.pop(shown.address, None) is not None:  # `close` has forgotten all of it
             self._cuda("cuCtxSetCurrent", self._context)
-            self._cuda("cuMemUnmap", shown.address, shown.size_bytes)
-            self._cuda("cuMemRelease", shown.handle)
-            self._cuda("cuMemAddressFree", shown.address, shown.size_bytes)
+            self._hide(shown.address, shown.parts, shown.size_bytes)
+            self._release(shown.parts)
 
     def kernel(self, image: bytes, name: str) -> ctypes.c_void_p:
         """A function of this PTX. Raises VaultFailed if the driver does not take it."""
@@ -344,6 +396,10 @@ class Vault:
             self.write(
                 address, len(data), lambda slot, offset, size: copy(at_address(slot, size), data[offset:][:size])
             )
+
+    def copy_on_device(self, to: int, start: int, size_bytes: int) -> None:
+        """From one address to another. Raises VaultFailed."""
+        self._copy_straight("cuMemcpyDtoDAsync_v2", to, start, size_bytes)
 
     def _copy_straight(self, call: str, to: int, start: int, size_bytes: int) -> None:
         with self._busy:

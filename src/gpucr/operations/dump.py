@@ -30,14 +30,16 @@ from gpucr.operations.dump_steps import (
     SaveFirst,
 )
 from gpucr.operations.engines import criu_for_dump, require_possible_rehearsal
+from gpucr.operations.first_pass import first_pass
 from gpucr.operations.freeze_steps import findings_of_spool, steps_to_freeze
 from gpucr.operations.plan import Plan
-from gpucr.operations.requests import DumpRequest, Persist
+from gpucr.operations.requests import PACE, DumpRequest, Persist
 from gpucr.snapshot.destination import DumpCounts, repairs_of
 from gpucr.snapshot.device.writer import DeviceWriter
 from gpucr.snapshot.job_snapshot import JobSnapshot
 from gpucr.snapshot.location import Compress, Place, TargetPlace, find_target
 from gpucr.snapshot.manifest import OverruledFinding
+from gpucr.store import CHECK_KNOWN_S
 from gpucr.undo.cancellation import Cancellation
 from gpucr.undo.events import OnProgress
 from gpucr.undo.operation import AS_USUAL, TO_MOVE, Operation, Terms, deadline_after, operation
@@ -114,6 +116,8 @@ def dump(
     encrypt: bool = False,
     trust_store: bool = False,
     rehearse: bool = False,
+    pace: float = PACE,
+    check_known_s: float = CHECK_KNOWN_S,
     key: Secret | None = None,
     timeout_s: float | None = None,
     force: bool = False,
@@ -142,10 +146,14 @@ def dump(
     The job stands still meanwhile, unless it is left running. If that fails, the snapshot is discarded and the job
     keeps running.
 
+    What an interposer takes of device memory is saved while the job still runs if it does not change, and what a store
+    has is not moved at all: the job stands still for digests of all of it, and for what differs. This first pass uses
+    at most the share ``pace`` of a GPU and of its threads' time (0: there is none).
+
     ``to`` is a folder that does not exist or is empty, or a store (``STORE#NAME``; the name is optional). Data that a
-    store already has is not stored again: it is read and compared, and rewritten if damaged; with ``trust_store`` it is
-    assumed intact, unread. The rest is compressed as ``compress`` says. ``key`` opens an encrypted store; with
-    ``encrypt`` any other is refused.
+    store already has is not stored again. What was last read longer ago than ``check_known_s`` is read and compared,
+    and rewritten if damaged; with ``trust_store`` all of it is assumed intact. The rest is compressed as ``compress``
+    says. ``key`` opens an encrypted store; with ``encrypt`` any other is refused.
 
     Raises ProcessNotFound, InvalidRequest, NotPermitted, SnapshotExists, Unsupported, WrongKey (before anything was
     changed);
@@ -154,8 +162,9 @@ def dump(
     JobDamaged (not undone).
     """  # fmt: skip
     request = DumpRequest(
-        pid, to, leave_running, persist, tcp, only, gpu_state, compress, encrypt, trust_store, rehearse, key
-    )
+        pid, to, leave_running, persist, tcp, only, gpu_state, compress, encrypt, trust_store, rehearse, key,
+        pace, check_known_s,
+    )  # fmt: skip
     return run_dump(request, Terms(timeout_s, force, on_progress, cancel))
 
 
@@ -189,13 +198,16 @@ def plan_dump(
     encrypt: bool = False,
     trust_store: bool = False,
     rehearse: bool = False,
+    pace: float = PACE,
+    check_known_s: float = CHECK_KNOWN_S,
     key: Secret | None = None,
     force: bool = False,
 ) -> Plan:
     """What `dump` would do with the same arguments. Changes nothing; raises like `dump` before its first step."""
     request = DumpRequest(
-        pid, to, leave_running, persist, tcp, only, gpu_state, compress, encrypt, trust_store, rehearse, key
-    )
+        pid, to, leave_running, persist, tcp, only, gpu_state, compress, encrypt, trust_store, rehearse, key,
+        pace, check_known_s,
+    )  # fmt: skip
     return plan_of_dump(request, force=force)
 
 
@@ -219,6 +231,7 @@ def target_of(request: DumpRequest) -> TargetPlace:
         encrypt=request.encrypt,
         trust_store=request.trust_store,
         key=request.key,
+        check_known_s=request.check_known_s,
     )
 
 
@@ -273,7 +286,7 @@ def prepare(
     held_bytes = sum(sum(by_gpu.values()) for by_gpu in held.values()) + kept_bytes
     target = place.target(job, held_bytes)
     criu = criu_for_dump(found)
-    writer = DeviceWriter(target.sink)
+    writer = DeviceWriter(target.sink, share=request.pace or 1)
     cuda = frozen_cuda
     if job.gang and not is_frozen:
         from gpucr.gpu_state.cuda_work import Purpose, cuda_work  # jobs without CUDA start without it
@@ -331,7 +344,7 @@ def prepare(
         overruled=tuple(OverruledFinding(f.sentence(), f.consequence) for f in findings if f.severity == "blocking"),
         rehearsal=_rehearsal(terms, deadline) if request.rehearse else None,
     )
-    steps, commit = _steps(context, request.persist, is_frozen=is_frozen)
+    steps, commit = _steps(context, request, is_frozen=is_frozen)
     return Prepared(context, tuple(steps), findings, commit)
 
 
@@ -341,12 +354,15 @@ def _rehearsal(terms: Terms, deadline: float | None) -> Rehearsal:
     return Rehearsal(lambda snapshot: run_rehearsal(snapshot, terms.within(deadline)))
 
 
-def _steps(context: OwnDump, persist: Persist, *, is_frozen: bool) -> tuple[list[Step], CommitSnapshot | CriuDump]:
+def _steps(context: OwnDump, request: DumpRequest, *, is_frozen: bool) -> tuple[list[Step], CommitSnapshot | CriuDump]:
     cuda, prepare, criu, network = context.cuda, PrepareTarget(context), CriuDump(context), context.network
     save = CommitSnapshot(context, criu)
     if is_frozen:
         return [prepare, SaveDevice(context), Block(network), criu, Unblock(network, refuses_new=True), save], save
-    begin: list[Step] = [prepare, *([cuda.allocate(leave_running=context.leave_running)] if cuda is not None else [])]
+    begin: list[Step] = [prepare]
+    if cuda is not None:
+        begin += first_pass(cuda, context.writer, request.pace, context.deadline)
+        begin.append(cuda.allocate(leave_running=context.leave_running))
     thaw: list[Step] = []
     if context.is_frozen:
         freeze, thaw = steps_to_freeze(context.job, cuda, context.protection)
@@ -364,7 +380,7 @@ def _steps(context: OwnDump, persist: Persist, *, is_frozen: bool) -> tuple[list
         return begin, criu
     if context.is_frozen:
         begin.append(Unblock(network))
-    if persist == "sync":
+    if request.persist == "sync":
         return [*begin, save, *thaw], save
     return [*begin, *([SaveFirst(context)] if cuda is not None and cuda.may_wait else []), *thaw, save], save
 

@@ -20,8 +20,9 @@ from gpucr.jobs.selector import JobSelector
 from gpucr.jobs.taken import taken_job
 from gpucr.linux import capabilities
 from gpucr.model import CudaState, GpuMap
+from gpucr.operations.first_pass import ToHostMemory
 from gpucr.operations.plan import Plan
-from gpucr.operations.requests import MoveRequest
+from gpucr.operations.requests import PACE, MoveRequest
 from gpucr.operations.suspend import ChangeReport, change_report
 from gpucr.undo.cancellation import Cancellation
 from gpucr.undo.events import OnProgress
@@ -38,6 +39,7 @@ def move(
     only: bool = False,
     timeout_s: float | None = None,
     force: bool = False,
+    pace: float = PACE,
     on_progress: OnProgress | None = None,
     cancel: Cancellation | None = None,
 ) -> ChangeReport:
@@ -45,13 +47,14 @@ def move(
 
     ``gpu`` (``auto``, or the new places of the GPUs that it uses) or ``gpu_map`` (``OLD=NEW,...``) says where to, as in
     `resume`; this can swap the GPUs of one job, but not two jobs. Refuses up front if a GPU has too little free memory.
-    On any failure the job keeps running on the GPUs that it had. Does nothing to a job that is already there. Needs
-    access to the processes (same user, or CAP_SYS_PTRACE).
+    Memory that goes by way of the host is copied there while the job runs, as in `suspend` (``pace``). On any failure
+    the job keeps running on the GPUs that it had. Does nothing to a job that is already there. Needs access to the
+    processes (same user, or CAP_SYS_PTRACE).
 
     Raises InvalidRequest, NotACudaProcess, Unsupported (nothing was changed), LockTimeout, DeadlineExceeded,
     Interrupted, DriverError or JobChanged (all undone), JobDamaged (not undone).
     """  # fmt: skip
-    request = MoveRequest(pid, GpuRequest.of(gpu_map, gpu), only)
+    request = MoveRequest(pid, GpuRequest.of(gpu_map, gpu), only, pace)
     return run_move(request, Terms(timeout_s, force, on_progress, cancel))
 
 
@@ -62,10 +65,12 @@ def run_move(request: MoveRequest, terms: Terms = AS_USUAL) -> ChangeReport:
         prepared = prepare(*taken.cuda(), request, running.deadline)
         work, choice = prepared.work, prepared.placement.choice
         opened.callback(work.close)
+        opened.callback(prepared.host.close)
         preflight.require_no_blocking(prepared.findings, force=running.force)
         if prepared.steps:
             work.staging.prepare(work.sizes)
             work.staging.settle()  # while the job runs
+            prepared.host.begin()
         phases = running.run(prepared.steps)
         taken.roll.require_gang("the rest of the job runs on its new GPUs")
         return replace(
@@ -103,6 +108,7 @@ class PreparedMove:
     """A move that is ready to run, and what was found before any change. Without steps the job is there already."""
 
     work: CudaWork
+    host: ToHostMemory
     placement: Placement
     steps: tuple[Step, ...]
     findings: tuple[preflight.Finding, ...]
@@ -129,22 +135,25 @@ def prepare(
         *findings_of_traps(job, found.driver, uses),
         *preflight.check_room(choice.needed_bytes, placement.here, choice.gpu_map),
     ]
+    to_host = not goes_from_gpu_to_gpu(choice)
+    host = ToHostMemory(request.pace)
     work = cuda_work(
         found.driver,
         job,
         protection,
         held,
         None,
-        Purpose(deadline=deadline, to_host=not goes_from_gpu_to_gpu(choice), whole_tree=not request.only, moves=True),
+        Purpose(deadline, to_host=to_host, whole_tree=not request.only, moves=True, early=host.writer),
     )
     if choice.gpu_map is None:
-        return PreparedMove(work, placement, (), tuple(findings))
+        return PreparedMove(work, host, placement, (), tuple(findings))
     findings += preflight.check_driver(work.gang.driver.capabilities(), choice.gpu_map)
     unlock = UnlockGang(work.gang, down_to=lambda member: member.found)
     steps = (
+        *(host.steps(work, deadline) if to_host else ()),
         *work.steps_off_gpu(),
         MoveGang(work.gang, placement, work.guarded, work.interposers),
         WithoutUndo(unlock),
         *work.hooks.steps_after(),
     )
-    return PreparedMove(work, placement, steps, tuple(findings))
+    return PreparedMove(work, host, placement, steps, tuple(findings))

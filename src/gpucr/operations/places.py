@@ -8,9 +8,11 @@ from gpucr.model import Gpu
 from gpucr.snapshot.gpus import count_used_gpus, place_snapshot
 from gpucr.snapshot.job_snapshot import JobSnapshot
 from gpucr.snapshot.location import in_store, is_store, open_store_for_jobs, place_of_store
+from gpucr.store import CHECK_KNOWN_S
 from gpucr.store.snapshots import check_name as check_snapshot_name
 
 __all__ = [
+    "CHECK_KNOWN_S",
     "check_snapshot_name",
     "count_used_gpus",
     "in_store",

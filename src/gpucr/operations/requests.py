@@ -16,6 +16,7 @@ from gpucr.gpu_state.gpu_choice import GpuRequest
 from gpucr.gpu_state.ways import GpuState
 from gpucr.jobs.selector import JobSelector
 from gpucr.records import DEFAULT_PRIORITY
+from gpucr.store import CHECK_KNOWN_S
 
 if TYPE_CHECKING:
     from gpucr.jobs.record import Network
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 Persist = Literal["background", "sync"]
 """When a dump with leave_running writes device memory: while the job runs again, or before."""
+PACE = 0.5
+"""The share of its threads' time and of the GPUs that a first pass may use."""
 _ANYWHERE = GpuRequest()
 
 
@@ -35,6 +38,7 @@ class SuspendRequest:
     job: int | str | JobSelector
     gpu_state: GpuState = "auto"
     only: bool = False
+    pace: float = PACE
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,7 @@ class MoveRequest:
     job: int | str | JobSelector
     gpus: GpuRequest
     only: bool = False
+    pace: float = PACE
 
     def __post_init__(self) -> None:
         if not self.gpus:
@@ -85,10 +90,14 @@ class DumpRequest:
     trust_store: bool = False
     rehearse: bool = False
     key: Secret | None = field(default=None, repr=False)
+    pace: float = PACE
+    check_known_s: float = CHECK_KNOWN_S
 
     def __post_init__(self) -> None:
         _require("persist", self.persist, Persist)
         _require("tcp", self.tcp, TcpMode)
+        if not 0 <= self.pace <= 1:
+            raise InvalidRequest(f"pace is {self.pace!r}", hint="give a share between 0 and 1; 0: no first pass")
         if self.tcp == "keep" and self.leave_running:
             raise InvalidRequest(
                 "a job that is left running keeps its connections, and no restore can take them up",

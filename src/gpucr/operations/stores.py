@@ -104,20 +104,27 @@ def verify_snapshots(
     store: Place,
     *,
     deep: bool = False,
+    older_than_s: float = 0.0,
+    pace: float = 1.0,
     key: Secret | None = None,
     on_progress: OnProgress | None = None,
     cancel: Cancellation | None = None,
 ) -> VerifyReport:
     """Check one snapshot (``STORE#NAME``), or all: that every piece is there, and with ``deep`` its content.
 
-    Damage is in the report's ``problems``. Raises InvalidRequest, StoreError, WrongKey.
+    What was last read ``older_than_s`` ago, or less, is not read again. What is read is recorded, so that dumps rely on
+    it. The threads that read do so in the share ``pace`` of the time. Damage is in the report's ``problems``. Raises
+    InvalidRequest, StoreError, WrongKey.
     """
+    if not 0 < pace <= 1:
+        raise InvalidRequest(f"pace is {pace!r}", hint="give a share above 0, up to 1")
     opened, wanted = _named(store, key)
 
     def work(interrupts: Interrupts, meter: Meter) -> VerifyReport:
         if deep:
             meter.expect(sum(each.size_bytes for each in wanted or snapshots.list_all(opened).snapshots))
-        return verify.verify(opened, wanted, deep=deep, on_bytes=_counting(interrupts, meter))
+        counting = _counting(interrupts, meter)
+        return verify.verify(opened, wanted, deep=deep, older_than_s=older_than_s, share=pace, on_bytes=counting)
 
     return _run("verify", store, f"verify {store}", work, on_progress, cancel)
 

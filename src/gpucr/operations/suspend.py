@@ -34,7 +34,8 @@ from gpucr.jobs import selection
 from gpucr.jobs.selector import JobSelector
 from gpucr.jobs.taken import TakenJob, taken_job
 from gpucr.model import CudaState, GangLock, GangMember, GpuMap
-from gpucr.operations.requests import ResumeRequest, SuspendRequest
+from gpucr.operations.first_pass import ToHostMemory
+from gpucr.operations.requests import PACE, ResumeRequest, SuspendRequest
 from gpucr.undo.cancellation import Cancellation
 from gpucr.undo.events import OnProgress
 from gpucr.undo.operation import AS_USUAL, TO_CHANGE, Operation, Terms, operation
@@ -79,6 +80,7 @@ def suspend(
     gpu_state: GpuState = "auto",
     only: bool = False,
     timeout_s: float | None = None,
+    pace: float = PACE,
     force: bool = False,
     on_progress: OnProgress | None = None,
     cancel: Cancellation | None = None,
@@ -87,14 +89,16 @@ def suspend(
 
     ``pid``, or the name of a registered job, stands for its whole tree (``only``: for the one process); a `JobSelector`
     for several trees, or a cgroup, whose CUDA processes are one gang. ``force`` also accepts processes that are not one
-    job, and overrules preflight. ``gpu_state`` insists on a way for the device memory. Processes found CHECKPOINTED
+    job, and overrules preflight. ``gpu_state`` insists on a way for the device memory. What an interposer takes is
+    copied while the job runs, in at most the share ``pace`` of the time (0: not); what differs when it stands still is
+    copied again. Processes found CHECKPOINTED
     stay so. CPU threads keep running until they call CUDA. Needs access to the processes (same user, or
     CAP_SYS_PTRACE).
 
     Raises NotACudaProcess, Unsupported (nothing was changed), LockTimeout, DeadlineExceeded, Interrupted, DriverError
     or JobChanged (all undone), JobDamaged (not undone).
     """  # fmt: skip
-    return run_suspend(SuspendRequest(pid, gpu_state, only), Terms(timeout_s, force, on_progress, cancel))
+    return run_suspend(SuspendRequest(pid, gpu_state, only, pace), Terms(timeout_s, force, on_progress, cancel))
 
 
 def run_suspend(request: SuspendRequest, terms: Terms = AS_USUAL) -> ChangeReport:
@@ -106,11 +110,13 @@ def run_suspend(request: SuspendRequest, terms: Terms = AS_USUAL) -> ChangeRepor
         prepared = prepare_suspend(found, request, protection, running.deadline)
         work = prepared.work
         opened.callback(work.close)
+        opened.callback(prepared.host.close)
         findings = prepared.findings()
         preflight.require_no_blocking(findings, force=running.force)
         work.staging.prepare(work.sizes)
         work.staging.settle()  # while the job runs: it is stopped only for the copy
-        phases = running.run(work.steps_off_gpu())
+        prepared.host.begin()
+        phases = running.run([*prepared.host.steps(work, running.deadline), *work.steps_off_gpu()])
         gang = work.gang
         work.custom.release()
         taken_bytes = without_what_stays(work.device_bytes)
@@ -135,6 +141,7 @@ class PreparedSuspend:
     """A suspend that may begin, and what was found before any change. ``needs``: of host memory."""
 
     work: CudaWork
+    host: ToHostMemory
     needs: tuple[preflight.MemoryNeed, ...]
     about_job: tuple[preflight.Finding, ...]
 
@@ -182,16 +189,18 @@ def prepare_suspend(
         *preflight.check_left_locked(found.job),
         *findings_of_traps(found.job, found.driver, uses, may_share=may_be_interposed(gpu_state)),
     ]
+    host = ToHostMemory(request.pace)
     work = cuda_work(
         found.driver,
         found.job,
         protection,
         held,
         None,
-        Purpose(deadline=deadline, gpu_state=gpu_state, to_host=True, whole_tree=not request.only),
+        Purpose(deadline, gpu_state=gpu_state, to_host=True, whole_tree=not request.only, early=host.writer),
     )
     return PreparedSuspend(
         work=work,
+        host=host,
         needs=tuple(preflight.needs_of_suspend(held, in_files=uses_files(gpu_state))),
         about_job=(*about_job, *preflight.check_handed_over(work.custom.pids(found.job.gang))),
     )

@@ -26,6 +26,7 @@ from gpucr.snapshot.folder import (
 from gpucr.snapshot.gpu_part import GpuPart
 from gpucr.snapshot.job_snapshot import JobSnapshot
 from gpucr.snapshot.origin import FolderSource, RestoreSource
+from gpucr.store import CHECK_KNOWN_S
 
 if TYPE_CHECKING:
     from gpucr.snapshot.destination import DumpTarget
@@ -68,6 +69,7 @@ class InStore(Struct, frozen=True):
     name: str | None
     compress: Compress
     trust_store: bool
+    check_known_s: float = CHECK_KNOWN_S
     part: SetPart | None = None
 
     def target(self, job: Job, device_bytes: int) -> DumpTarget:
@@ -77,6 +79,7 @@ class InStore(Struct, frozen=True):
             self.name,
             compress=self.compress,
             trust_store=self.trust_store,
+            check_known_s=self.check_known_s,
             job=job,
             device_bytes=device_bytes,
             part=self.part,
@@ -84,13 +87,23 @@ class InStore(Struct, frozen=True):
         return target
 
 
-def find_target(to: Place, *, compress: Compress, encrypt: bool, trust_store: bool, key: Secret | None) -> TargetPlace:
+def find_target(
+    to: Place,
+    *,
+    compress: Compress,
+    encrypt: bool,
+    trust_store: bool,
+    key: Secret | None,
+    check_known_s: float = CHECK_KNOWN_S,
+) -> TargetPlace:
     """Where a dump goes. An empty or missing folder is for a plain snapshot.
 
     Raises InvalidRequest, WrongKey, StoreDamaged, StoreError.
     """
     if compress not in get_args(Compress):
         raise InvalidRequest(f"compress is {compress!r}", hint="give one of " + ", ".join(get_args(Compress)))
+    if not 0 <= check_known_s < float("inf"):
+        raise InvalidRequest(f"check_known_s is {check_known_s!r}", hint="give seconds; 0: check all that is known")
     location = _store_location(to)
     if location is None:
         if encrypt or key is not None or trust_store or compress != "auto":
@@ -107,7 +120,7 @@ def find_target(to: Place, *, compress: Compress, encrypt: bool, trust_store: bo
             hint="make another one with: gpucr store init --encrypt",
             code="GPUCR-NOT-ENCRYPTED",
         )
-    return InStore(store, location.snapshot, compress, trust_store)
+    return InStore(store, location.snapshot, compress, trust_store, check_known_s)
 
 
 def open_snapshot(place: Place, key: Secret | None = None) -> Snapshot | SnapshotInStore:

@@ -171,8 +171,9 @@ class DeviceData(Record, frozen=True):
 
     ``kind``: the backend that held it (gpu_state/backend.py). ``size_bytes`` is the size of its source (a staging
     file), a multiple of 4 KiB. ``sha256`` has one digest for every piece of ``piece_bytes``; None: the piece is all
-    zero and not stored. The pieces are distributed over ``stripes`` files. A store has neither; ``store_bytes`` is the
-    size of its nonzero pieces there (None: not in a store).
+    zero and not stored. ``blake3`` has the same of another hash, which a GPU can compute, if it was known; else it is
+    empty. The pieces are distributed over ``stripes`` files. A store has none of these; ``store_bytes`` is the size of
+    its nonzero pieces there (None: not in a store).
     """
 
     extents: tuple[StagedExtent, ...]
@@ -182,6 +183,7 @@ class DeviceData(Record, frozen=True):
     sha256: tuple[Sha256 | None, ...]
     store_bytes: Count | None = None
     kind: Annotated[str, Meta(pattern=rf"\A{KIND_NAME.pattern}\Z")] = "captured"
+    blake3: tuple[Sha256 | None, ...] = ()
 
     def __post_init__(self) -> None:
         if self.piece_bytes & (self.piece_bytes - 1):
@@ -191,7 +193,9 @@ class DeviceData(Record, frozen=True):
                 raise RecordError("`stripes` is 0")
             if len(self.sha256) != -(-self.size_bytes // self.piece_bytes):
                 raise RecordError(f"{len(self.sha256)} digests do not fit {self.size_bytes} bytes")
-        elif self.sha256 or self.stripes or self.store_bytes > self.size_bytes:
+            if self.blake3 and [each is None for each in self.blake3] != [each is None for each in self.sha256]:
+                raise RecordError("`blake3` has other pieces of zeros than `sha256`")
+        elif self.sha256 or self.blake3 or self.stripes or self.store_bytes > self.size_bytes:
             raise RecordError("what is in a store has neither digests nor stripes, nor more than its size")
 
     @property

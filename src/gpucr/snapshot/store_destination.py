@@ -26,13 +26,13 @@ from gpucr.snapshot.job_snapshot import JobSnapshot
 from gpucr.snapshot.manifest import DeviceData, FileRecord, Manifest, encode
 from gpucr.snapshot.recovery import RemoveWorkingFolder, discard_folder
 from gpucr.snapshot.working_folder import WorkingFolder
-from gpucr.store import snapshots
+from gpucr.store import CHECK_KNOWN_S, snapshots
 from gpucr.store.checks import Checks
 from gpucr.store.codec import Compress
 from gpucr.store.local import LocalBackend
 from gpucr.store.opened import Store
 from gpucr.store.pack import PREFIX as PACKS_PREFIX
-from gpucr.store.pieces import PieceRef
+from gpucr.store.pieces import ZERO_ID, PieceRef
 from gpucr.store.session import WriteSession
 from gpucr.store.stored_snapshot import Area, SetPart
 from gpucr.undo.protection import Protection
@@ -47,7 +47,8 @@ _PIECES_A_THREAD = 4
 class StoreTarget:
     """A snapshot in a store (see `DumpTarget`). ``job`` and ``device_bytes``: what will be dumped.
 
-    ``trust_store``: assume that data which the store already has is intact, without reading it. ``part``: its place in
+    ``trust_store``: assume that data which the store already has is intact, without reading it; what was last read
+    longer ago than ``check_known_s`` is read else. ``part``: its place in
     a set of several nodes.
 
     Raises InvalidRequest for an invalid name.
@@ -60,6 +61,7 @@ class StoreTarget:
         *,
         compress: Compress,
         trust_store: bool,
+        check_known_s: float = CHECK_KNOWN_S,
         job: Job,
         device_bytes: int,
         part: SetPart | None = None,
@@ -70,7 +72,7 @@ class StoreTarget:
         self._name = name
         self._part = part
         self._compress: Compress = compress
-        self._checks = Checks(trust=trust_store)
+        self._checks = Checks(trust=trust_store, known_s=check_known_s)
         resident_bytes = sum(memory.resident_bytes(pid) for pid in job.pids)
         self._sink = StoreSink(store)
         self._working = WorkingFolder(resident_bytes, besides_bytes=device_bytes + self.buffers_bytes)
@@ -169,7 +171,8 @@ class StoreTarget:
 
     def counts(self, writer: DeviceWriter) -> DumpCounts:
         """The writer's counts; the written bytes include index and snapshot."""
-        return DumpCounts(**structs.asdict(self._session.value.writer.counts))
+        counts = self._session.value.writer.counts
+        return DumpCounts(**structs.asdict(structs.replace(counts, seen_bytes=counts.seen_bytes - writer.again_bytes)))
 
     def discard(self) -> None:
         """End the session, or remove the snapshot. A prune removes what was stored for it."""
@@ -242,9 +245,25 @@ class StoreSink:
     def __init__(self, store: Store) -> None:
         self.session: Result[WriteSession] = Result()
         self.areas: list[Area] = []
+        self._store = store
         self._piece_bytes = store.config.piece_bytes
 
     keeps_files = False
+
+    @property
+    def digest_key(self) -> bytes | None:
+        """The store's."""
+        return self._store.digest_key
+
+    @property
+    def names_are_digests(self) -> bool:
+        """Of a store with BLAKE3."""
+        return self._store.config.hash == "blake3"
+
+    def has(self, digest: bytes, length: int, before: bytes | None) -> bytes | None:
+        """What the store has, and what was put into it."""
+        is_known = digest == ZERO_ID or self.names_are_digests
+        return digest if is_known and self.session.value.writer.rely(PieceRef(digest, length)) else None
 
     def files(self, part: DevicePart) -> Sequence[int]:
         """None: pieces are compressed, encrypted, and shared."""
@@ -272,7 +291,12 @@ class StoreSink:
         """Nothing yet: the commit publishes all open packs, including those with the images."""
 
     def record(
-        self, part: DevicePart, size_bytes: int, names: Sequence[bytes], extents: Sequence[StagedExtent]
+        self,
+        part: DevicePart,
+        size_bytes: int,
+        names: Sequence[bytes],
+        extents: Sequence[StagedExtent],
+        contents: Sequence[bytes | None],
     ) -> DeviceData:
         """Store the list of the pieces."""
         starts = range(0, size_bytes, self._piece_bytes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import accumulate
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from gpucr.errors import StoreDamaged
 from gpucr.model import DevicePart
-from gpucr.snapshot.device.reader import Deliver, Piece, StoredPieces
+from gpucr.snapshot.device.reader import Deliver, PartDigests, Piece, StoredPieces
 from gpucr.snapshot.folder import IMAGES_NAME, not_written
 from gpucr.snapshot.in_store import SnapshotInStore, device_area
 from gpucr.snapshot.origin import RestoreSource, device_bytes_of, private_bytes_of
@@ -165,9 +165,19 @@ class StorePieces:
         """Whether it has the name of zeros."""
         return self._refs[piece.part][piece.number].is_zero
 
-    def stream(self, wanted: Sequence[Piece], deliver: Deliver) -> None:
+    def digests(self, part: DevicePart) -> PartDigests | None:
+        """The names, if they are digests of BLAKE3."""
+        refs, store = self._refs[part], self._reader.store
+        piece_bytes = store.config.piece_bytes
+        if store.config.hash != "blake3" or any(ref.length != piece_bytes for ref in refs[:-1]):
+            return None
+        return PartDigests(piece_bytes, store.digest_key, [ref.id for ref in refs])
+
+    def stream(self, wanted: Sequence[Piece], deliver: Deliver, unchecked: Collection[DevicePart] = ()) -> None:
         """Read and check with the store's threads."""
-        self._reader.stream((self._refs[part][number] for part, number in wanted), deliver)
+        numbers = {place for place, piece in enumerate(wanted) if piece.part in unchecked}
+        refs = (self._refs[part][number] for part, number in wanted)
+        self._reader.stream(refs, deliver, unchecked=numbers)
 
     def close(self) -> None:
         """Nothing: the reader has nothing open."""

@@ -75,6 +75,10 @@ class Backend(Protocol):
     def url(self) -> str:
         """The place's name in messages."""
 
+    @property
+    def identity(self) -> str:
+        """Tells this place from a copy of it."""
+
     def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
         """``length`` bytes from ``offset`` on; None: up to the end. Fewer if the object ends first.
 

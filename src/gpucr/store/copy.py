@@ -46,7 +46,7 @@ def copy(
     if there is not None and _is_intact(target, there, checks):
         return there
     reader = snapshots.open_reader(source, snapshot)
-    with WriteSession.begin(target, checks=checks) as session:
+    with WriteSession.begin(target, checks=checks, why="copy") as session:
         lists = {area.name: area.pieces(reader) for area in snapshot.areas}
         moved = _Moved(reader, session, on_bytes or _ignore)
         for part in _parts(list(dict.fromkeys(ref for refs in lists.values() for ref in refs)), flush_bytes):

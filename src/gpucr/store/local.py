@@ -61,6 +61,12 @@ class LocalBackend:
         """The path of the folder."""
         return str(self.root)
 
+    @property
+    def identity(self) -> str:
+        """The folder's device and inode. After a restart of the machine the device may have another number."""
+        status = self._held.status()
+        return f"{status.st_dev}:{status.st_ino}"
+
     def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
         """See `Backend.read`."""
         with self._opened(name) as fd:

@@ -106,6 +106,11 @@ class ObjectsBackend:
         """The URL of the bucket or prefix."""
         return self._url
 
+    @property
+    def identity(self) -> str:
+        """The URL."""
+        return self._url
+
     def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
         """See `Backend.read`."""
         if length is not None:

@@ -125,6 +125,11 @@ class Store:
             raise StoreDamaged(f"{path} is not valid: {e}", path=path, hint=HINT_DAMAGED) from e
         return cls(backend, found, ring, _digest(found, ring), opened_with)
 
+    @property
+    def digest_key(self) -> bytes | None:
+        """The key of its pieces' names; None: they have none."""
+        return _digest_key(self.keys)
+
     def path(self, name: str) -> str:
         """An object's name in messages."""
         return f"{self.backend.url}/{name}"
@@ -265,7 +270,11 @@ def _store_exists(backend: Backend) -> StoreError:
 
 
 def _digest(config: StoreConfig, ring: KeyRing | None) -> pieces.Digest:
-    return pieces.digest_function(config.hash, ring.derive(b"piece names") if ring else None)
+    return pieces.digest_function(config.hash, _digest_key(ring))
+
+
+def _digest_key(ring: KeyRing | None) -> bytes | None:
+    return ring.derive(b"piece names") if ring is not None else None
 
 
 def _mac_key(ring: KeyRing) -> bytes:

@@ -13,7 +13,7 @@ from msgspec import Struct, structs
 
 from gpucr.errors import StoreDamaged, StoreError
 from gpucr.store import index as indexes
-from gpucr.store import retired, sets, sharing, snapshots, writers
+from gpucr.store import read_back, retired, sets, sharing, snapshots, writers
 from gpucr.store.checks import Checks
 from gpucr.store.index import Index
 from gpucr.store.opened import DISK_FULL, NO_SPACE, Store
@@ -348,6 +348,7 @@ class _Prune:
         for info in listing.tombstones:
             if self._now_s - info.modified_s > _TOMBSTONE_S:
                 backend.delete(info.name)
+        read_back.remove_old(self._store, self._now_s)
         used = {each.part.set_id for each in listing.snapshots if each.part is not None}
         for set_id, modified_s in sets.all_ids(self._store).items():
             if set_id not in used and self._now_s - modified_s > _TOMBSTONE_S:

@@ -7,7 +7,7 @@ parallel, so adjacent memory is spread over several packs. The order is kept wit
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
 from typing import NamedTuple
@@ -115,14 +115,22 @@ class StoreReader:
         """The stored size of these pieces; duplicates count once. Raises StoreDamaged."""
         return sum(self._places(ref)[0].stored_length for ref in dict.fromkeys(refs) if not ref.is_zero)
 
-    def stream(self, refs: Iterable[PieceRef], deliver: Deliver, on_damaged: OnDamaged | None = None) -> None:
+    def stream(
+        self,
+        refs: Iterable[PieceRef],
+        deliver: Deliver,
+        on_damaged: OnDamaged | None = None,
+        *,
+        unchecked: Container[int] = (),
+    ) -> None:
         """Deliver every checked piece with its index in ``refs``; None: all zero.
 
         ``deliver`` is called by several threads at once, and may use the bytes only until it returns. Pieces come
         roughly in order, within a window. The first exception, also from ``deliver``, ends it and is raised when all
-        threads have ended. With ``on_damaged``, that is called for an unreadable piece instead, and the others follow.
+        threads have ended. The ``unchecked`` ones are not compared with their digests. With ``on_damaged``, that is
+        called for an unreadable piece instead, and the others follow.
         """
-        _Stream(self, refs, deliver, on_damaged).run(self._threads)
+        _Stream(self, refs, deliver, on_damaged, unchecked).run(self._threads)
 
     # --- for `_Stream` ---------------------------------------------------------------------------------------
 
@@ -143,7 +151,14 @@ class StoreReader:
                         _tell(on_damaged, number, e)
             yield from sorted(_neighbours(wanted), key=lambda group: min(each.number for each in group.wanted))
 
-    def hand_over(self, group: _Group, buffer: memoryview, deliver: Deliver, on_damaged: OnDamaged | None) -> None:
+    def hand_over(
+        self,
+        group: _Group,
+        buffer: memoryview,
+        deliver: Deliver,
+        on_damaged: OnDamaged | None,
+        unchecked: Container[int],
+    ) -> None:
         """Read one group, which fits into the buffer, and deliver its pieces."""
         for number in group.zeros:
             deliver(number, None)
@@ -158,7 +173,7 @@ class StoreReader:
             offset = place.offset - start
             try:
                 stored = None if data is None else data[offset : offset + place.stored_length]
-                piece = self._first_intact(ref, place, stored)
+                piece = self._first_intact(ref, place, stored, is_checked=number not in unchecked)
             except StoreDamaged as e:
                 _tell(on_damaged, number, e)
                 continue
@@ -177,13 +192,16 @@ class StoreReader:
             raise self.store.damaged(name, f"has {found[0].raw_length} bytes for a piece of {ref.length}")
         return places
 
-    def _first_intact(self, ref: PieceRef, first: Place, stored: memoryview | None) -> Buffer:
+    def _first_intact(
+        self, ref: PieceRef, first: Place, stored: memoryview | None, *, is_checked: bool = True
+    ) -> Buffer:
         """The piece, whose first place holds ``stored`` (None: not read yet), or else another intact copy.
 
         Raises StoreDamaged if there is none.
         """
         try:
-            return self._piece(ref, first, self._read_range(first) if stored is None else stored)
+            data = self._read_range(first) if stored is None else stored
+            return self._piece(ref, first, data) if is_checked else self._decoded(ref, first, data)
         except StoreDamaged:
             for place in self._places(ref)[1:]:
                 with suppress(StoreDamaged):
@@ -240,11 +258,17 @@ class _Stream:
     """One call of `StoreReader.stream`: threads that take groups until there are no more, or one of them fails."""
 
     def __init__(
-        self, reader: StoreReader, refs: Iterable[PieceRef], deliver: Deliver, on_damaged: OnDamaged | None
+        self,
+        reader: StoreReader,
+        refs: Iterable[PieceRef],
+        deliver: Deliver,
+        on_damaged: OnDamaged | None,
+        unchecked: Container[int],
     ) -> None:
         self._reader = reader
         self._deliver = deliver
         self._on_damaged = on_damaged
+        self._unchecked = unchecked
         self._groups = reader.groups(refs, on_damaged)
         self._lock = threading.Lock()
         self._error: BaseException | None = None
@@ -269,7 +293,7 @@ class _Stream:
             while (group := begun.pop(0) if begun else self._next()) is not None:
                 if group.size_bytes > len(buffer):  # a single piece larger than the maximum
                     buffer = AlignedBuffer(group.size_bytes)
-                self._reader.hand_over(group, buffer.view, self._deliver, self._on_damaged)
+                self._reader.hand_over(group, buffer.view, self._deliver, self._on_damaged, self._unchecked)
         except BaseException as e:  # noqa: BLE001 - `run` raises any error when all threads have ended
             with self._lock:
                 self._error = self._error or e

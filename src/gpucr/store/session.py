@@ -16,6 +16,7 @@ from gpucr.store.checks import Checks
 from gpucr.store.codec import Compress
 from gpucr.store.opened import Store
 from gpucr.store.pieces import PieceRef
+from gpucr.store.read_back import Why
 from gpucr.store.stored_snapshot import Area, SetPart, StoredSnapshot
 from gpucr.store.writer import StoreWriter
 from gpucr.store.writers import REFRESH_S, Registration
@@ -27,8 +28,10 @@ class WriteSession:
     ``writer`` takes the pieces (its `StoreWriter.add`, by many threads).
     """
 
-    def __init__(self, registration: Registration, writer: StoreWriter) -> None:
+    def __init__(self, registration: Registration, writer: StoreWriter, checks: Checks, why: Why) -> None:
         self.writer = writer
+        self._checks = checks
+        self._why: Why = why
         self._registration = registration
         self._has_ended = False
 
@@ -40,15 +43,20 @@ class WriteSession:
         compress: Compress = "auto",
         checks: Checks | None = None,
         refresh_s: float = REFRESH_S,
+        why: Why = "dump",
     ) -> WriteSession:
         """Register a new writer with the store, and read what is there already. ``checks``: see `StoreWriter`.
+
+        ``why``: for the record of what was read.
 
         Raises StoreDamaged, StoreError, and Unsupported if the place cannot keep two writers apart.
         """
         registration = Registration.register(store, refresh_s=refresh_s)
         try:
+            checks = checks if checks is not None else Checks()
+            checks.begin(store, registration.clock_s)
             known = retired.known_index(store)
-            return cls(registration, StoreWriter(store, known, compress=compress, checks=checks))
+            return cls(registration, StoreWriter(store, known, compress=compress, checks=checks), checks, why)
         except BaseException:
             registration.end()
             raise
@@ -75,6 +83,7 @@ class WriteSession:
         if name is not None:
             snapshots.check_name(name)
         self.writer.flush()
+        self._checks.note(self.writer.store, self._why)
         self._has_ended = True
         return snapshots.commit(
             self.writer.store,

@@ -6,6 +6,8 @@ in its own footer. The deep one reads every piece and compares it with its name.
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,7 +15,7 @@ from msgspec import Struct
 
 from gpucr.errors import StoreDamaged
 from gpucr.store import index as indexes
-from gpucr.store import retired, snapshots
+from gpucr.store import read_back, retired, snapshots
 from gpucr.store.backend import Buffer
 from gpucr.store.index import Index
 from gpucr.store.opened import Store
@@ -43,11 +45,14 @@ def verify(
     wanted: Sequence[StoredSnapshot] | None = None,
     *,
     deep: bool = False,
+    older_than_s: float = 0.0,
+    share: float = 1.0,
     on_bytes: Callable[[int], None] | None = None,
 ) -> VerifyReport:
     """Check these snapshots, or all. Raises StoreError if the store itself does not work.
 
-    ``on_bytes`` gets the size of every piece read, from several threads.
+    ``deep``: read what was last read longer ago than ``older_than_s``, and record it. Each thread reads in at most this
+    ``share`` of the time. ``on_bytes`` gets the size of every piece read, from several threads.
     """
     problems: dict[str, list[str]] = {}
     is_whole_store = wanted is None
@@ -56,7 +61,7 @@ def verify(
         wanted = listing.snapshots
         problems = {snapshot_id: [error.message] for snapshot_id, error in listing.damaged.items()}
     inventory = retired.inventory(store, footers=True)
-    check = _Check(store, inventory.index())
+    check = _Check(store, inventory.index(), share)
     if is_whole_store:
         problems |= {name: [_without(name, error)] for name, error in inventory.damaged.items()}
         problems |= {name: [what] for name, what in store.damaged_keys().items()}
@@ -65,9 +70,13 @@ def verify(
     bad = check.places(refs)
     read_bytes = 0
     if deep:
-        sound = [ref for ref in refs if ref.id not in bad]
+        began_s = time.time()
+        sound = check.not_read([ref for ref in refs if ref.id not in bad], older_than_s, began_s)
         read_bytes = sum(ref.length for ref in sound)
-        bad |= check.contents(sound, on_bytes or _ignore)
+        try:
+            bad |= check.contents(sound, on_bytes or _ignore)
+        finally:
+            check.note(began_s)  # also if it was cut short
     for snapshot_id, each in needed.items():
         problems[snapshot_id] += dict.fromkeys(bad[ref.id] for ref in each if ref.id in bad)
     found = {snapshot_id: tuple(texts) for snapshot_id, texts in problems.items() if texts}
@@ -75,8 +84,10 @@ def verify(
 
 
 class _Check:
-    def __init__(self, store: Store, index: Index) -> None:
+    def __init__(self, store: Store, index: Index, share: float) -> None:
         self._store = store
+        self._share = share
+        self._right: list[PieceRef] = []
         self._index = index
         self._reader = StoreReader(store, index)
 
@@ -118,13 +129,34 @@ class _Check:
                 bad |= found
         return bad
 
+    def not_read(self, refs: Sequence[PieceRef], older_than_s: float, now_s: float) -> list[PieceRef]:
+        """Those that were not read within this time. Raises StoreError."""
+        try:
+            read = read_back.recent(self._store, older_than_s, now_s)
+        except OSError as e:
+            raise self._store.not_usable(e) from e
+        places = {ref: self._index.find(ref.id) for ref in refs}
+        return [ref for ref, place in places.items() if place is None or read_back.key_of(place) not in read]
+
+    def note(self, began_s: float) -> None:
+        """Record what was read and found right; not where it is not known which of several copies was."""
+        places = [found for ref in self._right if len(found := self._index.places(ref.id)) == 1]
+        read_back.note(self._store, [place for (place,) in places], why="verify", began_s=began_s)
+
     def contents(self, refs: Sequence[PieceRef], on_bytes: Callable[[int], None]) -> dict[bytes, str]:
         """Problems with the contents of these pieces, by piece, unless another pack has a good copy."""
         bad: dict[bytes, str] = {}
         in_order = [ref for wanted in self.by_pack(refs).values() for ref, _ in sorted(wanted, key=_block)]
 
+        last = threading.local()
+
         def count(number: int, data: Buffer | None) -> None:
+            self._right.append(in_order[number])
             on_bytes(in_order[number].length)
+            now = time.monotonic()
+            if self._share < 1:
+                time.sleep(max(0.0, now - getattr(last, "s", now)) * (1 / self._share - 1))
+            last.s = time.monotonic()
 
         def note(number: int, error: StoreDamaged) -> None:
             bad[in_order[number].id] = error.message

@@ -106,6 +106,31 @@ class StoreWriter:
             self._failing(lambda: self._add(ref, data))
         return ref
 
+    def rely(self, ref: PieceRef) -> bool:
+        """Whether this piece need not be added: it is zeros, in the store and intact, or added already.
+
+        Raises StoreError.
+        """
+        self._check()
+        if ref.is_zero:
+            self._count(seen_bytes=ref.length, zero_bytes=ref.length)
+            return True
+        with self._lock:
+            is_added = ref.id in self._added
+        place = None if is_added else self._known_place(ref)
+        if place is not None and not self._is_intact(ref, place):
+            self._give_up(ref, place)
+            place = None
+        if not is_added and place is None:
+            return False
+        self._count(seen_bytes=ref.length, known_bytes=ref.length)
+        return True
+
+    def _is_intact(self, ref: PieceRef, place: Place) -> bool:
+        found: list[bool] = []
+        self._failing(lambda: found.append(self._checks.is_intact(self._reader, ref, place)))
+        return found[0]
+
     def name(self, buffer: Buffer) -> bytes:
         """The name of these bytes as a piece. Nothing is stored or counted."""
         data = memoryview(buffer)

@@ -27,6 +27,7 @@ from gpucr.operations.restore import restore
 from gpucr.operations.stores import list_snapshots, prune_store, verify_snapshots
 from gpucr.operations.suspend import resume_left_behind
 from gpucr.supervise.gpus import good_gpus
+from gpucr.supervise.reading import Reading
 from gpucr.supervise.settings import StartAgain, Supervision
 
 
@@ -104,6 +105,7 @@ class RegisteredJob:
         self._settings = settings
         self._key = key
         self._known: tuple[ProcessId, ...] = ()
+        self._reading: Reading | None = None
         self._last: JobRecord | None = None
 
     def look(self) -> Look:
@@ -156,6 +158,8 @@ class RegisteredJob:
 
     def checkpoint(self, cancel: Cancellation, *, end: bool = False, timeout_s: float | None = None) -> Checkpoint:
         """A dump into the store under the job's name."""
+        if self._reading is not None:
+            self._reading.end()
         began = time.monotonic()
         report = dump(
             self._name,
@@ -176,6 +180,8 @@ class RegisteredJob:
                 path=snapshot.where,
                 hint=f"check the store: gpucr verify {self._settings.store}",
             )
+        if not end:
+            self._reading = Reading(self._where(snapshot.stored.id), self._key)
         return Checkpoint(
             id=snapshot.stored.id,
             downtime_s=report.downtime_s,

@@ -273,28 +273,18 @@ def mpi() -> Step:
     step(0)
     from mpi4py import MPI  # type: ignore[import-not-found]  # the import starts MPI, and `orted` with it
 
-    daemons = {pid: _devices_of(pid) for pid in _named("orted")}
-    print(
-        f"MPI {MPI.Get_version()}, daemons with descriptors of the driver: {sorted(daemons.values())}", file=sys.stderr
-    )
-    if not daemons:
+    if not _is_running("orted"):
         raise SystemExit("there is no orted")
     return lambda number: (step(number), MPI.COMM_WORLD.allreduce(number))
 
 
-def _named(name: str) -> list[int]:
-    """The processes of this name."""
-    found = []
+def _is_running(name: str) -> bool:
+    """Whether there is a process of this name."""
     for pid in filter(str.isdecimal, os.listdir("/proc")):
         with contextlib.suppress(OSError), open(f"/proc/{pid}/comm") as file:
-            found += [int(pid)] if file.read().strip() == name else []
-    return found
-
-
-def _devices_of(pid: int) -> int:
-    """How many descriptors of the driver it has."""
-    folder = f"/proc/{pid}/fd"
-    return sum(os.readlink(f"{folder}/{fd}").startswith("/dev/nvidia") for fd in os.listdir(folder))
+            if file.read().strip() == name:
+                return True
+    return False
 
 
 JOBS = {

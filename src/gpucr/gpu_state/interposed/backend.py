@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import mmap
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 from gpucr.driver.api import Driver
 from gpucr.errors import GpucrError
 from gpucr.gpu_state.backend import INTERPOSED
 from gpucr.gpu_state.interposed.blocks import BlocksSource, HostRoom, can_leave, gpu_of
+from gpucr.gpu_state.interposed.changes import Changes, Stretch, stretches
 from gpucr.gpu_state.interposed.coming_back import bring_back, let_continue
 from gpucr.gpu_state.interposed.guarded import Guarded
 from gpucr.gpu_state.interposed.host_copy import FILE_NAME
@@ -20,22 +22,26 @@ from gpucr.gpu_state.interposed.shared import (
     by_part,
 )
 from gpucr.gpu_state.interposed.work import Work
-from gpucr.gpu_state.source import FileSource, Source
+from gpucr.gpu_state.source import FileSource, Saver, Source
 from gpucr.interposer.client import Held
-from gpucr.interposer.protocol import Flag, Status
+from gpucr.interposer.protocol import Code, Flag, Refused, Status
 from gpucr.interposer.sharing import Part
-from gpucr.interposer.vault import Vaults
+from gpucr.interposer.vault import VaultFailed, Vaults
 from gpucr.linux.tmpfs import StagingFile
 from gpucr.model import DevicePart, GpuMap, StagedExtent
 from gpucr.quantities import format_bytes
 from gpucr.undo.steps import Meter
+
+_CAPTURE_S, _CAPTURE_POLL_S = 2.0, 0.02
+"""How long a first pass waits for the end of a stream's capture."""
 
 
 class Interposed:
     """See `Backend`. ``uuids``: the GPUs that the process sees, in its order.
 
     ``to_host``: at `complete` the bytes are in host memory, which the process itself holds for a later resume.
-    ``keeping``: the process runs again before its memory is saved. ``moves``: it comes back on other GPUs.
+    ``keeping``: the process runs again before its memory is saved. ``saver``: saves it, and after a first pass (`show`)
+    knows what has changed since. ``moves``: it comes back on other GPUs.
     ``before_first``: called before any memory leaves; from then on `Interposers.share_again` follows `give_back`.
 
     gpucr's own contexts need 523 MiB on each GPU. They start while the process runs if that leaves it enough, otherwise
@@ -54,6 +60,7 @@ class Interposed:
         *,
         to_host: bool,
         keeping: Keeping | None = None,
+        saver: Saver | None = None,
         moves: bool = False,
         before_first: Callable[[], None] = lambda: None,
     ) -> None:
@@ -68,6 +75,10 @@ class Interposed:
         self._to_host = to_host
         self.carries: dict[str, int] = {}
         self._keeping = keeping
+        self._saver = saver
+        self._deciding: Work[None] | None = None
+        self._changes: Changes | None = None
+        self.was_shown = False
         self._moves = moves
         self._before_first = before_first
         self._may_start = threading.Event()
@@ -80,7 +91,7 @@ class Interposed:
         self._room: StagingFile | None = None
         self._preparing: threading.Thread | None = None
         self._failure: GpucrError | OSError | None = None
-        self._copying: Work[FileSource] | None = None
+        self._copying: Work[None] | None = None
         self._is_out = False
         self._is_back = False
 
@@ -90,8 +101,8 @@ class Interposed:
 
     @property
     def source(self) -> Source | None:
-        """The memory on the GPU, or its copy."""
-        return self._copy or self._source
+        """The memory on the GPU, or its copy: of what has changed, if the rest is saved."""
+        return self._copy or self._changes or self._source
 
     def carried(self) -> dict[str, int]:
         """How much of its memory it would take, in bytes per GPU UUID. Raises InterposerError, JobChanged."""
@@ -101,6 +112,35 @@ class Interposed:
                 uuid = gpu_of(each, self._uuids) or self._uuids[0]
                 found[uuid] = found.get(uuid, 0) + each.size_bytes
             return found
+
+    def show(self) -> BlocksSource:
+        """Its memory while it runs, to read from; the caller closes it.
+
+        Raises InterposerError, JobChanged, VaultFailed.
+        """
+        held: list[Held] = []
+        end = time.monotonic() + _CAPTURE_S
+        try:
+            with spoken(self.part.pid, "show its memory"):
+                while True:
+                    try:
+                        held += (each for batch in self.line.agent.show() for each in batch)
+                        break
+                    except Refused as e:
+                        if e.code != Code.SOMEBODY_INSIDE or time.monotonic() > end:
+                            raise
+                        time.sleep(_CAPTURE_POLL_S)
+            shown = BlocksSource(self.part, held, self._uuids, self._vaults, changes=True)
+            try:
+                shown.see_all()
+            except BaseException:
+                shown.close()
+                raise
+        finally:
+            for each in held:
+                each.close()
+        self.was_shown = True
+        return shown
 
     def available_bytes(self) -> int:
         """Everything, once it is out of the process and can be read; nothing while a copy is being made."""
@@ -128,8 +168,19 @@ class Interposed:
 
     def _make_room(self, own_bytes: int) -> None:
         with contextlib.suppress(OSError):  # the rest is allocated on demand
-            self._room = StagingFile.create(own_bytes, FILE_NAME)
+            if self._room is None:
+                self._room = StagingFile.create(own_bytes, FILE_NAME)
             self._room.populate(0, own_bytes)
+
+    def room_of(self, size_bytes: int) -> StagingFile:
+        """The file for its memory, while it runs or stands still. Raises OSError."""
+        if self._preparing is not None and self._preparing is not threading.current_thread():
+            self._preparing.join()
+        if self._room is None:
+            self._room = StagingFile.create(size_bytes, FILE_NAME)
+        if self._room.size_bytes < size_bytes:
+            self._room.resize(size_bytes)
+        return self._room
 
     def needs_nothing(self) -> None:
         """Exclude this process from the choice for the others."""
@@ -159,15 +210,18 @@ class Interposed:
             for batch in agent.export():
                 self._held += batch
             self._guarded.blocks(pid, self._uuids, self._held)
-            source = self._source = BlocksSource(self.part, self._held, self._uuids, self._vaults)
-            self.extents = source.extents
+            self._source = BlocksSource(self.part, self._held, self._uuids, self._vaults)
+            self.extents = self._source.extents
             self._is_out = True
             agent.drop(imported_too=True)  # if it fails midway, `give_back` returns what is away
-        meter.note(f"process {pid}: {format_bytes(source.size_bytes)} taken out by its interposer")
+        meter.note(f"process {pid}: {format_bytes(self._source.size_bytes)} taken out by its interposer")
         if self._keeping is not None and self._way is not None:
             meter.note(self._keeping.choice().reason)
         if self._to_host or self._way is Way.IN_HOST_MEMORY:
-            self._copying = Work(lambda: self._copy_to_host(source))
+            self._copying = Work(self._copy_to_host)
+        elif self.was_shown or self._way is Way.CHANGES:
+            changes = self._changes = Changes(self._source)
+            self._deciding = Work(lambda: self._decide(changes))
         else:
             self._is_readable = self._vaults.try_all(self._needed)
 
@@ -180,47 +234,76 @@ class Interposed:
             self._may_start.wait()
             self._vaults.start_all(self._needed)
 
-    def _copy_to_host(self, source: BlocksSource) -> FileSource:
-        """The copy, in a file that has its size."""
+    def _differing(self, source: BlocksSource, saved_from: Source) -> list[Stretch]:
+        """What is not saved as it is now. ``saved_from``: the source for what the saver reads from now on."""
+        assert self._saver is not None  # noqa: S101 - it has saved some of it
+        saver, piece_bytes = self._saver, self._saver.piece_bytes
+        saver.add(saved_from)
+        with contextlib.suppress(VaultFailed):  # no room for digests: then all of it differs
+            saver.look(self.part, source.digests(piece_bytes, saver.digest_key))
+        return stretches(saver.differing(self.part), piece_bytes, source.size_bytes)
+
+    def _decide(self, changes: Changes) -> None:
+        """What differs from what the first pass saved, by digests of the memory as it stands still; and keep that."""
+        assert self._source is not None  # noqa: S101 - begin has made it
         self._start_vaults()
-        size_bytes = source.size_bytes
-        if self._room is None:
-            self._room = StagingFile.create(size_bytes, FILE_NAME)
-        file = self._room
-        file.resize(max(file.size_bytes, size_bytes))
-        if size_bytes:
-            room = HostRoom(file, max(size_bytes, mmap.PAGESIZE))
-            try:
-                source.copy_to(room.address)
-            finally:
-                room.close()
-        return FileSource(self.part, file.fd, size_bytes)
+        kept = self._differing(self._source, changes)
+        if self._way is not Way.CHANGES or self._keeping is None:
+            self._is_readable = True
+            return
+        way = self._keeping.place(self._uuids[0], sum(each.size_bytes for each in kept))
+        if way is Way.JOB_WAITS:
+            self._is_readable = True
+        else:
+            changes.keep(kept, self._vaults.of(self._uuids[0]) if way is Way.ON_GPU else None)
+
+    def _copy_to_host(self) -> None:
+        assert self._source is not None  # noqa: S101 - begin has made it
+        self._start_vaults()
+        size_bytes = self._source.size_bytes
+        file = self.room_of(size_bytes)
+        if not size_bytes:
+            return
+        # Only what a first pass has put into this very file counts.
+        differing = self._differing(self._source, self._source) if self.was_shown and self._to_host else None
+        room = HostRoom(file, max(size_bytes, mmap.PAGESIZE))
+        try:
+            if differing is None:
+                self._source.copy_to(room.address)
+            else:
+                self._source.copy_these(differing, room.address)
+        finally:
+            room.close()
 
     def complete(self, meter: Meter) -> None:
         """The driver has the rest. With ``to_host`` the process keeps the bytes, and its GPU memory is freed."""
         pid = self.part.pid
         self._may_start.set()
-        if self._copying is None and not self._is_readable:
+        if self._deciding is not None:
+            self._deciding.wait()
+        elif self._copying is None and not self._is_readable:
             self._vaults.start_all(self._needed)
             self._is_readable = True
         if self._copying is not None:
-            copy = self._copying.wait()
-            if self._room is not None:
-                self._room.resize(copy.size_bytes)
+            self._copying.wait()
+            assert self._room is not None  # noqa: S101 - the copy's file
+            assert self._source is not None  # noqa: S101
+            self._room.resize(self._source.size_bytes)
             if self._to_host:
                 with spoken(pid, "keep its memory"):
-                    self.line.agent.keep(copy.fd)
+                    self.line.agent.keep(self._room.fd)
                 self._let_go()
             else:
-                self._copy = copy
+                self._copy = FileSource(self.part, self._room.fd, self._source.size_bytes)
         self.line.hang_up()  # CRIU cannot dump a connection to us
 
     def abort(self) -> None:
         """The bytes are not needed; they stay where they are until `give_back`."""
         self._may_start.set()
-        if self._copying is not None:
-            with contextlib.suppress(GpucrError, OSError):
-                self._copying.wait()
+        for work in (self._copying, self._deciding):
+            if work is not None:
+                with contextlib.suppress(GpucrError, OSError):
+                    work.wait()
 
     def make_way(self) -> None:
         """The driver is about to restore the process:
@@ -231,7 +314,8 @@ class Interposed:
             self._is_readable = False
             if self._source is not None:
                 self._source.close()
-            self._vaults.close()
+            if self._keeping is None or not self._keeping.is_on_gpu:
+                self._vaults.close()
 
     def give_back(self) -> None:
         """Its own memory returns to its addresses, from the descriptors or from host memory. The gate stays closed.
@@ -287,8 +371,8 @@ class Interposed:
 
     def _let_go(self) -> None:
         """The bytes are elsewhere: close the descriptors, which frees the GPU memory."""
-        if self._source is not None:
-            self._source.close()
+        assert self._source is not None  # noqa: S101 - the bytes were read
+        self._source.close()
         self._guarded.blocks(self.part.pid, self._uuids, ())
         while self._held:
             self._held.pop().close()
@@ -297,6 +381,8 @@ class Interposed:
         """Close the descriptors and the connection: a closed gate opens, unless memory is away."""
         if self._preparing is not None:
             self._preparing.join()
+        if self._changes is not None:
+            self._changes.close()
         if self._source is not None:
             self._source.close()
         while self._held:

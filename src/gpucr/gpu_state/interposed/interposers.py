@@ -13,12 +13,14 @@ from gpucr.gpu_state.interposed.backend import Interposed
 from gpucr.gpu_state.interposed.guarded import Guarded
 from gpucr.gpu_state.interposed.host_copy import HostCopy
 from gpucr.gpu_state.interposed.keeping import Keeping
+from gpucr.gpu_state.interposed.lending import Lending
 from gpucr.gpu_state.interposed.line import GatedLock, held_by_another
 from gpucr.gpu_state.interposed.shared import (
     find_shares,
     keep_shares,
     share_again,
 )
+from gpucr.gpu_state.source import Saver
 from gpucr.gpu_state.ways import GpuState, refused
 from gpucr.interposer import foreign
 from gpucr.interposer.client import Agent, Held, ask_status
@@ -27,6 +29,7 @@ from gpucr.interposer.protocol import BadAnswer, Code, Refused
 from gpucr.interposer.sharing import Part, Share
 from gpucr.interposer.vault import Vaults
 from gpucr.linux import processes
+from gpucr.linux.tmpfs import StagingFile
 from gpucr.model import CudaState, DevicePart, GangMember, GpuMap, ProcessId
 from gpucr.quantities import counted
 
@@ -39,7 +42,8 @@ class Interposers:
 
     ``gpu_state``: the way that a user insists on. ``moves``: the processes come back on other GPUs. ``why_not``: by
     pid, why a process goes another way. ``wait_saved``: set if they run again before their memory is saved; waits for
-    that. ``shares``: the memory that they share, found when they were stopped.
+    that. ``saver``: saves their memory. ``lending``: what ends if their programs need device memory while they run.
+    ``shares``: the memory that they share, found when they were stopped.
     """
 
     def __init__(
@@ -52,13 +56,16 @@ class Interposers:
         moves: bool = False,
         gpu_state: GpuState = "auto",
         wait_saved: Callable[[], object] | None = None,
+        saver: Saver | None = None,
     ) -> None:
         self._driver = driver
         self._uuids_of = uuids_of
         self._guarded = guarded
         self._to_host = to_host
         self._moves = moves
-        self._vaults = Vaults()
+        self.vaults = self._vaults = Vaults()
+        self._saver = saver
+        self.lending: Lending | None = None
         self.keeping = Keeping(self._vaults, wait_saved) if wait_saved is not None else None
         self._backends: dict[int, Interposed | None] = {}
         self._gpu_state = gpu_state
@@ -106,6 +113,11 @@ class Interposers:
             self._backends[pid] = self._find(pid)
         found = self._backends[pid]
         return (found,) if found is not None else ()
+
+    def room_of(self, part: DevicePart, size_bytes: int) -> StagingFile:
+        """The file in memory that will hold this part when its process is suspended. Raises OSError."""
+        (backend,) = self.over(part.pid)
+        return backend.room_of(size_bytes)
 
     def carried(self, pids: Iterable[int]) -> dict[str, int]:
         """How much they would take from these processes, in bytes per GPU UUID."""
@@ -165,6 +177,7 @@ class Interposers:
             self._guarded,
             to_host=self._to_host,
             keeping=self.keeping,
+            saver=self._saver,
             moves=self._moves,
             before_first=self._before_first,
         )
@@ -233,8 +246,13 @@ class Interposers:
         return any(backend is not None and backend.is_given_back for backend in self._backends.values())
 
     def close(self) -> None:
-        """Close the vaults; the owners of the backends close those."""
+        """Close the backends and the vaults."""
+        for backend in self._backends.values():
+            if backend is not None:
+                backend.close()
         self._vaults.close()
+        if self.lending is not None:
+            self.lending.end()
 
     def give_up_failed(self) -> set[int]:
         """Wait until gpucr itself can use CUDA.

@@ -7,8 +7,11 @@ processes are given what is there when the driver has brought back the rest.
 from __future__ import annotations
 
 import bisect
+import contextlib
+import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from gpucr.driver.api import Driver
 from gpucr.errors import InterposerError
@@ -20,14 +23,23 @@ from gpucr.gpu_state.interposed.line import Line, spoken, unlocked
 from gpucr.gpu_state.interposed.shared import share_again
 from gpucr.gpu_state.interposed.work import Work
 from gpucr.interposer.client import Agent, Held
+from gpucr.interposer.digests import PieceDigests
 from gpucr.interposer.protocol import Block, Flag
 from gpucr.interposer.sharing import Part, Share
-from gpucr.interposer.vault import Shown, Vault, Vaults
+from gpucr.interposer.vault import Shown, Vault, VaultFailed, Vaults
 from gpucr.model import DevicePart, StagedExtent
 
 
+class _Run(NamedTuple):
+    """Neighbouring extents on one GPU: where they begin in the source, and their memory."""
+
+    start: int
+    vault: Vault
+    made: Shown
+
+
 class BlocksDestination:
-    """See `Destination`: new memory on GPUs, one piece for each extent. Raises VaultFailed."""
+    """See `Destination`, `ChecksItself`: new memory on GPUs, one piece for each extent. Raises VaultFailed."""
 
     is_zeroed = True
 
@@ -35,44 +47,61 @@ class BlocksDestination:
         """``places``: for each extent a vault, and whether it is pinned host memory."""
         self.part = part
         self.size_bytes = extents[-1].offset + extents[-1].size_bytes
-        self._offsets = [extent.offset for extent in extents]
-        self._made: list[tuple[Vault, Shown]] = []
+        self._runs: list[_Run] = []
         self._sealed: list[int] = []
         try:
-            for extent, (vault, on_host) in zip(extents, places, strict=True):
-                self._made.append((vault, vault.make(extent.size_bytes, on_host=on_host)))
+            both = zip(extents, places, strict=True)
+            for vault, group in itertools.groupby(both, lambda each: each[1][0]):
+                wanted = [(extent.size_bytes, on_host, extent.offset) for extent, (_, on_host) in group]
+                made = vault.make_all([(size_bytes, on_host) for size_bytes, on_host, _ in wanted])
+                self._runs.append(_Run(wanted[0][2], vault, made))
         except BaseException:
             self.close()
             raise
 
     def write_from(self, position: int, data: memoryview) -> None:
         """Through the vault of its GPU."""
-        number = bisect.bisect_right(self._offsets, position) - 1
+        number = bisect.bisect_right([run.start for run in self._runs], position) - 1
         while data:
-            vault, shown = self._made[number]
-            within = position - self._offsets[number]
-            size = min(len(data), shown.size_bytes - within)
-            vault.write_from(shown.address + within, data[:size])
+            run = self._runs[number]
+            within = position - run.start
+            size = min(len(data), run.made.size_bytes - within)
+            run.vault.write_from(run.made.address + within, data[:size])
             position, data, number = position + size, data[size:], number + 1
+
+    def differing(self, piece_bytes: int, key: bytes | None, digests: Sequence[bytes]) -> list[int]:
+        """By digests that the GPUs compute. A piece that lies on two of them differs; without room for that, all do."""
+        right: set[int] = set()
+        lengths = {min(piece_bytes, self.size_bytes), self.size_bytes % piece_bytes or piece_bytes}
+        for run in self._runs:
+            end = run.start + run.made.size_bytes
+            first, last = -(-run.start // piece_bytes), len(digests) if end >= self.size_bytes else end // piece_bytes
+            start, size = first * piece_bytes, min(last * piece_bytes, self.size_bytes) - first * piece_bytes
+            if size <= 0:
+                continue
+            with contextlib.suppress(VaultFailed):
+                named = PieceDigests(run.vault, piece_bytes, key, lengths)
+                try:
+                    found = named.of(run.made.address + start - run.start, size)
+                finally:
+                    named.close()
+                right.update(number for number, digest in enumerate(found, first) if digest == digests[number])
+        return [number for number in range(len(digests)) if number not in right]
 
     def fills(self, address: int) -> list[Callable[[], None]]:
         """Copies that fill all of it from the host memory at this address, in pieces."""
-        return [
-            work
-            for offset, (vault, shown) in zip(self._offsets, self._made, strict=True)
-            for work in writes(vault, shown, address + offset)
-        ]
+        return [work for run in self._runs for work in writes(run.vault, run.made, address + run.start)]
 
     def seal(self) -> None:
         """All is written: from here on descriptors hold the memory, and the vaults are not needed. Idempotent.
 
         Raises VaultFailed.
         """
-        while self._made:
-            vault, shown = self._made[0]
-            self._sealed.append(vault.export(shown))
-            del self._made[0]
-            vault.forget(shown)
+        while self._runs:
+            run = self._runs[0]
+            self._sealed += [run.vault.export(run.made, number) for number in range(len(run.made.parts))]
+            del self._runs[0]
+            run.vault.forget(run.made)
 
     def hand_over(self, agent: Agent, blocks: Sequence[Block]) -> None:
         """Give the memory to the process for these blocks, which are away. LOCKED, except for the agent.
@@ -92,9 +121,9 @@ class BlocksDestination:
         """Free what was not given away. Idempotent."""
         while self._sealed:
             os.close(self._sealed.pop())
-        while self._made:
-            vault, shown = self._made.pop()
-            vault.forget(shown)
+        while self._runs:
+            run = self._runs.pop()
+            run.vault.forget(run.made)
 
 
 class MadeMeanwhile:
@@ -116,6 +145,10 @@ class MadeMeanwhile:
     def write_from(self, position: int, data: memoryview) -> None:
         """See `Destination`."""
         self.get().write_from(position, data)
+
+    def differing(self, piece_bytes: int, key: bytes | None, digests: Sequence[bytes]) -> list[int]:
+        """See `ChecksItself`."""
+        return self.get().differing(piece_bytes, key, digests)
 
     def close(self) -> None:
         """Free the memory that was given to nobody. Idempotent."""

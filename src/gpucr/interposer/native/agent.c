@@ -108,7 +108,7 @@ static uint32_t do_export(void) {
         if (!goes_out(block, asked.head.b == 1))
             continue;
         int made;
-        code = carry_export(block, &made);
+        code = carry_export(block, &made, asked.head.operation == EXPORT);
         if (code != DONE)
             break;
         packet_add(&answer, made);
@@ -176,6 +176,17 @@ static uint32_t do_fill(void) {
     return code;
 }
 
+/* A capture must be left alone; the client asks again. */
+static uint32_t do_show(void) {
+    return captures_open() == 0 ? do_export() : SOMEBODY_INSIDE;
+}
+
+static uint32_t do_lend(void) {
+    if (asked.descriptor_count > 1)
+        return MALFORMED;
+    return room_lend(asked.descriptor_count == 1 ? asked.descriptors[0].number : -1);
+}
+
 static uint32_t on_memory(void) {
     if (!gate_is_closed())
         return GATE_NOT_CLOSED;
@@ -226,6 +237,7 @@ static uint32_t on_memory_locked(void) {
     table_lock();
     uint32_t code = asked.head.operation == LIST    ? do_list()
                     : asked.head.operation == SHARE ? do_share()
+                    : asked.head.operation == SHOW  ? do_show()
                                                     : on_memory();
     table_unlock();
     return code;
@@ -249,6 +261,8 @@ bool agent_takes_hold(void) {
     case FILL:
     case KEEP:
     case FETCH:
+    case SHOW:
+    case LEND:
         return true;
     default:
         return false;
@@ -270,7 +284,10 @@ uint32_t agent_perform(void) {
     case FILL:
     case LIST:
     case SHARE:
+    case SHOW:
         return on_memory_locked();
+    case LEND:
+        return do_lend();
     case KEEP:
         return kept_take(&asked);
     case FETCH:

@@ -55,11 +55,12 @@ static result use_context(const struct block *block) {
     return context == NULL ? INVALID_CONTEXT : real.cuCtxSetCurrent(context);
 }
 
-uint32_t carry_export(struct block *block, int *descriptor) {
+uint32_t carry_export(struct block *block, int *descriptor, bool leaves) {
     result result = use_context(block);
     if (result == SUCCESS)
         result = shared_export(block, descriptor);
-    block->given = result == SUCCESS ? client : 0;
+    if (leaves)
+        block->given = result == SUCCESS ? client : 0;
     return code_of(result);
 }
 

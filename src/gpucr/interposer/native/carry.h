@@ -6,7 +6,8 @@
 #include "interposer.h"
 #include "protocol.h"
 
-uint32_t carry_export(struct block *block, int *descriptor); /* an enum code, as all of these */
+/* An enum code, as all of these. `leaves`: the block goes with the next carry_drop; else the gate may be open. */
+uint32_t carry_export(struct block *block, int *descriptor, bool leaves);
 uint32_t carry_drop(enum drops what); /* what was exported to this client, what other processes own, or both */
 bool carry_may_leave(const struct block *block);
 uint32_t carry_import(struct block *block, int descriptor, bool renew);

@@ -170,22 +170,25 @@ void *gate_enter(struct slot *slot, struct frame *frame) {
     return target_of(slot);
 }
 
-void gate_leave(const struct slot *slot, const struct frame *frame, result result) {
+void *gate_leave(struct slot *slot, const struct frame *frame, result result) {
     struct record *record = mine;
+    if (result == OUT_OF_MEMORY && !passes && captures_open() == 0 && room_is_made())
+        return target_of(slot);
     if (slot->role != ORDINARY)
         after_call(slot, frame, result);
     if (record == NULL)
-        return;
+        return NULL;
     unsigned depth = atomic_load_explicit(&record->depth, memory_order_relaxed);
     while (depth > 1 && depth <= DEEPEST && record->frames[depth - 1] < frame && !on_signal_stack())
         depth--; /* calls within this one that were left by longjmp */
     if (depth == 0)
-        return;
+        return NULL;
     if (depth <= DEEPEST && record->frames[depth - 1] == frame) {
         record->frames[depth - 1] = frame->covered;
         atomic_signal_fence(memory_order_seq_cst);
     }
     atomic_store_explicit(&record->depth, depth - 1, memory_order_release);
+    return NULL;
 }
 
 /*

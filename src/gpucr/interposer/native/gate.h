@@ -27,7 +27,7 @@ struct slot { /* one gated function; the stub knows its number */
 
 extern struct slot gate_slots[]; /* first the named stubs (names.inc), then the free ones */
 void *gate_enter(struct slot *slot, struct frame *frame);
-void gate_leave(const struct slot *slot, const struct frame *frame, result result);
+void *gate_leave(struct slot *slot, const struct frame *frame, result result); /* what is called again; NULL: it is over */
 void gate_close(void);
 void gate_open(void);
 bool gate_is_closed(void);

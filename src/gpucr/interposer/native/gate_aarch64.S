@@ -14,7 +14,7 @@ gate_call:
     .cfi_offset x30, -8
     mov     x29, sp
     .cfi_def_cfa_register x29
-    /* x29 - 64: struct frame, with the arguments from - 48 on and the slot at - 56; - 80: x6, x7; - 96: x8; - 224: q0 to q7 */
+    /* x29 - 64: struct frame, with the arguments from - 48 on and the slot at - 56; - 80: x6, x7; - 88: the result; - 96: x8; - 224: q0 to q7 */
     sub     sp, sp, 224 + 8 * STACK_WORDS
     stp     x0, x1, [x29, -48]
     stp     x2, x3, [x29, -32]
@@ -33,7 +33,7 @@ gate_call:
     mov     x0, x17
     sub     x1, x29, 64
     bl      gate_enter
-    mov     x16, x0
+1:  mov     x16, x0
     /* the words above this frame, to the bottom of it */
     .set    word, 0
     .rept   STACK_WORDS / 2
@@ -51,12 +51,13 @@ gate_call:
     ldp     x4, x5, [x29, -16]
     ldp     x6, x7, [x29, -80]
     blr     x16
-    str     x0, [x29, -72]
+    str     x0, [x29, -88]
     mov     w2, w0
     ldr     x0, [x29, -56]
     sub     x1, x29, 64
     bl      gate_leave
-    ldr     x0, [x29, -72]
+    cbnz    x0, 1b
+    ldr     x0, [x29, -88]
     mov     sp, x29
     .cfi_def_cfa_register sp
     ldp     x29, x30, [sp], 16

@@ -1,6 +1,6 @@
 /*
  * The stubs of the gate. Stub number N loads N and goes to gate_call, which makes a frame, asks gate_enter for the
- * function, calls it with the same arguments, and tells gate_leave. A real call and a real return: shadow stacks,
+ * function, calls it with the same arguments, and tells gate_leave, which may have it called once more. A real call and a real return: shadow stacks,
  * unwinders and profilers see an ordinary function.
  *
  * How many arguments lie on the stack is not known, so STACK_WORDS words are copied. The longest list of the driver API
@@ -20,7 +20,7 @@ gate_call:
     .cfi_offset %rbp, -16
     mov     %rsp, %rbp
     .cfi_def_cfa_register %rbp
-    /* -64(%rbp): struct frame, with the arguments from -48 on and the slot at -56; -72: al; -208: xmm0 to xmm7 */
+    /* -64(%rbp): struct frame, with the arguments from -48 on and the slot at -56; -72: al; -80: the result; -208: xmm0 to xmm7 */
     sub     $(208 + 8 * STACK_WORDS), %rsp
     mov     %rdi, -48(%rbp)
     mov     %rsi, -40(%rbp)
@@ -44,7 +44,7 @@ gate_call:
     mov     %r11, %rdi
     lea     -64(%rbp), %rsi
     call    gate_enter
-    mov     %rax, %r11
+1:  mov     %rax, %r11
     /* the words above the return address, to the bottom of this frame */
     .set    word, 0
     .rept   STACK_WORDS / 2
@@ -68,12 +68,14 @@ gate_call:
     mov     -16(%rbp), %r8
     mov     -8(%rbp),  %r9
     call    *%r11
-    mov     %rax, -72(%rbp)
+    mov     %rax, -80(%rbp)
     mov     -56(%rbp), %rdi
     lea     -64(%rbp), %rsi
     mov     %eax, %edx
     call    gate_leave
-    mov     -72(%rbp), %rax
+    test    %rax, %rax
+    jnz     1b
+    mov     -80(%rbp), %rax
     leave
     .cfi_def_cfa %rsp, 8
     ret

@@ -44,6 +44,7 @@ static void in_child(void) {
     symbols_in_child();
     gate_in_child();
     agent_in_child();
+    room_in_child();
     tracer_in_child();
     hooks_in_child();
 }

@@ -145,6 +145,11 @@ uint32_t hooks_call(uint64_t kind, uint64_t wait_ms, uint64_t *count, uint64_t *
 void hooks_keep_mask(const sigset_t *mask); /* the program's signal mask: theirs */
 void hooks_in_child(void);
 
+/* room.c: device memory that gpucr holds while the program runs makes way for the program's */
+uint32_t room_lend(int descriptor); /* an enum code. -1: nothing is held any more */
+bool room_is_made(void); /* a call has found no memory: whether it is worth another attempt. May wait for gpucr */
+void room_in_child(void);
+
 /* serve.c */
 void agent_start(void);
 bool agent_serves(void);   /* it has a place where it can be found */

@@ -32,6 +32,9 @@ enum operation {
                    a = how many there are, b = how many have failed */
     FILL = 15, /* records of blocks that are back; a = where the first one's bytes are in the kept memory, those of the others
                   follow. Their bytes are copied from there */
+    SHOW = 16, /* as EXPORT, of a program that runs, and keeps its memory */
+    LEND = 17, /* one descriptor of a socket, while the other end holds device memory that the program may need (room.c). None: it
+                  holds nothing any more */
     TRACE = 13, /* a = 1: processes of this user may trace this one despite Yama; 0: as the program has chosen */
 };
 

@@ -44,6 +44,7 @@ static void hang_up(struct connection *connection) {
         return;
     client = NULL;
     client_holds = false;
+    room_lend(-1);
     agent_open_if_whole();
 }
 

@@ -173,9 +173,7 @@ static enum result run_digest_groups(uint64_t threads, struct stream *stream, vo
 
 static enum result digest_piece(uint64_t from, uint64_t size, const uint32_t key[8], uint32_t flags, uint64_t to) {
     uint8_t digest[32], *data = malloc(size == 0 ? 1 : size);
-    bool is_done = data != NULL && memory_read(data, from, size) == SUCCESS;
-    if (is_done)
-        blake3(digest, key, flags, data, size);
+    bool is_done = data != NULL && memory_read(data, from, size) == SUCCESS && blake3(digest, key, flags, data, size);
     free(data);
     return is_done && memory_write(to, digest, sizeof digest) == SUCCESS ? SUCCESS : ILLEGAL_ADDRESS;
 }

@@ -120,3 +120,13 @@ EXPORT int cuMemcpyHtoDAsync_v2(uint64_t to, const void *from, size_t bytes, str
 EXPORT int cuMemcpyDtoHAsync_v2(void *to, uint64_t from, size_t bytes, struct stream *stream) {
     GATED(copy_async(from, to, bytes, stream, false));
 }
+
+static enum result copy_on_device_async(uint64_t to, uint64_t from, uint64_t size_bytes, struct stream *stream) {
+    if (current_device() == NULL)
+        return INVALID_CONTEXT;
+    return stream_query(stream) == INVALID_HANDLE ? INVALID_HANDLE : memory_copy(to, from, size_bytes);
+}
+
+EXPORT int cuMemcpyDtoDAsync_v2(uint64_t to, uint64_t from, size_t bytes, struct stream *stream) {
+    GATED(copy_on_device_async(to, from, bytes, stream));
+}

@@ -268,9 +268,21 @@ enum result memory_free(uint64_t pointer) {
     return claim_here(true);
 }
 
+/* How much of it is in one mapping: neighbouring ones are read as one range. */
+static uint64_t in_one_view(uint64_t pointer, uint64_t size_bytes) {
+    uint64_t start, whole;
+    if (!view_range(pointer, &start, &whole) || size_bytes <= whole - (pointer - start))
+        return size_bytes;
+    return whole - (pointer - start);
+}
+
 enum result memory_read(void *to, uint64_t pointer, uint64_t size_bytes) {
-    uint64_t offset;
+    uint64_t offset, first = in_one_view(pointer, size_bytes);
     int fd;
+    if (first < size_bytes) {
+        enum result result = memory_read(to, pointer, first);
+        return result == SUCCESS ? memory_read((char *)to + first, pointer + first, size_bytes - first) : result;
+    }
     if (is_managed(pointer, size_bytes) || host_memory_holds(pointer, size_bytes)) {
         memcpy(to, (const void *)(uintptr_t)pointer, size_bytes);
         return SUCCESS;

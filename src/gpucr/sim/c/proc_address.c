@@ -53,6 +53,7 @@
     X(cuMemcpyDtoD, 3020, _v2)                 \
     X(cuMemcpyHtoDAsync, 3020, _v2)            \
     X(cuMemcpyDtoHAsync, 3020, _v2)            \
+    X(cuMemcpyDtoDAsync, 3020, _v2)            \
     X(cuMemcpyPeer, 4000, )                    \
     X(cuMemsetD8, 3020, _v2)                   \
     X(cuMemHostAlloc, 2020, )                  \

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from msgspec import Struct
@@ -11,7 +11,8 @@ from msgspec import Struct
 from gpucr.errors import SnapshotDamaged
 from gpucr.model import DevicePart
 from gpucr.snapshot.device.crew import THREADS, Crew, PieceBuffer
-from gpucr.snapshot.device.reader import Deliver, DeviceReader, Piece
+from gpucr.snapshot.device.reader import Deliver, DeviceReader, PartDigests, Piece
+from gpucr.snapshot.device.sink import ZERO
 from gpucr.snapshot.device.stripes import HINT_CHANGED, HINT_DAMAGED, Layout, Stripes
 from gpucr.snapshot.manifest import DeviceData
 
@@ -45,7 +46,14 @@ class FolderPieces:
         """Whether it has no digest."""
         return self._data[piece.part].sha256[piece.number] is None
 
-    def stream(self, wanted: Sequence[Piece], deliver: Deliver) -> None:
+    def digests(self, part: DevicePart) -> PartDigests | None:
+        """If a GPU had computed them for the dump."""
+        data = self._data[part]
+        if not data.blake3:
+            return None
+        return PartDigests(data.piece_bytes, None, [bytes.fromhex(each) if each else ZERO for each in data.blake3])
+
+    def stream(self, wanted: Sequence[Piece], deliver: Deliver, unchecked: Collection[DevicePart] = ()) -> None:
         """Read and check with a crew."""
         numbered = enumerate(wanted)
         left = len(wanted)
@@ -53,14 +61,14 @@ class FolderPieces:
         def read(job: tuple[int, Piece], buffer: PieceBuffer) -> None:
             nonlocal left
             place, piece = job
-            deliver(place, self._read_checked(piece, buffer))
+            deliver(place, self._read(piece, buffer, is_checked=piece.part not in unchecked))
             with crew.lock:
                 left -= 1
                 if not left:
                     crew.end()
 
         crew: Crew[tuple[int, Piece]] = Crew(
-            "device-reader", self._threads, take=lambda _: next(numbered, None), work=read, close=self.close
+            "device-reader", self._threads, take=lambda _: next(numbered, None), work=read, close=lambda: None
         )
         try:
             if wanted:
@@ -74,7 +82,7 @@ class FolderPieces:
         for stripes in self._stripes.values():
             stripes.close()
 
-    def _read_checked(self, piece: Piece, buffer: PieceBuffer) -> memoryview:
+    def _read(self, piece: Piece, buffer: PieceBuffer, *, is_checked: bool) -> memoryview:
         pid, stripes, digest = piece.part.pid, self._stripes[piece.part], self._data[piece.part].sha256[piece.number]
         data = buffer.part(0, stripes.layout.length(piece.number))
         stripe, offset = stripes.layout.place(piece.number)
@@ -88,6 +96,8 @@ class FolderPieces:
         if count < len(data):
             message = f"{name} ends before byte {offset + len(data)}"
             raise SnapshotDamaged(message, path=str(path), hint=HINT_CHANGED)
+        if not is_checked:
+            return data
         is_right = buffer.is_zero(len(data)) if digest is None else hashlib.sha256(data).hexdigest() == digest
         if not is_right:
             message = f"{name} differs from what was written, between bytes {offset} and {offset + len(data)}"

@@ -38,6 +38,12 @@ class FolderSink:
         return self._piece_bytes
 
     keeps_files = True
+    digest_key: bytes | None = None
+    names_are_digests = False
+
+    def has(self, digest: bytes, length: int, before: bytes | None) -> bytes | None:
+        """Only zeros, where nothing was written yet."""
+        return ZERO if digest == ZERO and before in (None, ZERO) else None
 
     def files(self, part: DevicePart) -> Sequence[int]:
         """The stripes."""
@@ -52,7 +58,7 @@ class FolderSink:
             self._stripes[part] = Stripes.create(self.folder, part, Layout(size_bytes, self._piece_bytes, STRIPES))
 
     def grow(self, part: DevicePart, size_bytes: int) -> None:
-        """Make the files of a part larger."""
+        """Change the size of a part's files."""
         with self._explained():
             stripes = self._stripes[part]
             stripes.grow(replace(stripes.layout, size_bytes=size_bytes))
@@ -81,11 +87,17 @@ class FolderSink:
                 durable.sync(path)
 
     def record(
-        self, part: DevicePart, size_bytes: int, names: Sequence[bytes], extents: Sequence[StagedExtent]
+        self,
+        part: DevicePart,
+        size_bytes: int,
+        names: Sequence[bytes],
+        extents: Sequence[StagedExtent],
+        contents: Sequence[bytes | None],
     ) -> DeviceData:
         """The manifest's record: the digest of every piece."""
-        digests = tuple(None if name == ZERO else name.hex() for name in names)
-        return DeviceData(tuple(extents), size_bytes, self._piece_bytes, STRIPES, digests)
+        digests, by_gpu = _in_hex(names), _in_hex([each for each in contents if each is not None])
+        known = by_gpu if len(by_gpu) == len(names) else ()
+        return DeviceData(tuple(extents), size_bytes, self._piece_bytes, STRIPES, digests, blake3=known)
 
     def close(self) -> None:
         """Close the files."""
@@ -106,3 +118,7 @@ class FolderSink:
                 else "check that disk (dmesg), or name a folder on another one with --to",
                 code="GPUCR-NO-SPACE" if is_full else None,
             ) from e
+
+
+def _in_hex(digests: Sequence[bytes]) -> tuple[str | None, ...]:
+    return tuple(None if each == ZERO else each.hex() for each in digests)

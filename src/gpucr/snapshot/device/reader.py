@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import groupby, zip_longest
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from gpucr.gpu_state.source import Destination
 from gpucr.model import DevicePart
@@ -16,6 +16,25 @@ class Piece(NamedTuple):
 
     part: DevicePart
     number: int
+
+
+class PartDigests(NamedTuple):
+    """BLAKE3 digests of a part's pieces, which all have this size but the last; ``key``: of keyed ones.
+
+    32 zero bytes: zeros.
+    """
+
+    piece_bytes: int
+    key: bytes | None
+    digests: Sequence[bytes]
+
+
+@runtime_checkable
+class ChecksItself(Protocol):
+    """A destination that can tell what it holds from what it should, faster than the processors."""
+
+    def differing(self, piece_bytes: int, key: bytes | None, digests: Sequence[bytes]) -> list[int]:
+        """When all is written: the pieces that have other digests, or whose are not known. Raises GpucrError."""
 
 
 Deliver = Callable[[int, bytes | bytearray | memoryview | None], None]
@@ -33,8 +52,13 @@ class StoredPieces(Protocol):
     def is_zero(self, piece: Piece) -> bool:
         """Whether it is recorded as zeros."""
 
-    def stream(self, wanted: Sequence[Piece], deliver: Deliver) -> None:
+    def digests(self, part: DevicePart) -> PartDigests | None:
+        """For a destination that checks itself; None: not known, or not needed."""
+
+    def stream(self, wanted: Sequence[Piece], deliver: Deliver, unchecked: Collection[DevicePart] = ()) -> None:
         """Deliver every checked piece with its index in ``wanted``; None: all zero. Earlier ones first.
+
+        Pieces of the ``unchecked`` parts are not compared with their digests.
 
         ``deliver`` is called by several threads at once, and may use the bytes only until it returns. The first
         exception, also from ``deliver``, ends it and is raised when all threads have ended.
@@ -48,14 +72,16 @@ class DeviceReader:
     """Fills the destinations of several processes from a snapshot, with many threads.
 
     The processes take turns, so the first pieces of all come first; the driver's level 0 comes before the backends
-    above it. ``pieces`` is closed when all is read or reading has ended. The first error ends it, and every later wait
-    raises it. Raises ValueError for a destination that is too small.
+    above it. What a destination can check itself is not checked on the way there. ``pieces`` is closed when all is read
+    or reading has ended. The first error ends it, and every later wait raises it. Raises ValueError for a destination
+    that is too small.
     """
 
     def __init__(self, pieces: StoredPieces, destinations: Sequence[Destination]) -> None:
         self._pieces = pieces
         self._loadings = {each.part: _Loading(each, pieces) for each in destinations}
         self._order = _in_turns([loading.wanted(pieces) for loading in self._loadings.values()])
+        self._unchecked = {part for part, loading in self._loadings.items() if loading.digests is not None}
         self._changed = threading.Condition()
         self._error: BaseException | None = None
         self._has_ended = False
@@ -65,7 +91,7 @@ class DeviceReader:
 
     def start(self) -> None:
         """Begin."""
-        if self._order:
+        if self._order or self._unchecked:
             self._thread.start()
         else:
             self._run()
@@ -115,7 +141,9 @@ class DeviceReader:
 
     def _run(self) -> None:
         try:
-            self._pieces.stream(self._order, self._deliver)
+            self._pieces.stream(self._order, self._deliver, self._unchecked)
+            for part in self._unchecked:
+                self._check(self._loadings[part])
         except _Cancelled:
             pass
         except BaseException as e:  # noqa: BLE001 - any error must reach the waiter
@@ -128,14 +156,34 @@ class DeviceReader:
             self._has_ended = True
             self._changed.notify_all()
 
+    def _check(self, loading: _Loading) -> None:
+        """What differs is read once more, checked on the way: that finds another copy, or says what is damaged."""
+        destination, digests = loading.destination, loading.digests
+        assert isinstance(destination, ChecksItself)  # noqa: S101 - it has digests
+        assert digests is not None  # noqa: S101
+        wrong = [Piece(destination.part, number) for number in destination.differing(*digests)]
+
+        def deliver(place: int, data: bytes | bytearray | memoryview | None) -> None:
+            self._write(loading, wrong[place], data)
+
+        if wrong:
+            self._pieces.stream(wrong, deliver)
+        with self._changed:
+            loading.digests = None
+            self._changed.notify_all()
+
+    @staticmethod
+    def _write(loading: _Loading, piece: Piece, data: bytes | bytearray | memoryview | None) -> None:
+        start, end = loading.starts[piece.number], loading.starts[piece.number + 1]
+        loading.destination.write_from(start, memoryview(bytes(end - start) if data is None else data))
+
     def _deliver(self, place: int, data: bytes | bytearray | memoryview | None) -> None:
         self._local.delivers = True
         if self._is_cancelled:
             raise _Cancelled
         piece = self._order[place]
         loading = self._loadings[piece.part]
-        start, end = loading.starts[piece.number], loading.starts[piece.number + 1]
-        loading.destination.write_from(start, memoryview(bytes(end - start) if data is None else data))
+        self._write(loading, piece, data)
         with self._changed:
             if loading.finish(piece.number):
                 self._changed.notify_all()
@@ -154,12 +202,14 @@ class _Loading:
         if destination.size_bytes < self.starts[-1]:
             pid = destination.part.pid
             raise ValueError(f"the place for the device memory of process {pid} is shorter than its device memory")
+        self.digests = pieces.digests(destination.part) if isinstance(destination, ChecksItself) else None
         self._finished = bytearray(len(self.starts) - 1)
         self._prefix = 0
 
     @property
     def loaded_bytes(self) -> int:
-        return self.starts[self._prefix]
+        whole = self._prefix == len(self._finished) > 0
+        return self.starts[self._prefix - 1 if whole and self.digests is not None else self._prefix]
 
     def wanted(self, pieces: StoredPieces) -> list[Piece]:
         """The pieces to read; zeros are skipped if the destination starts as zeros."""

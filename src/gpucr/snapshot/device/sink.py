@@ -25,6 +25,20 @@ class DeviceSink(Protocol):
         """The size of all pieces of a part but the last."""
 
     @property
+    def digest_key(self) -> bytes | None:
+        """The key of the digests that `has` gets; None: without one."""
+
+    @property
+    def names_are_digests(self) -> bool:
+        """Whether the name of a piece is that digest."""
+
+    def has(self, digest: bytes, length: int, before: bytes | None) -> bytes | None:
+        """The name of a piece with this BLAKE3 digest (`ZERO`: zeros) that need not be put; None: put it.
+
+        ``before``: as in `put`. May read what is stored.
+        """
+
+    @property
     def keeps_files(self) -> bool:
         """Whether a part's raw pieces are in `files`; otherwise do not call that."""
 
@@ -35,7 +49,7 @@ class DeviceSink(Protocol):
         """Announce a part and its size."""
 
     def grow(self, part: DevicePart, size_bytes: int) -> None:
-        """The part has grown. No partial piece was put before."""
+        """The part has another size. A piece whose length changes is put again."""
 
     def put(self, part: DevicePart, piece: int, buffer: PieceBuffer, length: int, before: bytes | None) -> bytes:
         """Store the first ``length`` bytes of the buffer as this piece, and return its name.
@@ -47,9 +61,14 @@ class DeviceSink(Protocol):
         """Make all pieces durable. Once, after the last `put`."""
 
     def record(
-        self, part: DevicePart, size_bytes: int, names: Sequence[bytes], extents: Sequence[StagedExtent]
+        self,
+        part: DevicePart,
+        size_bytes: int,
+        names: Sequence[bytes],
+        extents: Sequence[StagedExtent],
+        contents: Sequence[bytes | None],
     ) -> DeviceData:
-        """The manifest's record of this part, whose pieces have these names."""
+        """The manifest's record of this part, whose pieces have these names, and digests (as in `has`) if known."""
 
     def close(self) -> None:
         """No more pieces. Idempotent; callable from any thread."""

@@ -1,0 +1,111 @@
+"""What was read of a store and found right: by whom, when, and why.
+
+An object ``read/ID`` says it, created when the reading is over. A dump relies on a piece without reading it if one
+of them is young enough. A crash leaves no such object, or a whole one. It counts only in the place where the reading
+was done: a copy of a store's folder has files that nobody has read. And not in a store that a group shares: there a
+member could write one about what nobody has read.
+
+What is promised: so long ago, or less, these bytes could be read from this place and were what their name says. Not
+that they can be read today: a disk that fails in between shows only at the next reading, or at the restore.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterable
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from gpucr import records
+from gpucr.errors import StoreDamaged
+from gpucr.records import Count, Moment, Record, RecordError, Text
+from gpucr.store import sharing
+from gpucr.store.backend import Missing
+from gpucr.store.opened import Store
+from gpucr.store.pack import PACK_ID_BYTES, Place
+
+PREFIX = "read/"
+KEPT_S = 90 * 24 * 3600.0
+"""A prune removes older records: nobody relies on so old a reading."""
+
+_MAX_BYTES = 64 << 20
+_AHEAD_S = 300.0
+"""A clock may be so far ahead; what was read later than that is no time at all."""
+
+Why = Literal["dump", "copy", "verify"]
+PackId = Annotated[str, Meta(pattern=rf"\A[0-9a-f]{{{2 * PACK_ID_BYTES}}}\Z")]
+Key = tuple[bytes, int]
+"""A piece's pack, and its first block there."""
+
+
+class _ReadBack(Record, frozen=True):
+    """One reading. ``began``: when, by the reader's clock. ``packs``: the first blocks of the pieces, by pack."""
+
+    began: Moment
+    place: Text
+    host: Text
+    why: Why
+    packs: dict[PackId, tuple[Count, ...]]
+
+
+def key_of(place: Place) -> Key:
+    """What identifies it in these records."""
+    return place.pack_id, place.block
+
+
+def note(store: Store, places: Iterable[Place], *, why: Why, began_s: float) -> None:
+    """Record that these were read since then, and found right. Does nothing where it would not count, or cannot.
+
+    Nothing else depends on it: a place that takes no object has its pieces read again.
+    """
+    packs: dict[str, list[int]] = {}
+    for place in places:
+        packs.setdefault(place.pack_id.hex(), []).append(place.block)
+    if not packs or sharing.is_shared(store.backend):
+        return
+    blocks = {pack: tuple(sorted(found)) for pack, found in packs.items()}
+    made = _ReadBack(began_s, store.backend.identity, platform.node(), why, blocks)
+    name = f"{PREFIX}{os.urandom(16).hex()}"
+    data = records.encode(made)
+    if len(data) <= _MAX_BYTES:
+        try:
+            store.backend.create(name, store.seal(name, data))
+        except OSError:
+            return
+
+
+def recent(store: Store, within_s: float, now_s: float) -> frozenset[Key]:
+    """The pieces that were read within this time, by the store's clock. Raises OSError.
+
+    The earlier of both clocks counts: the reader's when it began, and the store's when the record came. A record that
+    is damaged does not.
+    """
+    found: set[Key] = set()
+    if within_s <= 0 or sharing.is_shared(store.backend):
+        return frozenset()
+    for info in list(store.backend.list(PREFIX)):
+        if now_s - info.modified_s > within_s or info.size_bytes > _MAX_BYTES + 4096:
+            continue
+        made = _read(store, info.name)
+        if made is None or made.place != store.backend.identity:
+            continue
+        read_s = min(made.began, info.modified_s)
+        if -_AHEAD_S <= now_s - read_s <= within_s:
+            found.update((bytes.fromhex(pack), block) for pack, blocks in made.packs.items() for block in blocks)
+    return frozenset(found)
+
+
+def _read(store: Store, name: str) -> _ReadBack | None:
+    try:
+        return records.decode(store.unseal(name, store.backend.read(name, 0, _MAX_BYTES + 4096)), _ReadBack)
+    except (StoreDamaged, RecordError, Missing):
+        return None
+
+
+def remove_old(store: Store, now_s: float) -> None:
+    """Remove records that nobody relies on. Raises OSError."""
+    for info in list(store.backend.list(PREFIX)):
+        if now_s - info.modified_s > KEPT_S:
+            store.backend.delete(info.name)
