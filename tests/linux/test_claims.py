@@ -30,7 +30,7 @@ try:
         sys.stdin.readline()
     print("let go", flush=True)
     sys.stdin.readline()
-except claims.Unsupported as e:
+except claims.Busy as e:
     print("refused:", e, flush=True)
 """
 

@@ -139,7 +139,13 @@ _FOR_CUDA = (
             "import gpucr.cli.dump, gpucr.cli.restore",
             (
                 *_FOR_CUDA,
-                *("gpucr.containers.by_runtime", "gpucr.containers.podman", "gpucr.store", "gpucr.diagnosis.probe"),
+                *(
+                    "gpucr.containers.by_runtime",
+                    "gpucr.containers.podman",
+                    "gpucr.store.opened",
+                    "gpucr.store.location",
+                    "gpucr.diagnosis.probe",
+                ),
                 *("gpucr.helper.client", "gpucr.privileged.keys"),
                 *(
                     "rich",
