@@ -23,9 +23,10 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.machine import place_of
+from gpucr import extras
 from gpucr.cli.output import print_json, say
 from gpucr.linux.buffers import copy
-from gpucr.store import codec, extra, index, pieces, transform
+from gpucr.store import codec, index, pieces, transform
 from gpucr.store import config as configuration
 from gpucr.store.codec import Codec, Compress, Encoding
 from gpucr.store.crypto import KeyRing
@@ -177,10 +178,10 @@ def _other_codecs(what: str, data: bytes, one: Callable[..., Rate]) -> Iterator[
     planes = {"plain": data}
     if what in ("bf16 weights", "fp32 weights", "second moments"):
         planes["planes"] = bytes(transform.split(data, 2 if what == "bf16 weights" else 4))
-    zstd = extra.load("zstandard", "this benchmark")
+    zstd = extras.load("zstandard", "this benchmark")
     for name, kind in planes.items():
-        if extra.is_installed("lz4.block"):
-            lz4 = extra.load("lz4.block", "this benchmark")
+        if extras.is_installed("lz4.block"):
+            lz4 = extras.load("lz4.block", "this benchmark")
             size = len(lz4.compress(kind)) / len(kind)
             yield one("not taken", f"{what}, {name}, LZ4", partial(lz4.compress, kind), size=size)
         if name == "planes":

@@ -8,6 +8,7 @@ skips for these into failures.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import os
@@ -28,9 +29,15 @@ from gpucr.driver.cuda import CudaDriver, load_driver
 from gpucr.errors import CriuUnavailable, DriverUnavailable
 from gpucr.helper.access import socket_path
 from gpucr.sim import build as simulator
+from tests import counting
 from tests.counter import Counter, CounterFactory
+from tests.counting import Counting, StartCounting, Variant
 from tests.ordinary_user import CannotHaveUsers, Machine, OrdinaryUser, machine_with_helper
 from tests.ranks import Ranks, RanksFactory
+from tests.sandboxed import end_all_in
+from tests.stepping import Job, SandboxedJob, StartJob
+
+MakeMachine = Callable[..., list[str]]
 
 FIXED_COST_MS = 5
 _PLATFORM = pytest.StashKey[str]()
@@ -193,6 +200,19 @@ def sim_environment(sim_only: None, pytestconfig: pytest.Config) -> Callable[...
     return environment
 
 
+@pytest.fixture
+def machine(sim_only: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> MakeMachine:
+    """Switch to a simulated machine with these GPUs; returns their UUIDs."""
+
+    def be_on(gpu_models: str, name: str = "local") -> list[str]:
+        variables = simulator.environment(gpu_models, state_dir=tmp_path / f"gpus-of-{name}", machine=name)
+        for variable, value in variables.items():
+            monkeypatch.setenv(variable, value)
+        return [gpu.uuid for gpu in gpus.list_gpus()]
+
+    return be_on
+
+
 # --- what tests act with and on --------------------------------------------------------------------------------
 
 
@@ -248,3 +268,62 @@ def ranks(sim_only: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     yield start
     for job in started:
         job.close()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """The working folder of a test's jobs, whose processes end with the test."""
+    made = tmp_path / "job"
+    made.mkdir()
+    yield made
+    end_all_in(made)
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[StartJob]:
+    """Start programs of `tests.stepping`; they are killed at the end of the test."""
+    with _jobs(Job, tmp_path / "job") as start_job:
+        yield start_job
+
+
+@pytest.fixture
+def start_sandboxed(tmp_path: Path) -> Iterator[StartJob]:
+    """The same in namespaces of their own."""
+    with _jobs(SandboxedJob, tmp_path / "sandboxed") as start_job:
+        yield start_job
+
+
+@contextlib.contextmanager
+def _jobs(kind: type[Job], folder: Path) -> Iterator[StartJob]:
+    jobs: list[Job] = []
+
+    def start_job(code: str) -> Job:
+        jobs.append(kind(folder.with_name(f"{folder.name}-{len(jobs)}"), code))
+        return jobs[-1]
+
+    yield start_job
+    for job in jobs:
+        job.kill()
+
+
+@pytest.fixture(scope="session")
+def counting_program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The compiled program with counting threads."""
+    return counting.build(tmp_path_factory.mktemp("counting"))
+
+
+@pytest.fixture
+def start_counting(counting_program: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartCounting]:
+    """Start programs with counting threads; they are ended with the test."""
+    with contextlib.ExitStack() as started:
+
+        def start_one(variant: Variant = "") -> Counting:
+            return started.enter_context(counting.running(counting_program, tmp_path_factory.mktemp("run"), variant))
+
+        yield start_one
+
+
+@pytest.fixture
+def target(start_counting: StartCounting) -> Counting:
+    """One running program with counting threads."""
+    return start_counting()

@@ -14,8 +14,8 @@ import pytest
 
 from gpucr.model import CudaState, GangMember
 from gpucr.sim import build as simulator
+from tests.children import identity
 from tests.counter import DEADLINE_S, processes_in, wait_until
-from tests.unit.children import identity
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from gpucr.borrow.borrower import BorrowPlan, borrow_gpus, plan_borrow
     from gpucr.borrow.ledger import BorrowPhase
     from gpucr.borrow.listing import Borrowed, Borrower, LentJob, list_borrowed, recover_borrowed
-    from gpucr.borrow.several import JobOutcome, JobOutlook, plan_resume, plan_suspend, resume_jobs, suspend_jobs
     from gpucr.checkups.doctor import DoctorReport, doctor
     from gpucr.checkups.repairs import Repair
     from gpucr.containers.by_runtime import find_container
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from gpucr.driver.process import Process
     from gpucr.errors import (
         BrokenInstall,
+        Busy,
         CriuError,
         CriuUnavailable,
         CudaStarted,
@@ -83,6 +83,7 @@ if TYPE_CHECKING:
     from gpucr.operations.rehearse import RehearsalReport, rehearse
     from gpucr.operations.requests import Persist
     from gpucr.operations.restore import RestoreReport, plan_restore, restore
+    from gpucr.operations.several import JobOutcome, JobOutlook, plan_resume, plan_suspend, resume_jobs, suspend_jobs
     from gpucr.operations.stores import (
         CopiedSnapshot,
         StoreKey,
@@ -129,7 +130,7 @@ _HOMES = {
     "gpucr.borrow.borrower": ("BorrowPlan", "borrow_gpus", "plan_borrow"),
     "gpucr.borrow.ledger": ("BorrowPhase",),
     "gpucr.borrow.listing": ("Borrowed", "Borrower", "LentJob", "list_borrowed", "recover_borrowed"),
-    "gpucr.borrow.several": (
+    "gpucr.operations.several": (
         "JobOutcome", "JobOutlook", "plan_resume", "plan_suspend", "resume_jobs", "suspend_jobs",
     ),
     "gpucr.diagnosis.canaries.results": ("CanaryOutcome", "CanaryResult", "MeasuredMachine", "ProbeReport"),
@@ -142,7 +143,7 @@ _HOMES = {
     "gpucr.criu.imaged_memory": ("MemoryKind", "MemoryUse"),
     "gpucr.driver.process": ("Process",),
     "gpucr.errors": (
-        "BrokenInstall", "CriuError", "CriuUnavailable", "CudaStarted", "DeadlineExceeded", "DriverError",
+        "BrokenInstall", "Busy", "CriuError", "CriuUnavailable", "CudaStarted", "DeadlineExceeded", "DriverError",
         "DriverUnavailable", "GpuFull", "GpucrError", "IllegalState", "InterposerError", "Interrupted",
         "InvalidRequest", "JobChanged", "JobDamaged", "LockTimeout", "NodeFailed", "NotACudaProcess", "NotPermitted",
         "NotSupportedByDriver", "ProcessNotFound", "RehearsalFailed", "SimulatorUnavailable", "SnapshotDamaged",
@@ -212,6 +213,7 @@ __all__ = [
     "Borrowed",
     "Borrower",
     "BrokenInstall",
+    "Busy",
     "CanaryOutcome",
     "CanaryResult",
     "Cancellation",

@@ -8,6 +8,7 @@
     │   ├── NotACudaProcess            the process has no CUDA context
     │   └── NotPermitted               the caller may not do this to the process
     ├── Unsupported                3   the workload or the machine cannot do it; nothing was changed
+    │   └── Busy                       another gpucr works on the job: later it may succeed
     ├── BrokenInstall              4   a part that gpucr needs is missing or broken
     │   ├── DriverUnavailable
     │   ├── CriuUnavailable
@@ -140,6 +141,12 @@ class Unsupported(GpucrError):
 
     exit_code = 3
     code = "GPUCR-REFUSED"
+
+
+class Busy(Unsupported):
+    """Another gpucr works on the job, or another program holds it. Nothing was changed; later it may succeed."""
+
+    code = "GPUCR-BUSY"
 
 
 class BrokenInstall(GpucrError):

@@ -23,6 +23,7 @@ from gpucr.driver.gpus import gpu_processes, list_gpus
 from gpucr.jobs import selection
 from gpucr.jobs.registered import registry
 from gpucr.linux import processes
+from gpucr.operations import chosen
 from tests.borrow.at_work import OtherGpucr, checkpoint_of
 from tests.borrow.jobs import Machine, counter_command, phase, waits
 from tests.counter import DEADLINE_S, CounterFactory, wait_until
@@ -278,7 +279,7 @@ def test_a_job_another_gpucr_does_not_release(
 ) -> None:
     """Its memory may belong on any GPU."""
     job = shared.job("train")
-    monkeypatch.setattr(lend, "BUSY_S", 0.2)
+    monkeypatch.setattr(chosen, "BUSY_S", 0.2)
     with checkpoint_of(job.record.pid, machine[0]) as other:
         error = refusal(gpucr.Unsupported)
         assert (error.code, "still works on train" in str(error)) == ("GPUCR-BUSY", True)

@@ -15,8 +15,8 @@ from gpucr.jobs import selection
 from gpucr.linux import memory
 from gpucr.model import CudaState
 from tests import command
+from tests.children import sleeper, tracer_of
 from tests.counter import Counter, CounterFactory
-from tests.unit.children import sleeper, tracer_of
 
 pytestmark = pytest.mark.usefixtures("sim_only")
 Refusal: TypeAlias = Callable[["Scene"], contextlib.AbstractContextManager[dict[str, object]]]

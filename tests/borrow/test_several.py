@@ -10,7 +10,6 @@ import pytest
 from click.testing import CliRunner, Result
 
 import gpucr
-from gpucr.borrow import chosen, several
 from gpucr.cli import main
 from gpucr.cli.output import JsonWanted
 from gpucr.driver.cuda import CudaDriver
@@ -22,11 +21,12 @@ from gpucr.jobs import selection
 from gpucr.linux import claims, processes
 from gpucr.linux.claims import claimed
 from gpucr.model import CudaState, GangMember, ProcessInfo
+from gpucr.operations import chosen, several
 from tests.borrow.at_work import checkpoint_of
+from tests.children import sleeper
 from tests.command import run, run_json
 from tests.counter import Counter, CounterFactory, processes_of_this_test
 from tests.ranks import RanksFactory
-from tests.unit.children import sleeper
 
 RUNNING, CHECKPOINTED = CudaState.RUNNING, CudaState.CHECKPOINTED
 

@@ -21,8 +21,8 @@ from gpucr.criu.install import CriuInstall
 from gpucr.diagnosis.canaries.results import WHAT, CanaryOutcome, CanaryResult, MeasuredMachine, ProbeReport
 from gpucr.errors import CriuUnavailable, Unsupported
 from tests.checkups.judging import severities
+from tests.children import NOBODY_UID, sleeper
 from tests.command import run
-from tests.unit.children import NOBODY_UID, sleeper
 
 NO_CRIU = Finding("blocking", "none", "PATH", "no dump", "fetch", repair="fetch-criu", about="CRIU")
 BLOCKING = Finding("blocking", "it is full", "statvfs", "no dump", "empty it", code="GPUCR-NO-SPACE", about="disk")
@@ -216,7 +216,7 @@ def policies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Pat
         monkeypatch.setattr(module, "SHARED_POLICY", shared)
         monkeypatch.setattr(module, "PRIVATE_POLICY", private)
     monkeypatch.setattr(memory, "_why_small", lambda: "the machine forbids it")
-    monkeypatch.setattr("gpucr.linux.processes.can_checkpoint_processes", lambda: True)
+    monkeypatch.setattr("gpucr.linux.capabilities.can_checkpoint_processes", lambda: True)
     return shared, private
 
 

@@ -100,7 +100,7 @@ def test_persistence_mode_is_unknown() -> None:
 
 
 @pytest.mark.parametrize(
-    ("others", "severity", "code"), [((), "blocking", "GPUCR-MIG"), ((replace(GPU, uuid=B),), "warning", None)]
+    ("others", "severity", "code"), [((), "blocking", "GPUCR-MIG"), ((replace(GPU, uuid=B),), "warning", "GPUCR-MIG")]
 )
 def test_a_partitioned_gpu(others: tuple[Gpu, ...], severity: str, code: str | None) -> None:
     facts = replace(GPUS, gpus=(replace(GPU, mig_enabled=True), *others))

@@ -13,11 +13,11 @@ from gpucr import CudaState, Finding, ProcessNotFound
 from gpucr.checkups.job import check_deleted_files
 from gpucr.driver.cuda import CudaDriver
 from gpucr.errors import InvalidRequest
-from gpucr.linux import processes
+from gpucr.linux import capabilities, processes
 from gpucr.linux.memory import machine_available_bytes
 from tests.checkups.judging import severities
+from tests.children import python, sleeper, tracer_of, unused_pid
 from tests.counter import DEADLINE_S, CounterFactory, wait_until
-from tests.unit.children import python, sleeper, tracer_of, unused_pid
 
 GIB = 1 << 30
 
@@ -153,7 +153,7 @@ def test_missing_privileges(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GPUCR_CRIU", "/nonexistent/criu")
     with sleeper() as child:
         (one, *_) = about(child.pid, "CRIU")
-    assert one.severity == ("blocking" if processes.can_checkpoint_processes() else "warning")
+    assert one.severity == ("blocking" if capabilities.can_checkpoint_processes() else "warning")
 
 
 def test_no_such_process() -> None:

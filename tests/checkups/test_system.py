@@ -24,14 +24,14 @@ from gpucr.containers.criu_config import HookStatus
 from gpucr.criu import install as criu_install_module
 from gpucr.criu.install import CriuInstall
 from gpucr.errors import CriuError, NotPermitted
-from gpucr.linux import capabilities, processes, sock_diag, tracing
+from gpucr.linux import capabilities, sock_diag, tracing
 from gpucr.linux.capabilities import Capabilities
 from gpucr.linux.cgroups import MemoryLimit
 from gpucr.linux.tmpfs import StagingFile
 from gpucr.model import Gpu
 from tests.checkups.judging import only, severities
-from tests.unit import samples
-from tests.unit.children import NOBODY_UID
+from tests.children import NOBODY_UID
+from tests.snapshot import samples
 
 GIB = 1 << 30
 
@@ -99,7 +99,7 @@ def test_checking_without_criu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 def test_checking_a_real_criu(criu_install: CriuInstall) -> None:
     facts = engine.look()
     assert facts.install == criu_install
-    assert facts.is_privileged == processes.can_checkpoint_processes()
+    assert facts.is_privileged == capabilities.can_checkpoint_processes()
 
 
 # --- privileges -------------------------------------------------------------------------------------------------

@@ -274,7 +274,7 @@ main()
 sys.stderr.write(" ".join(set(sys.modules) - before))
 """
 OWN_MODULES = {"gpucr", "gpucr.version", "gpucr.compat", "gpucr.compat.cuda_checkpoint"}
-BINDING_MODULES = {"gpucr.driver", "gpucr.driver.libcuda"}
+BINDING_MODULES = {"gpucr.compat.acting", "gpucr.driver", "gpucr.driver.libcuda"}
 STANDARD_PACKAGES = {"__future__", "ctypes", "_ctypes", "struct", "_struct", "types"}
 
 

@@ -32,14 +32,14 @@ from gpucr.snapshot.folder import Snapshot
 from gpucr.snapshot.manifest import encode
 from gpucr.undo.interrupts import Interrupts
 from tests import command
+from tests.children import Child, python
 from tests.containers.conftest import StartContainer
 from tests.containers.container import Container, wait_gone
 from tests.containers.runtimes import in_cgroup2
 from tests.containers.test_containers import both_runtimes
 from tests.counter import wait_until
+from tests.snapshot import samples
 from tests.storm import long
-from tests.unit import samples
-from tests.unit.children import Child, python
 
 pytestmark = pytest.mark.criu
 

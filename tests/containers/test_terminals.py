@@ -21,10 +21,10 @@ from gpucr.criu import abandoned
 from gpucr.errors import SnapshotError
 from gpucr.linux import processes
 from gpucr.snapshot.device.writer import DeviceWriter
+from tests.children import Child, sleeper
 from tests.containers.conftest import StartContainer
 from tests.containers.container import Container, wait_gone
 from tests.counter import CounterFactory, wait_until
-from tests.unit.children import Child, sleeper
 
 pytestmark = pytest.mark.criu
 

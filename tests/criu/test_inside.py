@@ -43,9 +43,7 @@ class Job:
         self.images.mkdir()
         self.install = find_criu()
         self.started: Started = sandbox.start(
-            [sys.executable, "-c", code + LOOP],
-            cwd=str(folder),
-            environment={},
+            sandbox.Program([sys.executable, "-c", code + LOOP], str(folder), {}),
             log_path=str(folder / "log"),
             status_path=str(folder / "status"),
         )

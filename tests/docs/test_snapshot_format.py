@@ -19,7 +19,7 @@ from gpucr.model import Extent, Gpu, JobFile, StagedExtent
 from gpucr.snapshot import device, files, manifest
 from gpucr.snapshot.manifest import SharedFileRecord
 from tests.docs.pages import CODE, DOCS, ROW, first_cells, page, rows, section
-from tests.unit import samples
+from tests.snapshot import samples
 
 _MEMBER = re.compile(r"(?:^|<br>)`(\w+)` \*")
 

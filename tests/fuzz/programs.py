@@ -32,7 +32,7 @@ from gpucr.linux.registers import Registers
 from gpucr.model import Gpu
 from gpucr.records import convert
 from tests.fuzz.damage import Target, refused, seeds
-from tests.unit import samples
+from tests.snapshot import samples
 
 OPTIONS = json.loads(seeds("container")[0])["criu_options"]
 

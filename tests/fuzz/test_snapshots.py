@@ -23,9 +23,9 @@ from gpucr.criu.pids import pids_in
 from gpucr.linux.sock_diag import outside_connections
 from gpucr.records import RecordError
 from gpucr.snapshot import manifest as manifests
+from tests.criu.test_image_contents import READ_WRITE, image, job, mapping, run
 from tests.fuzz.damage import Json, damaged_bytes, damaged_json, written
-from tests.unit.samples import DEVICE_DATA, manifest
-from tests.unit.test_image_contents import READ_WRITE, image, job, mapping, run
+from tests.snapshot.samples import DEVICE_DATA, manifest
 
 SOUND = manifests.encode(manifest(device_data=DEVICE_DATA))
 BODY: Json = json.loads(SOUND)["manifest"]

@@ -40,7 +40,7 @@ from pathlib import Path
 from gpucr.containers import criu_config
 from gpucr.criu.install import find_criu
 from gpucr.interposer.build import compile_library
-from gpucr.linux import processes
+from gpucr.linux import capabilities
 from gpucr.operations.listing import list_cuda_processes
 from tests.containers.container import environment_for
 from tests.containers.runtimes import find_runc, in_cgroup2
@@ -316,7 +316,7 @@ def main() -> int:
     parser.add_argument("--pace", type=float, default=0.03, metavar="S", help="seconds between two steps (%(default)s)")
     parser.add_argument("--interpose", action="store_true", help="start the program with gpucr's interposer")
     options = parser.parse_args()
-    if shutil.which("runc") is None or not processes.can_checkpoint_processes():
+    if shutil.which("runc") is None or not capabilities.can_checkpoint_processes():
         parser.error("this needs root, and runc on PATH")
     rows = []
     for part in options.parts:

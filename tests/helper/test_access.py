@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gpucr.helper import access
-from gpucr.linux import processes
+from gpucr.linux import capabilities
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def test_whose_criu(
 ) -> None:
     path = tmp_path / "socket"
     monkeypatch.setenv(access.ENVIRONMENT_VARIABLE, named or str(path))
-    monkeypatch.setattr(processes, "can_checkpoint_processes", lambda: may)
+    monkeypatch.setattr(capabilities, "can_checkpoint_processes", lambda: may)
     monkeypatch.setattr(os, "geteuid", lambda: uid)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
         if listens:

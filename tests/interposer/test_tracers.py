@@ -18,10 +18,10 @@ from gpucr.errors import GpucrError
 from gpucr.interposer.client import Agent, ask_status
 from gpucr.interposer.protocol import Refused
 from gpucr.linux import capabilities, tracing
+from tests.children import Child
 from tests.command import python
 from tests.counter import wait_until
 from tests.interposer.conftest import Start
-from tests.unit.children import Child
 
 ANYBODY, NOBODY = 0xFFFFFFFF, 0
 A_DEBUGGER = 4242

@@ -1,4 +1,4 @@
-"""Machines for tests. ``scripts/machines`` runs all of these tests; a run of the others has the smoke test alone."""
+"""Machines for tests. ``scripts/machines`` runs all of these tests; a run of the others has the quick ones alone."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class Boot(Protocol):
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave out all but the smoke test, unless ``scripts/machines`` asks for them."""
+    """Leave out all that take long, unless ``scripts/machines`` asks for them."""
     left_out = pytest.mark.skip(reason="takes long: `scripts/machines` has it")
     for item in items:
         if Path(__file__).parent not in item.path.parents:
             continue
         item.add_marker(pytest.mark.timeout(_LIMIT_S))
-        if not IS_CHOSEN and item.path.name != "test_smoke.py":
+        if not IS_CHOSEN and item.path.name not in ("test_machines.py", "test_smoke.py"):
             item.add_marker(left_out)
 
 

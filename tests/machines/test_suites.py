@@ -9,7 +9,7 @@ from tests.machines.images import BOOKWORM, TESTS, TRIXIE, Release
 from tests.machines.machine import Machine
 
 _HYBRID = "systemd.unified_cgroup_hierarchy=0"
-_EVERYWHERE = "tests/conformance tests/operations/test_connections.py tests/unit/test_cgroups.py"
+_EVERYWHERE = "tests/conformance tests/network/test_connections.py tests/linux/test_cgroups.py"
 _ONCE = (
     f"{_EVERYWHERE} tests/operations/test_dump_restore.py tests/operations/test_freeze.py"  # takes four times as long
 )

@@ -29,8 +29,8 @@ from gpucr.snapshot.store_origin import StoreSource
 from gpucr.undo.events import Progress
 from tests import command
 from tests.compiled import compiled_interposer
-from tests.operations.conftest import MakeMachine
-from tests.operations.stepping import Job, StartJob
+from tests.conftest import MakeMachine
+from tests.stepping import Job, StartJob
 from tests.storm import IS_STORM, later
 
 pytestmark = [pytest.mark.criu, pytest.mark.usefixtures("sim_only")]

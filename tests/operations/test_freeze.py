@@ -21,7 +21,7 @@ from gpucr.model import CudaState
 from gpucr.sim import build as simulator
 from gpucr.undo import guard as guards
 from tests.counter import Counter, CounterFactory, wait_until
-from tests.operations.stepping import StartJob
+from tests.stepping import StartJob
 from tests.storm import later
 
 pytestmark = pytest.mark.criu

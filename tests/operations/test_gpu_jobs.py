@@ -21,12 +21,12 @@ from gpucr.model import CudaState
 from gpucr.operations import listing
 from gpucr.operations.gpu_jobs import beside, findings_of
 from tests import command
+from tests.children import Child, identity, tracer_of
 from tests.command import run, run_json
 from tests.counter import Counter, CounterFactory, wait_until
 from tests.ranks import RanksFactory
 from tests.sandboxed import end_all_in, start_counter
 from tests.terminal import Terminal
-from tests.unit.children import Child, identity, tracer_of
 
 MIB = 1 << 20
 

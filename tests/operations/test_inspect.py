@@ -12,7 +12,7 @@ import pytest
 import gpucr
 from gpucr.containers import plain_files
 from gpucr.gpu_state.staging import capture
-from gpucr.linux import processes
+from gpucr.linux import capabilities
 from tests.command import run, run_json
 from tests.conftest import skip_or_fail
 from tests.counter import CounterFactory
@@ -26,7 +26,7 @@ DEVICE_MIB = 64  # more than a small program has of host memory, with a real dri
 
 @pytest.fixture(autouse=True)
 def as_root() -> None:
-    if not processes.can_checkpoint_processes():
+    if not capabilities.can_checkpoint_processes():
         skip_or_fail("root", "dumps need root")
 
 

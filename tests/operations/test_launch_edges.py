@@ -24,10 +24,10 @@ from gpucr.jobs import registered
 from gpucr.linux import processes
 from gpucr.operations import launch
 from tests import command
+from tests.children import NOBODY_UID
 from tests.counter import DEADLINE_S, processes_in, wait_until
 from tests.sandboxed import end_all_in
 from tests.storm import later
-from tests.unit.children import NOBODY_UID
 
 pytestmark = pytest.mark.usefixtures("state_home")
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import gpucr
-from gpucr.linux import processes
+from gpucr.linux import capabilities
 from gpucr.undo.events import OnProgress, Progress
 from tests.conftest import skip_or_fail
 from tests.counter import CounterFactory
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.criu
 
 @pytest.fixture(autouse=True)
 def as_root() -> None:
-    if not processes.can_checkpoint_processes():
+    if not capabilities.can_checkpoint_processes():
         skip_or_fail("root", "dumps need root")
 
 

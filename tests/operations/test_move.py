@@ -17,9 +17,9 @@ from gpucr.model import CudaState
 from gpucr.sim import build as simulator
 from tests import command
 from tests.compiled import compiled_interposer
+from tests.conftest import MakeMachine
 from tests.counter import Counter, CounterFactory, wait_until
-from tests.operations.conftest import MakeMachine
-from tests.operations.test_killed import assert_goes_on, is_claimed, killed
+from tests.scenarios.test_killed import assert_goes_on, is_claimed, killed
 from tests.storm import later, long, sample
 
 RUNNING = CudaState.RUNNING

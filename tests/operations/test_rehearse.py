@@ -23,14 +23,14 @@ from gpucr.linux.private_view import View
 from gpucr.operations.rehearse_steps import CheckRestored
 from gpucr.undo.events import Progress
 from tests.command import run, run_json
+from tests.conftest import MakeMachine
 from tests.counter import CounterFactory, wait_until
-from tests.operations.building_blocks import BLOCKS
-from tests.operations.conftest import MakeMachine
-from tests.operations.stepping import StartJob
-from tests.operations.test_agreement import Composed
-from tests.operations.test_killed import killed
+from tests.scenarios.building_blocks import BLOCKS
+from tests.scenarios.test_agreement import Composed
+from tests.scenarios.test_killed import killed
+from tests.snapshot import samples
+from tests.stepping import StartJob
 from tests.storm import long, sample
-from tests.unit import samples
 from tests.world import settled, world
 
 pytestmark = [pytest.mark.criu, pytest.mark.root, pytest.mark.usefixtures("state_home")]

@@ -19,7 +19,7 @@ from gpucr.errors import RehearsalFailed, SnapshotDamaged
 from gpucr.snapshot import files, manifest
 from gpucr.snapshot.folder import MANIFEST_NAME
 from tests.counter import wait_until
-from tests.operations.stepping import Job
+from tests.stepping import Job
 
 pytestmark = [pytest.mark.criu, pytest.mark.root]
 

@@ -25,7 +25,7 @@ from gpucr.snapshot.folder import Snapshot
 from gpucr.surroundings.opened_files import require_as_recorded
 from tests import command
 from tests.counter import Counter, CounterFactory, kill_at_once, wait_until
-from tests.operations.stepping import Job, StartJob
+from tests.stepping import Job, StartJob
 from tests.storm import later
 
 pytestmark = pytest.mark.criu

@@ -14,7 +14,7 @@ from gpucr.criu import engine, progress
 from gpucr.criu.service import CriuService
 from gpucr.diagnosis import preflight
 from tests.counter import kill_at_once, wait_until
-from tests.operations.stepping import Job, StartJob
+from tests.stepping import Job, StartJob
 
 pytestmark = pytest.mark.criu
 

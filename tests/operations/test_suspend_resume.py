@@ -17,9 +17,9 @@ from gpucr.jobs.selection import find_job
 from gpucr.linux import processes
 from gpucr.model import CudaState
 from tests import command
+from tests.children import sleeper
 from tests.counter import Counter, CounterFactory, out_of_time, wait_until
 from tests.storm import later
-from tests.unit.children import sleeper
 
 RUNNING, LOCKED, CHECKPOINTED = CudaState.RUNNING, CudaState.LOCKED, CudaState.CHECKPOINTED
 

@@ -24,8 +24,8 @@ from gpucr.store.opened import Store
 from gpucr.store.pack import Entry, PackContents, encode_end, new_pack_id, pack_entries, pack_name
 from gpucr.store.pieces import PieceListError, PieceRef
 from gpucr.store.stored_snapshot import Area, SetPart, StoredSnapshot
+from tests.snapshot import samples
 from tests.store.memory import MemoryBackend
-from tests.unit import samples
 
 CORPUS = Path(__file__).with_name("corpus")
 WORDS = Secret.passphrase("words")

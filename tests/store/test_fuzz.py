@@ -30,10 +30,10 @@ from gpucr.snapshot.manifest import encode as encode_manifest
 from gpucr.store import keys, stored_snapshot, writers
 from gpucr.store.opened import Store
 from gpucr.store.session import WriteSession
+from tests.snapshot import samples
 from tests.store.dumps import NEVER_S
 from tests.store.formats import CORPUS, DEEP, FORMATS, Format, as_json
 from tests.storm import IS_STORM
-from tests.unit import samples
 
 _EXAMPLES = settings(
     max_examples=1000 if IS_STORM else 40,

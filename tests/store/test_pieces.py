@@ -14,9 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpucr import extras
 from gpucr.errors import BrokenInstall
 from gpucr.linux.buffers import copy
-from gpucr.store import codec, extra, pieces, transform
+from gpucr.store import codec, pieces, transform
 from gpucr.store.codec import COMPRESS, Choice, Codec, Compress, Encoding
 from gpucr.store.crypto import Changed
 from gpucr.store.memory import AlignedBuffer, is_direct
@@ -55,9 +56,9 @@ def test_an_unavailable_hash(hash_name: str, key: bytes | None) -> None:
 
 def test_a_missing_library_is_reported() -> None:
     with pytest.raises(BrokenInstall, match="trying it needs the Python package gpucr_lacks_this") as caught:
-        extra.load("gpucr_lacks_this.part", "trying it")
+        extras.load("gpucr_lacks_this.part", "trying it")
     assert caught.value.hint == "install it: pip install 'gpucr_lacks_this'"
-    assert not extra.is_installed("gpucr_lacks_this")
+    assert not extras.is_installed("gpucr_lacks_this")
 
 
 @pytest.mark.parametrize("length", [0, 1, 2, 3, 4095, 4096, 100_001])

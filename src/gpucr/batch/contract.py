@@ -12,12 +12,13 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from gpucr import Cancellation
 from gpucr.batch.allocation import Allocation
 from gpucr.batch.relay import Relay
 from gpucr.batch.snapshots import JobSnapshots
@@ -29,14 +30,11 @@ from gpucr.linux.private_folders import state_folder
 from gpucr.operations.dump import dump
 from gpucr.operations.end_job import end_processes
 from gpucr.operations.launch import forget_job, list_jobs, run_job
+from gpucr.operations.places import count_used_gpus, in_store
 from gpucr.operations.restore import restore
-from gpucr.snapshot.gpus import count_used_gpus
-from gpucr.snapshot.in_store import SnapshotInStore
-from gpucr.undo.cancellation import Cancellation
 
 if TYPE_CHECKING:
-    from gpucr.snapshot.manifest import Manifest
-    from gpucr.store.keys import Secret
+    from gpucr import Manifest, Secret
 
 T = TypeVar("T")
 
@@ -100,12 +98,12 @@ def run_batch(
 
 
 class EndNotice:
-    """Whether a signal has announced the end of the allocation. While it ``raises``, the first one interrupts."""
+    """Whether a signal has announced the end of the allocation."""
 
     def __init__(self, signals: Collection[signal.Signals]) -> None:
         self._signals = signals
         self._before: dict[signal.Signals, Any] = {}
-        self.raises = False
+        self._raises = False
         self.reason: str | None = None
 
     def __enter__(self) -> EndNotice:
@@ -116,9 +114,16 @@ class EndNotice:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
+    @contextlib.contextmanager
+    def interrupting(self) -> Iterator[None]:
+        """The first signal during the block raises KeyboardInterrupt."""
+        self._raises = True
+        yield
+        self._raises = False
+
     def _take(self, number: int, _frame: FrameType | None) -> None:
         is_first, self.reason = self.reason is None, self.reason or signal.Signals(number).name
-        if self.raises and is_first:
+        if self._raises and is_first:
             raise KeyboardInterrupt(self.reason)
 
 
@@ -304,8 +309,7 @@ class _Run:
             self._say(f"no dump: {_said(e)}")
             return False
         self._say(f"dumped to {report.snapshot.where} in {time.monotonic() - begin:.1f} s")
-        made = report.snapshot
-        assert isinstance(made, SnapshotInStore)  # noqa: S101 - it was dumped into a store
+        made = in_store(report.snapshot)
         try:
             self._aside(lambda: self._snapshots.keep_the_last(made.stored))
         except (GpucrError, OSError) as e:
@@ -344,9 +348,7 @@ def _said(error: GpucrError | OSError) -> str:
 
 def _record(name: str) -> JobRecord:
     with registry_in_use():
-        found = registry().find(name)
-    assert found.record is not None  # noqa: S101 - it was registered a moment ago
-    return found.record
+        return registry().find(name).readable()
 
 
 def _exit_code(name: str, *, dumped: int) -> int | None:

@@ -12,6 +12,7 @@ import signal
 import sys
 from dataclasses import replace
 
+from gpucr.errors import GpucrError
 from gpucr.records import Record, RecordError, decode
 
 _MAXIMUM_BYTES = 1 << 20
@@ -62,7 +63,6 @@ def _answer(start: Start, line: str) -> None:
 def _run(start: Start) -> int:
     from gpucr.batch.allocation import Allocation
     from gpucr.batch.contract import BatchJob, run_batch
-    from gpucr.errors import GpucrError
 
     try:
         allocation = replace(Allocation.of(os.environ, start.id), is_first=start.is_first)

@@ -13,12 +13,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gpucr import extras
 from gpucr.batch.allocation import Allocation
 from gpucr.batch.ray_agent import RayJob
 from gpucr.batch.ray_queue import JobStatus, Queue
 from gpucr.batch.snapshots import require_store
 from gpucr.errors import DeadlineExceeded, GpucrError, InvalidRequest
-from gpucr.store import extra
 
 __all__ = ["Job", "JobStatus", "find_job", "list_jobs", "submit"]
 
@@ -154,7 +154,7 @@ def list_jobs() -> list[JobStatus]:
 
 
 def _ask(method: str, *arguments: Any) -> Any:
-    ray = extra.load("ray", "gpucr.batch.ray")
+    ray = extras.load("ray", "gpucr.batch.ray")
     if not ray.is_initialized():
         raise InvalidRequest("there is no connection to a Ray cluster", hint='call ray.init(address="auto") first')
     queue = (

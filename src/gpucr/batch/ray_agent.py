@@ -14,12 +14,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from gpucr import extras
 from gpucr.batch.place import Start
 from gpucr.batch.snapshots import JobSnapshots
 from gpucr.jobs.registered import registry
 from gpucr.operations.end_job import end_processes
 from gpucr.records import encode
-from gpucr.store import extra
 
 _LOOK_EVERY_S = 0.2
 _SAY_EVERY_S = 1.0
@@ -56,7 +56,7 @@ class Agent:
 
     def node(self) -> str:
         """The id of the node where Ray has placed it."""
-        found: str = extra.load("ray", "gpucr.batch.ray").get_runtime_context().get_node_id()
+        found: str = extras.load("ray", "gpucr.batch.ray").get_runtime_context().get_node_id()
         return found
 
     def leave(self) -> None:
@@ -132,7 +132,7 @@ class Agent:
                 break
             last = self._queue.append.remote(self._job.id, piece)
         if last is not None:
-            extra.load("ray", "gpucr.batch.ray").get(last)  # complete the log before the result is known
+            extras.load("ray", "gpucr.batch.ray").get(last)  # complete the log before the result is known
         return _answers(answers)
 
     def _end_remaining(self) -> None:
@@ -144,7 +144,7 @@ class Agent:
 
 def agent_of(job: RayJob, queue: Any, avoid: str | None) -> Any:
     """An actor for one start of the job, which waits until Ray has GPUs for it, on another node than ``avoid``."""
-    ray = extra.load("ray", "gpucr.batch.ray")
+    ray = extras.load("ray", "gpucr.batch.ray")
     options: dict[str, Any] = {"num_gpus": job.gpus, "num_cpus": job.cpus, "max_concurrency": 4, "max_restarts": 0}
     if avoid is not None:
         options["label_selector"] = {"ray.io/node-id": f"!in({avoid})"}

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from gpucr import extras
 from gpucr.batch.contract import REQUEUE_EXIT
 from gpucr.batch.ray_agent import RayJob, agent_of
 from gpucr.errors import InvalidRequest
 from gpucr.linux.private_folders import state_folder
-from gpucr.store import extra
 
 State = Literal["waiting", "running", "leaving", "held", "done", "failed", "cancelled"]
 _OVER = ("done", "failed", "cancelled")
@@ -69,7 +69,7 @@ class Queue:
     """Holds all jobs, in memory; their logs are files of the head node."""
 
     def __init__(self) -> None:
-        self._ray = extra.load("ray", "gpucr.batch.ray")
+        self._ray = extras.load("ray", "gpucr.batch.ray")
         self._entries: dict[str, _Entry] = {}
         self._submitted = 0
         self._folder = state_folder() / "ray"

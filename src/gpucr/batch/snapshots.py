@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from gpucr import PruneRules, SnapshotInStore, open_snapshot
 from gpucr.errors import InvalidRequest, StoreError
+from gpucr.operations.places import in_store, is_store
 from gpucr.operations.stores import init_store, list_snapshots, prune_store, remove_snapshot
-from gpucr.snapshot.in_store import SnapshotInStore
-from gpucr.snapshot.location import is_store, open_snapshot
-from gpucr.store.retention import PruneRules
 
 if TYPE_CHECKING:
-    from gpucr.store.keys import Secret
-    from gpucr.store.stored_snapshot import StoredSnapshot
+    from gpucr import Secret, StoredSnapshot
 
 _RULES_OF_TRAVEL = PruneRules(grace_s=0, dead_after_s=0, repack_below=0.5)
 
@@ -47,8 +45,7 @@ class JobSnapshots:
         self._look()
         if not self.known:
             return None
-        snapshot = open_snapshot(f"{self._store}#{self.known[-1].id}", self.key)
-        assert isinstance(snapshot, SnapshotInStore)  # noqa: S101 - it was found in a store
+        snapshot = in_store(open_snapshot(f"{self._store}#{self.known[-1].id}", self.key))
         launch = snapshot.manifest.launch
         was = launch.command if launch is not None else None
         if was != tuple(command):

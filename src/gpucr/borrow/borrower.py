@@ -10,26 +10,27 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from msgspec import Struct
 
+from gpucr import Cancellation
 from gpucr.borrow import ledger, lend, policy
-from gpucr.borrow.chosen import named_gpus
 from gpucr.borrow.guard import guarded
 from gpucr.borrow.ledger import Borrowing
 from gpucr.borrow.lend import Say, Seen, folder_of, look, plan, read_key
 from gpucr.borrow.recovery import end_command, recover, settle
-from gpucr.errors import GpucrError, Interrupted, Unsupported
+from gpucr.errors import Busy, GpucrError, Interrupted, Unsupported
 from gpucr.jobs.log import job_log
 from gpucr.jobs.record import JobState, Network, check_priority
 from gpucr.jobs.registered import registry, registry_in_use
 from gpucr.linux import processes
 from gpucr.linux.own_python import without_passphrase
-from gpucr.operations.launch import plan_job, run_job
+from gpucr.operations import chosen
+from gpucr.operations.launch import launch, plan_of_launch
+from gpucr.operations.requests import LaunchRequest
 from gpucr.records import DEFAULT_PRIORITY
-from gpucr.undo.cancellation import Cancellation
 
 BORROWERS_PRIORITY = 2 * DEFAULT_PRIORITY
 """A borrower's default priority: jobs started without a priority make room."""
@@ -64,13 +65,31 @@ def borrow_gpus(
     InvalidRequest, Unsupported, Interrupted, and errors of suspend or dump (before the command runs: nothing was
     changed, or all is back); and errors of bringing a job back.
     """
-    key, uuids = _checked(command, gpus, priority, key_file, isolate=isolate, network=network)
-    talk = say or (lambda _: None)
-    recover(talk)
-    options = {"isolate": isolate, "network": network}
+    request = BorrowRequest(tuple(command), gpus, priority, to, key_file, wait, isolate, network)
+    return run_borrow(request, say or (lambda _: None), cancel)
+
+
+@dataclass(frozen=True)
+class BorrowRequest:
+    """See `borrow_gpus`."""
+
+    command: tuple[str, ...]
+    gpus: str
+    priority: int = BORROWERS_PRIORITY
+    to: str | None = None
+    key_file: str | os.PathLike[str] | None = None
+    wait: bool = True
+    isolate: bool | None = None
+    network: Network | None = None
+
+
+def run_borrow(request: BorrowRequest, say: Callable[[str], None], cancel: Cancellation | None = None) -> int:
+    """See `borrow_gpus`."""
+    key, uuids = _checked(request)
+    recover(say)
     with guarded():
-        me = ledger.enter(priority=priority, gpus=uuids, command=tuple(command))
-        return _Borrower(me, to, key, options, talk, cancel, can_wait=wait).to_the_end()
+        me = ledger.enter(priority=request.priority, gpus=uuids, command=request.command)
+        return _Borrower(me, request, key, say, cancel).to_the_end()
 
 
 class BorrowPlan(Struct, frozen=True):
@@ -100,34 +119,31 @@ def plan_borrow(
 
     What killed borrowers have left is not brought back first.
     """
-    key, uuids = _checked(command, gpus, priority, key_file, isolate=isolate, network=network)
+    return plan_of_borrow(BorrowRequest(tuple(command), gpus, priority, to, key_file, wait, isolate, network))
+
+
+def plan_of_borrow(request: BorrowRequest) -> BorrowPlan:
+    """See `plan_borrow`."""
+    key, uuids = _checked(request)
     others, seen = ledger.borrowings(), _seen(uuids)
-    me = ledger.would_be(others, priority=priority, gpus=uuids, command=tuple(command))
+    me = ledger.would_be(others, priority=request.priority, gpus=uuids, command=request.command)
     blockers = policy.blockers(me, others, seen.jobs)
-    if blockers and not wait:
-        raise _has_to_wait(blockers, priority)
+    if blockers and not request.wait:
+        raise _has_to_wait(blockers, request.priority)
     if blockers or seen.busy:
         return BorrowPlan(uuids, blockers or seen.busy)
-    with folder_of(to, stays=False):
-        ways = plan(policy.victims(me, seen.jobs), to, key, Cancellation())
+    with folder_of(request.to, stays=False):
+        ways = plan(policy.victims(me, seen.jobs), request.to, key, Cancellation())
     return BorrowPlan(uuids, room={way.job.name: way.place for way in ways})
 
 
-def _checked(
-    command: Sequence[str],
-    gpus: str,
-    priority: int,
-    key_file: str | os.PathLike[str] | None,
-    *,
-    isolate: bool | None,
-    network: Network | None,
-) -> tuple[str | None, tuple[str, ...]]:
+def _checked(request: BorrowRequest) -> tuple[str | None, tuple[str, ...]]:
     """The key file and the UUIDs, if these can be asked for."""
-    check_priority(priority)
-    key = None if key_file is None else str(Path(key_file).absolute())
+    check_priority(request.priority)
+    key = None if request.key_file is None else str(Path(request.key_file).absolute())
     read_key(key)
-    plan_job(command, isolate=isolate, network=network)
-    return key, tuple(gpu.uuid for gpu in named_gpus(gpus))
+    plan_of_launch(LaunchRequest(request.command, isolate=request.isolate, network=request.network))
+    return key, tuple(gpu.uuid for gpu in chosen.named_gpus(request.gpus))
 
 
 def _has_to_wait(blockers: Sequence[str], priority: int) -> Unsupported:
@@ -155,22 +171,17 @@ class _Borrower:
     def __init__(
         self,
         me: Borrowing,
-        to: str | None,
+        request: BorrowRequest,
         key_file: str | None,
-        options: dict[str, Any],
         say: Say,
         cancel: Cancellation | None,
-        *,
-        can_wait: bool,
     ) -> None:
         self._me = me
-        self._to = to
+        self._request = request
         self._key_file = key_file
-        self._options = options
         self._say = say
         self._outer = cancel
         self._cancel = Cancellation()
-        self._can_wait = can_wait
         self._signals: deque[signal.Signals] = deque()
         self._is_started = False
         self._code = 1
@@ -222,17 +233,16 @@ class _Borrower:
             if any(each.is_gone for each in others if each.name in blockers):
                 recover(self._say)
                 continue
-            if blockers and not self._can_wait:
+            if blockers and not self._request.wait:
                 raise _has_to_wait(blockers, self._me.priority)
             if blockers:
                 busy_since_s = None
             elif busy_since_s is None:
                 busy_since_s = time.monotonic()
-            elif time.monotonic() > busy_since_s + lend.BUSY_S:
-                raise Unsupported(
+            elif time.monotonic() > busy_since_s + chosen.BUSY_S:
+                raise Busy(
                     f"another gpucr still works on {', '.join(seen.busy)}, whose GPUs cannot be seen meanwhile",
                     hint="wait until it has finished, or thaw the job, then try again",
-                    code="GPUCR-BUSY",
                 )
             needed = set(self._me.gpus)
             why = ", ".join(blockers) if blockers else f"another gpucr's work on {', '.join(seen.busy)}"
@@ -241,8 +251,9 @@ class _Borrower:
             time.sleep(_LOOK_EVERY_S)
 
     def _make_room(self, victims: Sequence[policy.Occupant]) -> None:
-        with folder_of(self._to, stays=True):
-            ways = plan(victims, self._to, self._key_file, self._cancel)
+        to = self._request.to
+        with folder_of(to, stays=True):
+            ways = plan(victims, to, self._key_file, self._cancel)
         self._check()
         self._me = ledger.change(self._me, "taking")
         for way in ways:
@@ -250,8 +261,15 @@ class _Borrower:
         self._check()
         self._me = ledger.change(self._me, "running")
         variables = {**without_passphrase(os.environ), "CUDA_VISIBLE_DEVICES": ",".join(self._me.gpus)}
-        started = run_job(
-            self._me.command, name=self._me.name, environment=variables, priority=self._me.priority, **self._options
+        started = launch(
+            LaunchRequest(
+                self._me.command,
+                self._me.name,
+                self._request.isolate,
+                self._request.network,
+                environment=variables,
+                priority=self._me.priority,
+            )
         )
         self._is_started = True
         for warning in started.plan.warnings:

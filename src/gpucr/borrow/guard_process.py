@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import select
+import time
+from types import ModuleType
 
 from gpucr.linux import oom
 
@@ -16,7 +18,7 @@ def main(borrower_pid: str, dismissal_fd: str) -> None:
     dismissal = int(dismissal_fd)
     borrower = os.pidfd_open(int(borrower_pid))  # before it continues: its pid is its own
     if not oom.lift_memory_limits():
-        import gpucr.borrow.recovery  # too much for these limits: then the borrower takes nothing  # noqa: F401
+        _recovery()  # too much for these limits: then the borrower takes nothing
     if os.fork():
         os._exit(0)
     select.select([borrower, dismissal], [], [])
@@ -29,18 +31,21 @@ def main(borrower_pid: str, dismissal_fd: str) -> None:
 
 
 def _recover() -> int:
-    from gpucr.borrow.recovery import recover
-    from gpucr.errors import GpucrError
-
+    recovery = _recovery()
     try:
-        recover(_say)
-    except GpucrError as e:
+        recovery.recover(_say)
+    except recovery.GpucrError as e:
         _say(f"error: {e}")
-        return e.exit_code
+        code: int = e.exit_code
+        return code
     return 0
 
 
-def _say(line: str) -> None:
-    import time
+def _recovery() -> ModuleType:
+    from gpucr.borrow import recovery
 
+    return recovery
+
+
+def _say(line: str) -> None:
     os.write(2, f"{time.strftime('%Y-%m-%dT%H:%M:%S')} {line}\n".encode())

@@ -90,7 +90,7 @@ def enter(*, priority: int, gpus: tuple[str, ...], command: tuple[str, ...]) -> 
                 "lost",
             ):
                 number += 1
-            made = Borrowing(number, priority, gpus, command, this_process(), time.time())
+            made = Borrowing(number, priority, gpus, command, processes.this_process(), time.time())
             _write(made)
     return made
 
@@ -100,7 +100,7 @@ def would_be(
 ) -> Borrowing:
     """The one that `enter` would write after these."""
     number = max((each.number for each in others), default=0) + 1
-    return Borrowing(number, priority, gpus, command, this_process(), time.time())
+    return Borrowing(number, priority, gpus, command, processes.this_process(), time.time())
 
 
 def change(borrowing: Borrowing, phase: BorrowPhase) -> Borrowing:
@@ -146,13 +146,6 @@ def guard_log() -> int:
     with _usable():
         trusted_paths.make_private(_folder())
         return trusted_paths.open_file(_folder() / _LOG, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW)
-
-
-def this_process() -> ProcessId:
-    """The identity of this process."""
-    stat = processes.read_stat(os.getpid())
-    assert stat is not None  # noqa: S101 - this process is alive
-    return ProcessId(os.getpid(), stat.start_time_ticks)
 
 
 def _folder() -> Path:

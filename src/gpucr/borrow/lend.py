@@ -6,39 +6,33 @@ import contextlib
 import os
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 from msgspec import Struct
 
+from gpucr import Cancellation, Secret
 from gpucr.borrow.policy import Occupant
-from gpucr.diagnosis import preflight
 from gpucr.driver import own_use
 from gpucr.driver.gpus import gpu_processes
-from gpucr.errors import GpucrError, InvalidRequest, JobDamaged, NotACudaProcess, Unsupported, reason_of
+from gpucr.errors import Busy, GpucrError, JobDamaged, NotACudaProcess, Unsupported, reason_of
 from gpucr.gpu_state import at_work
-from gpucr.jobs import selection
 from gpucr.jobs.record import JobRecord, Lent
 from gpucr.jobs.registered import registry, registry_in_use
-from gpucr.jobs.registry import ListedJob
 from gpucr.linux import claims, processes
 from gpucr.model import GpuUse, ProcessId
+from gpucr.operations.chosen import BUSY_S, when_free
 from gpucr.operations.dump import dump, plan_dump
+from gpucr.operations.places import is_store
+from gpucr.operations.requests import SuspendRequest
 from gpucr.operations.restore import restore
 from gpucr.operations.stores import remove_snapshot
-from gpucr.operations.suspend import prepare_suspend, resume, suspend
-from gpucr.snapshot.location import is_store
-from gpucr.store.keys import MAX_KEY_FILE_BYTES, Secret
-from gpucr.undo.cancellation import Cancellation
-from gpucr.undo.protection import Protection
+from gpucr.operations.suspend import MemoryNeeds, look_at_suspend, resume, suspend
 
 Say = Callable[[str], None]
-_Result = TypeVar("_Result")
 
-BUSY_S = 600.0
-"""How long to wait for a job that another gpucr works on."""
 _FREE_S, _PAUSE_S, _ENDING_S = 10.0, 0.25, 10.0
 
 
@@ -130,7 +124,7 @@ def plan(jobs: Sequence[Occupant], to: str | None, key_file: str | None, cancel:
     Raises Unsupported if one of them cannot be suspended, or host memory is short and there is no other way, and as
     `plan_dump` does.
     """
-    needs, ways = list[preflight.MemoryNeed](), list[Way]()
+    needs, ways = list[Any](), list[Way]()
     tied = {job.name for job in jobs if (record := _running_record(job.name)) is not None and record.ends_with_caller}
     for job in sorted(jobs, key=lambda job: job.name not in tied):
         with _named(job.name):
@@ -148,26 +142,21 @@ def plan(jobs: Sequence[Occupant], to: str | None, key_file: str | None, cancel:
     return tuple(sorted(ways, key=lambda way: way.place is None))
 
 
-def _host_memory_of(
-    job: Occupant, needs: Sequence[preflight.MemoryNeed], remedy: str | None
-) -> Sequence[preflight.MemoryNeed] | None:
+def _host_memory_of(job: Occupant, needs: MemoryNeeds, remedy: str | None) -> MemoryNeeds | None:
     """The host memory its device memory needs; None if that does not fit beside the other ``needs``.
 
     With a ``remedy``, that raises instead.
     """
-    with selection.claimed_job(job.name) as found:  # its state when nobody works on it
-        found.require_cuda()
-        prepared = prepare_suspend(found, Protection())
-        prepared.work.close()
-    preflight.require_no_blocking(prepared.about_job)
-    short = [each for each in preflight.check_host_memory([*needs, *prepared.needs]) if each.severity == "blocking"]
-    if short and remedy is not None:
-        raise Unsupported(f"host memory is short: {short[0].sentence()}", hint=remedy, code="GPUCR-HOST-MEMORY")
-    return None if short else prepared.needs
+    _, prepared = look_at_suspend(SuspendRequest(job.name))  # its state when nobody works on it
+    prepared.require_possible()
+    short = prepared.shortage(needs)
+    if short is not None and remedy is not None:
+        raise Unsupported(f"host memory is short: {short}", hint=remedy, code="GPUCR-HOST-MEMORY")
+    return prepared.needs if short is None else None
 
 
 def _require_dump(job: Occupant, place: str, key_file: str | None) -> None:
-    preflight.require_no_blocking(plan_dump(job.name, place, key=read_key(key_file)).findings)
+    plan_dump(job.name, place, key=read_key(key_file)).require_possible()
 
 
 def lend(way: Way, key_file: str | None, cancel: Cancellation, say: Say) -> None:
@@ -226,19 +215,7 @@ def bring_back(name: str, say: Say) -> None:
 
 def read_key(key_file: str | None) -> Secret | None:
     """The key that opens the store. Raises InvalidRequest if the key file cannot be read."""
-    if key_file is None:
-        return None
-    try:
-        with Path(key_file).open("rb") as stream:
-            return Secret.key_file(stream.read(MAX_KEY_FILE_BYTES + 1))
-    except OSError as e:
-        raise InvalidRequest(f"the key file {key_file} cannot be read: {e.strerror}", hint="put it back") from e
-
-
-def lent_jobs() -> Mapping[str, ListedJob]:
-    """The jobs whose GPUs are lent, by name. Raises Unsupported."""
-    with registry_in_use():
-        return {job.name: job for job in registry().jobs() if job.record is not None and job.record.lent is not None}
+    return None if key_file is None else Secret.in_file(key_file)
 
 
 def _place(to: str, name: str) -> str:
@@ -260,22 +237,6 @@ def note_back(name: str) -> None:
             registry().update(listed.record, lent=None)
 
 
-def when_free(change: Callable[[], _Result], cancel: Cancellation | None, limit_s: float = BUSY_S) -> _Result:
-    """Retry while another gpucr works on the job, such as a supervisor taking a checkpoint.
-
-    Raises like ``change``: Unsupported (GPUCR-BUSY) only after ``limit_s``, or when cancelled.
-    """
-    end_s = time.monotonic() + limit_s
-    while True:
-        try:
-            return change()
-        except Unsupported as e:
-            is_cancelled = cancel is not None and cancel.is_cancelled
-            if e.code != "GPUCR-BUSY" or is_cancelled or time.monotonic() > end_s:
-                raise
-            time.sleep(_PAUSE_S)
-
-
 def _until_there_is_room(change: Callable[[], object]) -> None:
     """Retry: a process that has just ended may still hold memory for a moment, and zombies hold pids.
 
@@ -286,7 +247,7 @@ def _until_there_is_room(change: Callable[[], object]) -> None:
         try:
             change()
         except Unsupported as e:
-            if time.monotonic() > begun_s + (BUSY_S if e.code == "GPUCR-BUSY" else _FREE_S):
+            if time.monotonic() > begun_s + (BUSY_S if isinstance(e, Busy) else _FREE_S):
                 raise
             time.sleep(_PAUSE_S)
         else:

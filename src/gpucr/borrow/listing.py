@@ -6,7 +6,8 @@ from msgspec import Struct
 
 from gpucr.borrow import ledger, policy
 from gpucr.borrow.ledger import BorrowPhase
-from gpucr.borrow.lend import lent_jobs, look
+from gpucr.borrow.lend import look
+from gpucr.operations.chosen import lent_jobs
 
 
 class Borrower(Struct, frozen=True):

@@ -9,9 +9,10 @@ from msgspec import Struct
 
 from gpucr.borrow import ledger, policy
 from gpucr.borrow.ledger import Borrowing
-from gpucr.borrow.lend import Say, bring_back, lent_jobs, look, note_back
+from gpucr.borrow.lend import Say, bring_back, look, note_back
 from gpucr.errors import GpucrError, InvalidRequest
 from gpucr.jobs.registered import registry
+from gpucr.operations.chosen import lent_jobs
 from gpucr.operations.end_job import end_job, end_processes
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
+from gpucr.checkups import catalogue
 from gpucr.checkups.checkup import ok
 from gpucr.diagnosis.preflight.findings import Finding
 from gpucr.driver import gpus
@@ -57,16 +58,7 @@ def check(facts: DriverFacts) -> list[Finding]:
         )
     ]
     if not capabilities.gpu_map:
-        found.append(
-            Finding(
-                "warning",
-                "this driver cannot restore to other GPUs",
-                f"it is of CUDA {cuda}, and the GPU map came with 13.0 (driver 580)",
-                "jobs come back on the GPUs that they had, or not at all",
-                "install NVIDIA driver 580 or newer",
-                about=_ABOUT,
-            )
-        )
+        found.append(catalogue.OLD_DRIVER.seen(f"it is of CUDA {cuda}, and the GPU map came with 13.0 (driver 580)"))
     else:
         found.append(ok(_ABOUT, "it can restore to other GPUs", "CUDA 13.0 or newer (driver 580)"))
     found.append(_sharing(facts.version))
@@ -94,11 +86,9 @@ def _sharing(version: str | None) -> Finding:
 
 def _unavailable(facts: DriverFacts) -> Finding:
     is_wanted = facts.has_device or facts.version is not None
-    return Finding(
-        "blocking" if is_wanted else "warning",
-        facts.problem or "there is no NVIDIA driver",
+    return catalogue.NO_DRIVER.seen(
         f"{_DEVICE} is {'there' if facts.has_device else 'not there'}",
-        "jobs with CUDA cannot be worked on; jobs without can be dumped and restored",
-        facts.hint or "install NVIDIA driver 570 or newer",
-        about=_ABOUT,
+        as_warning=not is_wanted,
+        problem=facts.problem or "there is no NVIDIA driver",
+        hint=facts.hint or "install NVIDIA driver 570 or newer",
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
+from gpucr.checkups import catalogue
 from gpucr.checkups.checkup import ok
 from gpucr.criu.engine import Criu
 from gpucr.criu.install import CriuInstall, find_criu, least_version, version_text
@@ -49,43 +50,25 @@ def check(facts: CriuFacts) -> list[Finding]:
     """CRIU itself."""
     install = facts.install
     if install is None:
-        return [
-            Finding(
-                "blocking" if facts.is_privileged else "warning",  # root searches other places
-                "there is no CRIU that can be used",
-                facts.missing,
-                "dump and restore are refused; suspend and resume work",
-                "gpucr criu fetches one on Debian and Ubuntu; elsewhere install CRIU "
-                f"{version_text(facts.least)} or newer"
-                if facts.is_privileged
-                else "sudo gpucr helper install fetches one, and lets ordinary users have their jobs dumped with it",
-                code="GPUCR-NO-CRIU",
-                repair="fetch-criu" if facts.is_privileged else None,
-                about=_ABOUT,
-            )
-        ]
+        if not facts.is_privileged:  # root searches other places
+            return [catalogue.NO_CRIU_FOR_USERS.seen(facts.missing)]
+        return [catalogue.NO_CRIU.seen(facts.missing, least=version_text(facts.least))]
     return [_engine(facts, install)]
 
 
 def _engine(facts: CriuFacts, install: CriuInstall) -> Finding:
     where = f"{install.path}, origin: {install.origin}"
     if facts.failure is not None:
-        return Finding(
-            "blocking",
-            facts.failure.message,
+        return catalogue.CRIU_FAILS.seen(
             f"criu check: {facts.failure.reason or 'it failed'}",
-            "dump and restore fail",
-            facts.failure.hint or "use a kernel with CONFIG_CHECKPOINT_RESTORE",
-            about=_ABOUT,
+            problem=facts.failure.message,
+            hint=facts.failure.hint or "use a kernel with CONFIG_CHECKPOINT_RESTORE",
         )
     if install.version < facts.least:
-        return Finding(
-            "warning",
-            f"CRIU {install.version_text} is too old for this kernel",
+        return catalogue.OLD_CRIU.seen(
             f"{where}; SO_PASSCRED is refused on network sockets, as by Linux 6.16 and newer",
-            "it can dump no job with a TCP or UDP socket",
-            f"use CRIU {version_text(facts.least)} or newer; `gpucr criu` fetches one where GPUCR_CRIU is not set",
-            about=_ABOUT,
+            version=install.version_text,
+            least=version_text(facts.least),
         )
     if install.is_helpers:
         return ok(
@@ -94,12 +77,7 @@ def _engine(facts: CriuFacts, install: CriuInstall) -> Finding:
             f"it answers at {install.path}",
         )
     if not facts.is_privileged:
-        return Finding(
-            "unknown",
-            f"CRIU {install.version_text} starts; whether it works here was not seen",
-            f"{where}; criu check needs CAP_SYS_ADMIN and CAP_SYS_PTRACE",
-            "",
-            "sudo gpucr doctor",
-            about=_ABOUT,
+        return catalogue.CRIU_NOT_CHECKED.seen(
+            f"{where}; criu check needs CAP_SYS_ADMIN and CAP_SYS_PTRACE", version=install.version_text
         )
     return ok(_ABOUT, f"CRIU {install.version_text} works on this kernel", f"criu check; {where}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
+from gpucr.checkups import catalogue
 from gpucr.checkups.checkup import ok
 from gpucr.diagnosis import preflight
 from gpucr.diagnosis.preflight.findings import Finding
@@ -40,27 +41,9 @@ def look() -> GpuFacts:
 def check(facts: GpuFacts) -> list[Finding]:
     """Each GPU, then MPS."""
     if facts.problem is not None:
-        return [
-            Finding(
-                "blocking",
-                "the GPUs cannot be listed",
-                facts.problem,
-                "neither GPUs nor the memory that jobs hold on them can be seen",
-                "see what `nvidia-smi` says; the driver may need a reinstall or a reboot",
-                about=_ABOUT,
-            )
-        ]
+        return [catalogue.GPUS_NOT_LISTED.seen(facts.problem)]
     if not facts.gpus:
-        return [
-            Finding(
-                "warning",
-                "there is no GPU",
-                "NVML lists none",
-                "snapshots with GPU state cannot be restored here",
-                "in a container, run it with the NVIDIA container runtime (`--gpus all`)",
-                about=_ABOUT,
-            )
-        ]
+        return [catalogue.NO_GPU.seen("NVML lists none")]
     persistence = dict(facts.persistence)
     found = [_gpu(gpu, is_persistent=persistence.get(gpu.uuid)) for gpu in facts.gpus]
     return [*found, *_mig(facts.gpus), *_mps(facts)]
@@ -70,14 +53,7 @@ def _gpu(gpu: Gpu, *, is_persistent: bool | None) -> Finding:
     free, total = format_bytes(gpu.memory_free_bytes), format_bytes(gpu.memory_total_bytes)
     what = f"GPU {gpu.index}, {gpu.name}: {free} of {total} free"
     if is_persistent is False:
-        return Finding(
-            "warning",
-            f"GPU {gpu.index}, {gpu.name}: persistence mode is off",
-            f"NVML, {gpu.uuid}",
-            "the driver's restore needs it on, or a cuInit before it: gpucr calls that, which takes longer",
-            f"nvidia-smi -i {gpu.index} -pm 1",
-            about=_ABOUT,
-        )
+        return catalogue.NO_PERSISTENCE.seen(f"NVML, {gpu.uuid}", index=gpu.index, name=gpu.name)
     known = "on" if is_persistent else "not known"
     return ok(_ABOUT, what, f"NVML, {gpu.uuid}; persistence mode is {known}")
 
@@ -85,14 +61,8 @@ def _gpu(gpu: Gpu, *, is_persistent: bool | None) -> Finding:
 def _mig(machine: tuple[Gpu, ...]) -> list[Finding]:
     partitioned = [gpu for gpu in machine if gpu.mig_enabled]
     return [
-        Finding(
-            "blocking" if len(partitioned) == len(machine) else "warning",
-            f"GPU {gpu.index}, {gpu.name}: it is partitioned (MIG)",
-            f"NVML, {gpu.uuid}",
-            "no driver is known to checkpoint or restore on a MIG GPU: jobs on it are refused",
-            f"nvidia-smi -i {gpu.index} -mig 0, when nothing runs on it",
-            code="GPUCR-MIG" if len(partitioned) == len(machine) else None,
-            about=_ABOUT,
+        catalogue.MIG.seen(
+            f"NVML, {gpu.uuid}", as_warning=len(partitioned) < len(machine), index=gpu.index, name=gpu.name
         )
         for gpu in partitioned
     ]
@@ -101,13 +71,4 @@ def _mig(machine: tuple[Gpu, ...]) -> list[Finding]:
 def _mps(facts: GpuFacts) -> list[Finding]:
     if not facts.mps and not facts.mps_clients:
         return [ok(_ABOUT, "no GPU is shared through MPS", "no program of MPS runs, and NVML lists no client")]
-    return [
-        Finding(
-            "warning",
-            "GPUs may be shared through MPS",
-            ", ".join(facts.mps) or f"NVML lists {facts.mps_clients} client(s) of MPS",
-            "no driver is known to checkpoint a client of MPS: such jobs are refused",
-            "echo quit | nvidia-cuda-mps-control, when no client runs",
-            about=_ABOUT,
-        )
-    ]
+    return [catalogue.MPS.seen(", ".join(facts.mps) or f"NVML lists {facts.mps_clients} client(s) of MPS")]

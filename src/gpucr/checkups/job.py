@@ -23,7 +23,7 @@ from gpucr.gpu_state.held import device_bytes_in_use
 from gpucr.gpu_state.ways import CUSTOM, first_choice
 from gpucr.jobs import registered, selection
 from gpucr.jobs.selector import JobSelector
-from gpucr.linux import processes
+from gpucr.linux import capabilities
 from gpucr.model import CudaState, GpuUse, Job
 from gpucr.operations.suspend import prepare_resume
 from gpucr.quantities import format_bytes
@@ -128,7 +128,7 @@ def _room(job: Job, uses: Sequence[GpuUse], folder: Path, handed_over: Collectio
     """``handed_over``: whose memory goes to the folder straight from its GPUs."""
     held = device_bytes_in_use(job, uses)
     device_bytes = sum(sum(by_gpu.values()) for by_gpu in held.values())
-    is_privileged = processes.can_checkpoint_processes()
+    is_privileged = capabilities.can_checkpoint_processes()
     if is_privileged:
         straight: Counter[str] = Counter()
         for pid in handed_over:

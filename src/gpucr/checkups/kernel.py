@@ -7,6 +7,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
+from gpucr.checkups import catalogue
 from gpucr.checkups.checkup import ok
 from gpucr.diagnosis.preflight.findings import Finding
 from gpucr.linux import processor, sock_diag
@@ -52,42 +53,15 @@ def check(facts: KernelFacts) -> list[Finding]:
     """Architecture, CONFIG_CHECKPOINT_RESTORE, sockets, namespaces."""
     found = []
     if facts.architecture != "x86_64":
-        found.append(
-            Finding(
-                "warning",
-                f"this is a {facts.architecture} machine",
-                "uname -m",
-                "gpucr was only tried on x86-64; staging is not captured here",
-                "use an x86-64 machine",
-                about=_ABOUT,
-            )
-        )
+        found.append(catalogue.OTHER_ARCHITECTURE.seen("uname -m", architecture=facts.architecture))
     else:
         found.append(_processor(facts.processor))
     if facts.can_choose_pids:
         found.append(ok(_ABOUT, f"Linux {facts.release} can give a restored process its pid", f"{_LAST_PID} is there"))
     else:
-        found.append(
-            Finding(
-                "blocking",
-                f"Linux {facts.release} was built without CONFIG_CHECKPOINT_RESTORE",
-                f"{_LAST_PID} is missing",
-                "CRIU cannot dump or restore; suspend and resume work",
-                "use a kernel of a distribution",
-                about=_ABOUT,
-            )
-        )
+        found.append(catalogue.NO_CHECKPOINT_RESTORE.seen(f"{_LAST_PID} is missing", release=facts.release))
     if not facts.lists_sockets:
-        found.append(
-            Finding(
-                "warning",
-                "the kernel does not list TCP sockets",
-                "sock_diag gives an error",
-                "jobs with network connections can be neither dumped nor restored",
-                "modprobe tcp_diag",
-                about=_ABOUT,
-            )
-        )
+        found.append(catalogue.NO_SOCK_DIAG.seen("sock_diag gives an error"))
     return [*found, *_namespaces(facts)]
 
 
@@ -103,29 +77,15 @@ def _namespaces(facts: KernelFacts) -> list[Finding]:
     found = []
     if absent:
         limits = [f"{_LIMITS / _limit_file(kind)} is 0" for kind in facts.forbidden]
-        found.append(
-            Finding(
-                "warning",
-                f"there can be no sandboxes: no new {', '.join(absent)} namespaces",
-                ", ".join(limits) or f"/proc/self/ns has only {', '.join(facts.kinds)}",
-                "`gpucr run` starts jobs with the machine's own pids and ports, which must be free at a restore",
-                "raise that limit with sysctl"
-                if limits
-                else "use a kernel with CONFIG_PID_NS, CONFIG_NET_NS and CONFIG_IPC_NS",
-                about=_ABOUT,
-            )
-        )
+        fact = catalogue.SANDBOXES_FORBIDDEN if limits else catalogue.NO_SANDBOXES
+        seen = ", ".join(limits) or f"/proc/self/ns has only {', '.join(facts.kinds)}"
+        found.append(fact.seen(seen, absent=", ".join(absent)))
     else:
         found.append(ok(_ABOUT, "jobs can have sandboxes", f"namespaces: {', '.join(usable)}"))
     if "time" not in usable:
         found.append(
-            Finding(
-                "warning",
-                "there are no time namespaces",
-                "/proc/self/ns/time is missing" if "time" not in facts.kinds else "max_time_namespaces is 0",
-                "the clocks of restored jobs jump: timeouts end at once, or much too late",
-                "use a kernel with CONFIG_TIME_NS (Linux 5.6 and newer)",
-                about=_ABOUT,
+            catalogue.NO_TIME_NAMESPACES.seen(
+                "/proc/self/ns/time is missing" if "time" not in facts.kinds else "max_time_namespaces is 0"
             )
         )
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from gpucr.checkups import catalogue
 from gpucr.checkups.checkup import from_findings, ok
 from gpucr.diagnosis import preflight
 from gpucr.diagnosis.canaries.results import CanaryOutcome, CanaryResult, ProbeReport
@@ -39,16 +40,7 @@ def check(report: ProbeReport | None) -> list[Finding]:
     if report is None:
         return []
     if not report.results:
-        return [
-            Finding(
-                "unknown",
-                "nothing was measured on this machine yet",
-                report.problem or "no results for this driver, these GPUs and this kernel",
-                "gpucr goes by rules on the safe side, and refuses jobs that might come back",
-                "gpucr doctor --probe",
-                about=_ABOUT,
-            )
-        ]
+        return [catalogue.NOT_MEASURED.seen(report.problem or "no results for this driver, these GPUs and this kernel")]
     basics = from_findings(_ABOUT, preflight.check_basics(measurements_in(report)))
     others = [result for result in report.results if result.name not in preflight.BASICS]
     return [*basics, *map(_not_back, [r for r in others if r.outcome in _NOT_BACK]), *_back(report)]

@@ -9,9 +9,10 @@ from typing import Literal
 
 from msgspec import Struct
 
+from gpucr.checkups import catalogue
 from gpucr.checkups.checkup import ok
-from gpucr.diagnosis.preflight.findings import Finding, RepairName
-from gpucr.linux import cgroups, memory, proc_text, processes
+from gpucr.diagnosis.preflight.findings import Finding
+from gpucr.linux import capabilities, cgroups, memory, proc_text
 from gpucr.linux.tmpfs import StagingFile
 from gpucr.model import Gpu
 from gpucr.quantities import format_bytes
@@ -51,7 +52,7 @@ def look(gpus: Sequence[Gpu]) -> MemoryFacts:
     """Read /proc and /sys, and make an empty staging file, closed at once."""
     sizes = _meminfo()
     return MemoryFacts(
-        is_privileged=processes.can_checkpoint_processes(),
+        is_privileged=capabilities.can_checkpoint_processes(),
         why_small=_why_small(),
         shared_policy=chosen(SHARED_POLICY),
         private_policy=chosen(PRIVATE_POLICY),
@@ -83,58 +84,24 @@ def _staging_files(facts: MemoryFacts) -> Finding:
     if facts.why_small is None:
         return ok(_PAGES, "staging files have huge pages", "one was made and removed")
     if not facts.is_privileged:
-        return Finding(
-            "unknown",
-            "whether staging files can have huge pages was not seen",
-            facts.why_small,
-            "only root makes them; a suspend without root uses private memory",
-            "sudo gpucr doctor",
-            about=_PAGES,
-        )
-    is_denied = facts.shared_policy == "deny"
-    return Finding(
-        "warning",
-        "staging files have no huge pages",
-        facts.why_small,
-        "dump and restore take longer; a suspend takes private memory instead",
-        f"echo never > {SHARED_POLICY} (the kernel's default, under which gpucr's own files still have them)"
-        if is_denied
-        else "use a kernel with CONFIG_TRANSPARENT_HUGEPAGE, in a container let it mount a tmpfs (CAP_SYS_ADMIN)",
-        repair="huge-pages-shared" if is_denied else None,
-        about=_PAGES,
-    )
+        return catalogue.HUGE_PAGES_NOT_SEEN.seen(facts.why_small)
+    if facts.shared_policy == "deny":
+        return catalogue.HUGE_STAGING_DENIED.seen(facts.why_small, policy=SHARED_POLICY)
+    return catalogue.NO_HUGE_STAGING.seen(facts.why_small)
 
 
 def _private(facts: MemoryFacts) -> Finding:
     if facts.private_policy in ("always", "madvise"):
         return ok(_PAGES, "private memory can have huge pages", f"{PRIVATE_POLICY} is {facts.private_policy}")
-    repair: RepairName | None = "huge-pages-private" if facts.private_policy == "never" else None
-    return Finding(
-        "warning",
-        "private memory has no huge pages",
-        f"{PRIVATE_POLICY} is {facts.private_policy}" if facts.private_policy else "this kernel has none",
-        "a suspend without root takes longer",
-        f"echo madvise > {PRIVATE_POLICY}: only programs that ask for them get them"
-        if repair
-        else "use a kernel with CONFIG_TRANSPARENT_HUGEPAGE",
-        repair=repair,
-        about=_PAGES,
-    )
+    seen = f"{PRIVATE_POLICY} is {facts.private_policy}" if facts.private_policy else "this kernel has none"
+    fact = catalogue.HUGE_PAGES_OFF if facts.private_policy == "never" else catalogue.NO_HUGE_PAGES
+    return fact.seen(seen, policy=PRIVATE_POLICY)
 
 
 def _reserved(facts: MemoryFacts) -> list[Finding]:
     if facts.reserved_bytes < facts.total_bytes * _MUCH_OF_THE_MACHINE:
         return []
-    return [
-        Finding(
-            "warning",
-            f"{format_bytes(facts.reserved_bytes)} of host memory are reserved for hugetlb pages and not used",
-            f"HugePages_Free in {_MEMINFO}",
-            "gpucr uses transparent huge pages: it cannot have that memory",
-            "lower vm.nr_hugepages (sysctl) where no other program needs them",
-            about=_PAGES,
-        )
-    ]
+    return [catalogue.HUGETLB_RESERVED.seen(f"HugePages_Free in {_MEMINFO}", size=format_bytes(facts.reserved_bytes))]
 
 
 def _room(facts: MemoryFacts) -> Finding:
@@ -142,14 +109,7 @@ def _room(facts: MemoryFacts) -> Finding:
     evidence = f"MemAvailable; the GPUs have {format_bytes(facts.device_total_bytes)} ({used} in use)"
     if facts.available_bytes >= facts.device_used_bytes:
         return ok(_MEMORY, f"{have} of host memory are available", evidence)
-    return Finding(
-        "warning",
-        f"{have} of host memory are available",
-        evidence,
-        "jobs that hold more device memory than that are refused, and so are several that hold it together",
-        "end other programs, add memory, or suspend one job at a time",
-        about=_MEMORY,
-    )
+    return catalogue.LITTLE_MEMORY.seen(evidence, size=have)
 
 
 def _cgroups(facts: MemoryFacts) -> list[Finding]:
@@ -161,16 +121,12 @@ def _cgroups(facts: MemoryFacts) -> list[Finding]:
     }
     found = [ok(_CGROUPS, names[facts.hierarchy], str(_MOUNTS))]
     found += [
-        Finding(
-            "warning",
-            f"a cgroup has {format_bytes(limit.available_bytes)} of its host memory left",
+        catalogue.CGROUP_LIMIT.seen(
             f"{limit.path} is {format_bytes(limit.limit_bytes)}; "
             f"{format_bytes(facts.device_used_bytes)} of device memory are in use",
-            "jobs that hold more device memory than that are refused: "
-            + ("the kernel would kill" if limit.is_hard else "the kernel would slow down")
-            + " processes of the cgroup",
-            f"raise {limit.path.name}, in a container its memory limit",
-            about=_CGROUPS,
+            size=format_bytes(limit.available_bytes),
+            act="kill" if limit.is_hard else "slow down",
+            limit=limit.path.name,
         )
         for limit in facts.limits
         if limit.available_bytes < facts.device_used_bytes

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from msgspec import Struct
 
+from gpucr.checkups import catalogue
 from gpucr.checkups.checkup import ok
 from gpucr.criu.install import CriuInstall
 from gpucr.diagnosis.preflight.findings import Finding
-from gpucr.linux import processes
+from gpucr.linux import capabilities
 from gpucr.network import kept, of_criu
 from gpucr.network.filters import Method, Namespace, find_method
 from gpucr.network.records import KeptRecord
@@ -34,7 +35,7 @@ def look() -> NetworkFacts:
     if method is not None:
         with Namespace() as own:
             foreign = tuple(sorted(of_criu.filters(own) - {record.name for record in kept.all_kept()}))
-    is_privileged = processes.can_repair_sockets()
+    is_privileged = capabilities.can_repair_sockets()
     return NetworkFacts(method, why_not, is_privileged, kept.all_kept(), foreign)
 
 
@@ -49,13 +50,12 @@ def check(facts: NetworkFacts, criu: CriuInstall | None) -> list[Finding]:
 
 
 def _kept(record: KeptRecord) -> Finding:
-    return Finding(
-        "warning",
-        f"{counted(len(record.connections), 'connection')} of {record.snapshot} kept since {record.created}",
+    return catalogue.CONNECTIONS_KEPT.seen(
         f"{record.method}: {record.name}",
-        "the other ends get no answer until the snapshot is restored here",
-        f"restore it; or `gpucr connections --close {record.name}`, and the other ends get a reset",
-        about=_ABOUT,
+        connections=counted(len(record.connections), "connection"),
+        snapshot=record.snapshot,
+        created=record.created,
+        name=record.name,
     )
 
 
@@ -78,41 +78,14 @@ def _foreign(names: tuple[str, ...]) -> list[Finding]:
 
 
 def _left(what: str, remedy: str, seen: str) -> Finding:
-    so = "packets of a job's connections are dropped, also when that job has ended"
-    return Finding("warning", f"left behind: {what}", seen, so, remedy, about=_ABOUT)
+    return catalogue.FILTER_LEFT.seen(seen, what=what, remedy=remedy)
 
 
 def _none(facts: NetworkFacts) -> Finding:
-    return Finding(
-        "warning",
-        "packets cannot be blocked while a job is saved",
-        facts.why_not,
-        "a packet that comes in the middle of a dump may break a TCP connection of the job; --tcp keep is refused",
-        "modprobe nf_tables, or install iptables",
-        about=_ABOUT,
-    )
+    return catalogue.NO_PACKET_FILTER.seen(facts.why_not)
 
 
 def _of_a_user(facts: NetworkFacts, criu: CriuInstall) -> list[Finding]:
     if not criu.is_helpers:
-        return [
-            Finding(
-                "unknown",
-                "whether packets can be blocked was not seen",
-                facts.why_not,
-                "",
-                "sudo gpucr doctor",
-                about=_ABOUT,
-            )
-        ]
-    return [
-        Finding(
-            "warning",
-            "packets are not blocked while this user's jobs are saved",
-            facts.why_not,
-            "a packet from outside in the middle of a dump may break that connection of the job; those between its own "
-            "processes stand still",
-            "let root dump a job whose connections to other machines must survive",
-            about=_ABOUT,
-        )
-    ]
+        return [catalogue.PACKET_FILTER_NOT_SEEN.seen(facts.why_not)]
+    return [catalogue.NOT_BLOCKED_FOR_USERS.seen(facts.why_not)]

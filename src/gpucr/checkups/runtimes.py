@@ -6,6 +6,7 @@ import shutil
 
 from msgspec import Struct
 
+from gpucr.checkups import catalogue
 from gpucr.checkups.checkup import ok
 from gpucr.checkups.memory import hierarchy
 from gpucr.containers import criu_config
@@ -48,15 +49,9 @@ def check(facts: RuntimeFacts) -> list[Finding]:
 
 
 def _unseen(facts: RuntimeFacts) -> Finding:
-    is_forbidden = isinstance(facts.problem, NotPermitted)
-    return Finding(
-        "unknown" if is_forbidden else "warning",
-        "whether the hook is installed was not seen",
-        facts.problem.message if facts.problem is not None else "",
-        "" if is_forbidden else "CRIU may not be able to read it either, and then no container can be checkpointed",
-        "sudo gpucr doctor" if is_forbidden else "fix that file, then run gpucr hook install, as root",
-        about=_ABOUT,
-    )
+    if isinstance(facts.problem, NotPermitted):
+        return catalogue.HOOK_NOT_SEEN.seen(facts.problem.message)
+    return catalogue.HOOK_UNREADABLE.seen(facts.problem.message if facts.problem is not None else "")
 
 
 def _hook(facts: RuntimeFacts, hook: HookStatus) -> Finding:
@@ -64,29 +59,12 @@ def _hook(facts: RuntimeFacts, hook: HookStatus) -> Finding:
     if hook.is_installed:
         files = ", ".join(map(str, hook.configured))
         return ok(_ABOUT, f"containers of {names} are checkpointed with their GPU state", f"{files} calls gpucr")
-    is_outdated = bool(hook.configured)
-    return Finding(
-        "warning",
-        "the hook is of another gpucr, or its script is missing" if is_outdated else "the hook is not installed",
-        f"{hook.script}; on PATH: {names}" if is_outdated else f"gpucr hook status; on PATH: {names}",
-        "when a runtime checkpoints a container that uses a GPU, CRIU fails, or works with another gpucr"
-        if is_outdated
-        else "runtimes checkpoint containers that use GPUs only with CRIU's own CUDA plugin, or not at all",
-        "gpucr hook install, as root",
-        about=_ABOUT,
-    )
+    if hook.configured:
+        return catalogue.HOOK_OF_ANOTHER.seen(f"{hook.script}; on PATH: {names}")
+    return catalogue.NO_HOOK.seen(f"gpucr hook status; on PATH: {names}")
 
 
 def _crun(facts: RuntimeFacts) -> list[Finding]:
     if "crun" not in facts.found or not facts.is_hybrid:
         return []
-    return [
-        Finding(
-            "warning",
-            "crun cannot checkpoint containers here",
-            "cgroups of both versions are mounted (seen with crun 1.28)",
-            "it checkpoints only where it sees cgroups of version 2 alone",
-            "boot with systemd.unified_cgroup_hierarchy=1, or use runc",
-            about=_ABOUT,
-        )
-    ]
+    return [catalogue.CRUN_ON_HYBRID_CGROUPS.seen("cgroups of both versions are mounted (seen with crun 1.28)")]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
+from gpucr.checkups import catalogue
 from gpucr.checkups.checkup import ok
 from gpucr.diagnosis.preflight.findings import Finding
 from gpucr.linux import memory
@@ -50,16 +51,7 @@ def look(folder: Path, gpus: Sequence[Gpu], *, was_named: bool) -> StorageFacts:
 def check(facts: StorageFacts) -> list[Finding]:
     """Whether a snapshot can be written there, whether it fits, and how fast."""
     if facts.problem is not None:
-        return [
-            Finding(
-                "blocking" if facts.was_named else "warning",
-                f"no snapshot can be written to {facts.folder}",
-                facts.problem,
-                "a dump to it is refused",
-                "name another folder with --to, or change its owner or mode",
-                about=_ABOUT,
-            )
-        ]
+        return [catalogue.NOT_WRITABLE.seen(facts.problem, as_warning=not facts.was_named, folder=facts.folder)]
     return [_space(facts), *_way(facts)]
 
 
@@ -68,39 +60,14 @@ def _space(facts: StorageFacts) -> Finding:
     evidence = f"statvfs; {format_bytes(facts.device_used_bytes)} of device memory are in use on all GPUs"
     if facts.free_bytes >= facts.device_used_bytes:
         return ok(_ABOUT, what, evidence)
-    return Finding(
-        "warning",
-        what,
-        evidence,
-        "jobs that hold more device memory than that cannot be dumped there",
-        "free some space, or name a folder on another disk with --to",
-        about=_ABOUT,
-    )
+    return catalogue.LITTLE_DISK.seen(evidence, folder=facts.folder, size=format_bytes(facts.free_bytes))
 
 
 def _way(facts: StorageFacts) -> list[Finding]:
     if facts.is_memory:
-        return [
-            Finding(
-                "warning",
-                f"{facts.folder} is in memory",
-                "statfs: tmpfs or ramfs",
-                "snapshots there do not survive a reboot, and a dump needs host memory for device memory twice",
-                "name a folder on a disk with --to",
-                about=_ABOUT,
-            )
-        ]
+        return [catalogue.PLACE_IN_MEMORY.seen("statfs: tmpfs or ramfs", folder=facts.folder)]
     if not facts.is_direct:
-        return [
-            Finding(
-                "warning",
-                f"files in {facts.folder} go through the page cache",
-                "the file system refuses O_DIRECT",
-                "dumps and restores take longer, and take memory from other programs meanwhile",
-                "name a folder on another file system with --to, such as ext4 or xfs",
-                about=_ABOUT,
-            )
-        ]
+        return [catalogue.THROUGH_PAGE_CACHE.seen("the file system refuses O_DIRECT", folder=facts.folder)]
     return [ok(_ABOUT, "files there can bypass the page cache", "O_DIRECT")]
 
 

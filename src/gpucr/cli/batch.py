@@ -6,21 +6,40 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import get_args
+from typing import TypedDict, get_args
 
 import click
+from msgspec import Struct
 
 from gpucr.batch.allocation import Allocation
 from gpucr.batch.contract import REQUEUE_EXIT, BatchJob, EndNotice, run_batch
 from gpucr.batch.snapshots import require_store
 from gpucr.cli.durations import Duration
 from gpucr.cli.keys import given_key, key_file_option
-from gpucr.cli.options import complete_file, complete_place
+from gpucr.cli.options import as_one, complete_file, complete_place
 from gpucr.cli.output import printable, say
 from gpucr.errors import InvalidRequest
 from gpucr.jobs.record import Network
 
 _SIGNALS = ("USR1", "USR2", "HUP", "INT", "XCPU", "URG", "CONT")
+
+
+class _Times(TypedDict):
+    """How the job ends here: members of BatchJob."""
+
+    grace_s: float
+    before_end_s: float | None
+    every_s: float | None
+    checkpoint_exit: int | None
+    requeue_exit: int
+
+
+class _Run(Struct, frozen=True):
+    """What is run, as for `gpucr run`."""
+
+    command_line: tuple[str, ...]
+    isolate: bool | None
+    network: Network | None
 
 
 @click.command("batch", context_settings={"allow_interspersed_args": False})
@@ -37,6 +56,7 @@ _SIGNALS = ("USR1", "USR2", "HUP", "INT", "XCPU", "URG", "CONT")
 )
 @click.option(
     "--grace",
+    "grace_s",
     type=Duration(),
     default="1m",
     show_default=True,
@@ -45,11 +65,14 @@ _SIGNALS = ("USR1", "USR2", "HUP", "INT", "XCPU", "URG", "CONT")
 )
 @click.option(
     "--before-limit",
+    "before_end_s",
     type=Duration(),
     metavar="TIME",
     help="Dump this long before Slurm's time limit.",
 )
-@click.option("--every", type=Duration(), metavar="TIME", help="Also dump at this interval; the job keeps running.")
+@click.option(
+    "--every", "every_s", type=Duration(), metavar="TIME", help="Also dump at this interval; the job keeps running."
+)
 @click.option(
     "--checkpoint-exit",
     type=click.IntRange(1, 255),
@@ -70,20 +93,10 @@ _SIGNALS = ("USR1", "USR2", "HUP", "INT", "XCPU", "URG", "CONT")
 @click.argument(
     "command_line", nargs=-1, required=True, type=click.UNPROCESSED, metavar="[--] CMD...", shell_complete=complete_file
 )
+@as_one("run", _Run)
+@as_one("times", _Times)
 def command(
-    *,
-    to: str,
-    job_id: str | None,
-    on: tuple[str, ...],
-    grace: float,
-    before_limit: float | None,
-    every: float | None,
-    checkpoint_exit: int | None,
-    requeue_exit: int,
-    isolate: bool | None,
-    network: Network | None,
-    key_file: Path | None,
-    command_line: tuple[str, ...],
+    *, to: str, job_id: str | None, on: tuple[str, ...], times: _Times, run: _Run, key_file: Path | None
 ) -> None:
     """Run CMD under a batch system, and continue it from its last snapshot at the next start.
 
@@ -101,28 +114,25 @@ def command(
     with EndNotice(signals) as notice:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, signal.valid_signals())  # blocked in `gpucr.__main__`
         try:
-            notice.raises = True
-            allocation = Allocation.of(os.environ, job_id, asks_slurm=notice.reason is None)  # which may take a while
-            notice.raises = False
+            with notice.interrupting():  # it may take a while
+                allocation = Allocation.of(os.environ, job_id, asks_slurm=notice.reason is None)
         except KeyboardInterrupt:
             if notice.reason is None:  # Ctrl-C, which was not to announce anything
                 raise
             allocation = Allocation.of(os.environ, job_id, asks_slurm=False)
-        if before_limit is not None and allocation.end_s is None:
+        if times["before_end_s"] is not None and allocation.end_s is None:
             say("warning: --before-limit has no effect: nothing tells when the place ends")
-        if checkpoint_exit is not None and every is None:
+        if times["checkpoint_exit"] is not None and times["every_s"] is None:
             raise InvalidRequest("--checkpoint-exit needs --every", hint="say how often: --every 1h")
-        options = {name: value for name, value in (("isolate", isolate), ("network", network)) if value is not None}
+        options = {
+            name: value for name, value in (("isolate", run.isolate), ("network", run.network)) if value is not None
+        }
         job = BatchJob(
-            command=command_line,
+            command=run.command_line,
             store=require_store(to),
             allocation=allocation,
-            grace_s=grace,
-            before_end_s=before_limit,
-            every_s=every,
-            checkpoint_exit=checkpoint_exit,
+            **times,
             signals=tuple(signals),
-            requeue_exit=requeue_exit,
             run_options=tuple(options.items()),
         )
         code = run_batch(

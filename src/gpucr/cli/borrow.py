@@ -11,11 +11,11 @@ from typing import TypedDict, get_args
 
 import click
 
-from gpucr.borrow.borrower import BORROWERS_PRIORITY, BorrowPlan, borrow_gpus, plan_borrow
+from gpucr.borrow.borrower import BORROWERS_PRIORITY, BorrowPlan, BorrowRequest, plan_of_borrow, run_borrow
 from gpucr.borrow.listing import Borrowed, list_borrowed
 from gpucr.borrow.recovery import recover
 from gpucr.cli.columns import Column, fit, terminal_width
-from gpucr.cli.options import complete_file, complete_named_gpu, complete_place, dry_run_option, json_option
+from gpucr.cli.options import as_one, complete_file, complete_named_gpu, complete_place, dry_run_option, json_option
 from gpucr.cli.output import print_json, printable, say
 from gpucr.driver.gpus import list_gpus
 from gpucr.jobs.record import Network
@@ -23,12 +23,10 @@ from gpucr.records import DEFAULT_PRIORITY, HIGHEST_PRIORITY
 
 
 class _Options(TypedDict):
-    """What a plan and a run have in common."""
+    """Members of BorrowRequest."""
 
     priority: int
     to: str | None
-    key_file: Path | str | None
-    wait: bool
     isolate: bool | None
     network: Network | None
 
@@ -63,15 +61,13 @@ class _Options(TypedDict):
 @click.option("--recover", "recover_only", is_flag=True, help="Finish what killed borrowers left behind.")
 @json_option
 @click.argument("command_line", nargs=-1, type=click.UNPROCESSED, metavar="[--] CMD...", shell_complete=complete_file)
+@as_one("options", _Options)
 def command(
     *,
     gpus: str | None,
-    priority: int,
-    to: str | None,
+    options: _Options,
     key_file: Path | None,
     no_wait: bool,
-    isolate: bool | None,
-    network: Network | None,
     dry_run: bool,
     list_only: bool,
     recover_only: bool,
@@ -104,14 +100,13 @@ def command(
     if gpus is None or not command_line:
         raise click.UsageError("name the GPUs and what to run: --gpu 0,1 -- CMD...")
     named = key_file or os.environ.get("GPUCR_KEY_FILE")
-    options: _Options = {
-        "priority": priority, "to": to, "key_file": named if to is not None and named else None, "wait": not no_wait,
-        "isolate": isolate, "network": network,
-    }  # fmt: skip
+    request = BorrowRequest(
+        command_line, gpus, key_file=named if options["to"] is not None and named else None, wait=not no_wait, **options
+    )
     if dry_run:
-        _print_plan(plan_borrow(command_line, gpus, **options), as_json=as_json)
+        _print_plan(plan_of_borrow(request), as_json=as_json)
         return
-    sys.exit(borrow_gpus(command_line, gpus, **options, say=_say))
+    sys.exit(run_borrow(request, _say))
 
 
 def _print_plan(found: BorrowPlan, *, as_json: bool) -> None:

@@ -11,11 +11,13 @@ from pathlib import Path
 
 from click.shell_completion import CompletionItem
 
+from gpucr.cli.keys import given_key
 from gpucr.cli.output import printable
 from gpucr.driver.gpus import list_gpus
 from gpucr.errors import GpucrError
 from gpucr.operations.launch import list_jobs
 from gpucr.operations.listing import list_cuda_processes
+from gpucr.operations.stores import list_snapshots
 from gpucr.quantities import format_bytes
 
 _LONGEST_HELP = 60
@@ -63,9 +65,6 @@ def places(incomplete: str) -> list[CompletionItem]:
 
 
 def _snapshots(store: Path) -> Iterator[tuple[str, str]]:
-    from gpucr.cli.keys import given_key
-    from gpucr.operations.stores import list_snapshots
-
     with contextlib.suppress(GpucrError, OSError):
         for each in reversed(list_snapshots(store, key=given_key(None)).snapshots):
             yield each.name or each.id[:8], f"{each.created[:16].replace('T', ' ')}, {format_bytes(each.size_bytes)}"

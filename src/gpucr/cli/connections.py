@@ -9,6 +9,7 @@ import click
 from gpucr.cli.columns import Column, fit, terminal_width
 from gpucr.cli.options import json_option
 from gpucr.cli.output import print_json, printable
+from gpucr.operations.connections import close_kept, list_kept
 from gpucr.quantities import counted
 
 if TYPE_CHECKING:
@@ -36,8 +37,6 @@ def command(*, to_close: str | None, as_json: bool) -> None:
       gpucr connections
       gpucr connections --close /var/snapshots/server
     """
-    from gpucr.operations.connections import close_kept, list_kept
-
     found = list_kept() if to_close is None else (close_kept(to_close),)
     if as_json:
         print_json("connections", {"closed": to_close is not None, "kept": [_fields(each) for each in found]})

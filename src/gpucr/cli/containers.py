@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from gpucr.cli.output import print_json
+from gpucr.cli.output import Output, print_json
 from gpucr.cli.usage import name_of
+from gpucr.records import to_json
 
 if TYPE_CHECKING:
     from gpucr.containers.by_runtime import ContainerReport
@@ -27,11 +28,11 @@ def refuse_other_options(what: str, allowed: Collection[str]) -> None:
             raise click.UsageError(f"{name_of(parameter)} means nothing with {what}: the container's runtime does that")
 
 
-def print_container(kind: str, report: ContainerReport, *, as_json: bool, quiet: bool) -> None:
-    """Print what a runtime has done; ``quiet``: only its JSON, if asked."""
-    if as_json:
+def print_container(kind: str, report: ContainerReport, output: Output) -> None:
+    """Print what a runtime has done."""
+    if output.as_json:
         print_json(f"{kind}.container", _fields(report))
-    if as_json or quiet:
+    if not output.is_text:
         return
     gpu = "with" if report.has_gpu_part else "without"
     if kind == "restore":
@@ -42,8 +43,6 @@ def print_container(kind: str, report: ContainerReport, *, as_json: bool, quiet:
 
 
 def _fields(report: ContainerReport) -> dict[str, Any]:
-    from gpucr.records import to_json
-
     fields = to_json(report)
     renamed = {"snapshot": fields.pop("folder"), "has_gpu_state": fields.pop("has_gpu_part")}
     return {**renamed, **fields}

@@ -11,6 +11,7 @@ from gpucr.cli.ls import snapshot_fields
 from gpucr.cli.options import complete_folder, complete_place, json_option, quiet_option
 from gpucr.cli.output import print_json
 from gpucr.cli.progress import progress_printer
+from gpucr.operations.stores import copy_snapshots
 
 
 @click.command("copy")
@@ -50,8 +51,6 @@ def command(
       gpucr copy /var/snapshots/store#nightly s3://bucket/prefix
       gpucr copy s3://bucket/prefix /var/snapshots/encrypted --to-key-file /root/store.key
     """  # fmt: skip
-    from gpucr.operations.stores import copy_snapshots
-
     listener = progress_printer(quiet=quiet or as_json)
     to_key = read_key_file(to_key_file) if to_key_file is not None else None
     copied = with_key(

@@ -16,6 +16,8 @@ from typing import NoReturn
 
 import click
 from msgspec import Struct, field
+from rich.console import Console
+from rich.table import Table
 
 import gpucr
 from gpucr.cli.options import complete_folder, json_option
@@ -25,6 +27,7 @@ from gpucr.driver.gpus import gpu_processes, list_gpus
 from gpucr.errors import DeadlineExceeded, DriverUnavailable, GpucrError, InvalidRequest, ProcessNotFound, reason_of
 from gpucr.linux.processes import describe, kill_and_wait, read_stat
 from gpucr.quantities import format_bytes
+from gpucr.sim.build import environment
 from gpucr.undo.interrupts import not_over_yet
 
 ANSWER_TIMEOUT_S = 30.0
@@ -194,9 +197,6 @@ def play(story: Story, folder: Path, mib: int) -> None:
 
 def print_phases(phases: list[Phase]) -> None:
     """Print the phases as a table."""
-    from rich.console import Console
-    from rich.table import Table
-
     table = Table("phase", title="gpucr demo", title_justify="left")
     table.add_column("seconds", justify="right")
     table.add_column("bytes", justify="right")
@@ -228,8 +228,6 @@ def run_again_on_simulator() -> NoReturn:
 
     LD_LIBRARY_PATH is read when a process starts, so the simulated driver cannot be added later.
     """
-    from gpucr.sim.build import environment
-
     arguments = [sys.executable, "-m", "gpucr", *sys.argv[1:]]
     os.execve(sys.executable, arguments, {**os.environ, **environment()})  # noqa: S606 (an argument list, no shell)
 

@@ -12,6 +12,7 @@ from gpucr.cli.keys import key_file_option, with_key
 from gpucr.cli.options import complete_place, json_option, verbose_option
 from gpucr.cli.output import print_json, printable
 from gpucr.quantities import format_bytes
+from gpucr.snapshot.store_diff import diff_snapshots
 
 if TYPE_CHECKING:
     from gpucr.snapshot.store_diff import Difference
@@ -41,8 +42,6 @@ def command(*, before: str, after: str, key_file: Path | None, as_json: bool, ve
     Example:
       gpucr diff /var/snapshots/store#monday /var/snapshots/store#tuesday
     """
-    from gpucr.snapshot.store_diff import diff_snapshots
-
     found = with_key(key_file, lambda key: diff_snapshots(before, after, key=key))
     if as_json:
         print_json("diff", {"differences": found})

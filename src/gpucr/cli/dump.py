@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TypedDict, get_args
 
 import click
+from msgspec import Struct
 
 from gpucr.cli.containers import print_container, refuse_other_options
 from gpucr.cli.durations import Duration
 from gpucr.cli.keys import key_file_option, with_key
 from gpucr.cli.options import (
+    as_one,
     complete_place,
-    force_option,
     gpu_state_option,
     job_argument,
-    json_option,
     only_option,
-    quiet_option,
+    operation_options,
     runtime_option,
     runtime_root_option,
-    timeout_option,
-    verbose_option,
 )
-from gpucr.cli.output import print_json
-from gpucr.cli.progress import progress_printer
+from gpucr.cli.output import Output, print_json
 from gpucr.cli.reports import (
     lock_fields,
     print_phases,
@@ -40,22 +38,27 @@ from gpucr.diagnosis.preflight import TcpMode
 from gpucr.errors import InvalidRequest
 from gpucr.gpu_state.ways import GpuState
 from gpucr.jobs.selector import JobSelector
-from gpucr.operations.dump import dump, plan_dump
-from gpucr.operations.requests import Persist
+from gpucr.operations.dump import DumpReport, plan_of_dump, run_dump
+from gpucr.operations.plan import Plan
+from gpucr.operations.requests import DumpRequest, Persist
 from gpucr.quantities import format_bytes
 from gpucr.records import to_json
 from gpucr.snapshot.folder import Snapshot
 from gpucr.snapshot.location import Compress, is_store
+from gpucr.undo.operation import Terms
 
 
-class _OfContainer(TypedDict):
+class _OfContainer(Struct, frozen=True):
+    """A container that a runtime dumps."""
+
+    container: str | None
     runtime: Runtime | None
     runtime_root: Path | None
-    leave_running: bool
 
 
 class _Options(TypedDict):
-    leave_running: bool
+    """How a job is dumped: members of DumpRequest."""
+
     persist: Persist
     tcp: TcpMode
     only: bool
@@ -122,10 +125,11 @@ class _Options(TypedDict):
 )
 @click.option(
     "--pace",
-    "pace_percent",
+    "pace",
     type=click.IntRange(0, 100),
     default=50,
     show_default=True,
+    callback=lambda _context, _parameter, percent: percent / 100,
     metavar="PERCENT",
     help="Of the GPU's and its threads' time, used to save device memory while the job still runs; 0: do not.",
 )
@@ -137,36 +141,20 @@ class _Options(TypedDict):
 )
 @gpu_state_option
 @only_option
-@timeout_option
-@force_option
-@json_option
-@quiet_option
-@verbose_option
+@operation_options
+@as_one("of_container", _OfContainer)
+@as_one("options", _Options)
 def command(
     *,
     job: int | str | JobSelector | None,
     to: str,
-    container: str | None,
-    runtime: Runtime | None,
-    runtime_root: Path | None,
+    of_container: _OfContainer,
     leave_running: bool,
-    persist: Persist,
-    tcp: TcpMode,
-    compress: Compress,
-    encrypt: bool,
-    trust_store: bool,
-    check_known_s: float,
-    rehearse: bool,
-    pace_percent: int,
+    options: _Options,
     key_file: Path | None,
     dry_run: bool,
-    gpu_state: GpuState,
-    only: bool,
-    timeout_s: float | None,
-    force: bool,
-    as_json: bool,
-    quiet: bool,
-    verbose: bool,
+    terms: Terms,
+    output: Output,
 ) -> None:
     """Write PID and its whole tree to the folder DIR, or into a store, and end it.
 
@@ -184,42 +172,38 @@ def command(
       gpucr dump 4711 --to s3://bucket/prefix#nightly --encrypt --key-file /root/store.key
       gpucr dump --container web --to /var/snapshots/web
     """  # fmt: skip
-    if container is not None:
-        from gpucr.containers import by_runtime  # all that containers need: other jobs start without it
-
-        allowed = ("container", "runtime", "runtime_root", "to", "leave_running", "dry_run")
-        refuse_other_options("--container", allowed)
-        if is_store(to):
-            raise InvalidRequest(f"{to} is a store, and a runtime writes to a folder", hint="name a folder with --to")
-        about: _OfContainer = {"runtime": runtime, "runtime_root": runtime_root, "leave_running": leave_running}
-        if dry_run:
-            print_plan(
-                "dump", by_runtime.plan_container_dump(container, Path(to), **about), as_json=as_json, quiet=quiet
-            )
-            return
-        report_of_container = by_runtime.dump_container(container, Path(to), **about)
-        print_container("dump", report_of_container, as_json=as_json, quiet=quiet)
+    if of_container.container is not None:
+        _container(of_container.container, of_container, to, output, leave_running=leave_running, dry_run=dry_run)
         return
-    if job is None or runtime is not None or runtime_root is not None:
+    if job is None or of_container.runtime is not None or of_container.runtime_root is not None:
         raise click.UsageError("name what to dump: PID, NAME, or --container ID with --runtime and --runtime-root")
-    options: _Options = {
-        "leave_running": leave_running, "persist": persist, "tcp": tcp, "only": only, "gpu_state": gpu_state,
-        "compress": compress, "encrypt": encrypt, "trust_store": trust_store, "rehearse": rehearse,
-        "pace": pace_percent / 100, "check_known_s": check_known_s,
-    }  # fmt: skip
+    request = DumpRequest(job, to, leave_running, **options)
     if dry_run:
-        plan = with_key(key_file, lambda key: plan_dump(job, to, **options, key=key, force=force), place=to)
-        print_plan("dump", plan, as_json=as_json, quiet=quiet, force=force)
+        plan = with_key(key_file, lambda key: plan_of_dump(replace(request, key=key), force=terms.force), place=to)
+        print_plan("dump", plan, output, force=terms.force)
         return
-    listener = progress_printer(quiet=quiet or as_json, verbose=verbose)
-    report = with_key(
-        key_file,
-        lambda key: dump(job, to, **options, key=key, timeout_s=timeout_s, force=force, on_progress=listener),
-        place=to,
-    )
-    if not quiet:
+    print_dump(with_key(key_file, lambda key: run_dump(replace(request, key=key), terms), place=to), output)
+
+
+def _container(name: str, of: _OfContainer, to: str, output: Output, *, leave_running: bool, dry_run: bool) -> None:
+    from gpucr.containers import by_runtime  # all that containers need: other jobs start without it
+
+    refuse_other_options("--container", (*of.__struct_fields__, "to", "leave_running", "dry_run"))
+    if is_store(to):
+        raise InvalidRequest(f"{to} is a store, and a runtime writes to a folder", hint="name a folder with --to")
+    act = by_runtime.plan_container_dump if dry_run else by_runtime.dump_container
+    done = act(name, Path(to), runtime=of.runtime, runtime_root=of.runtime_root, leave_running=leave_running)
+    if isinstance(done, Plan):
+        print_plan("dump", done, output)
+    else:
+        print_container("dump", done, output)
+
+
+def print_dump(report: DumpReport, output: Output) -> None:
+    """Print what a dump did."""
+    if not output.quiet:
         say_warnings(report)
-    if as_json:
+    if output.as_json:
         print_json(
             "dump",
             {
@@ -232,7 +216,7 @@ def command(
                 **to_json(report.counts),
             },
         )
-    if as_json or quiet:
+    if not output.is_text:
         return
     after = "keeps running" if report.left_running else "was ended"
     headline = f"{snapshot_text(report.snapshot)}: job {report.pid} dumped; it {after}"

@@ -8,6 +8,7 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.shell_completion import CompletionItem
 
 from gpucr.cli.columns import terminal_width, wrapped
 from gpucr.cli.options import json_option
@@ -37,8 +38,6 @@ class _Code(click.ParamType):  # type: ignore[type-arg]  # click 8.1 knows no ar
         return f"GPUCR-{str(value).upper().removeprefix('GPUCR-')}"
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        from click.shell_completion import CompletionItem
-
         return [CompletionItem(code) for code in pages() if code.startswith(incomplete.upper())]
 
 

@@ -56,9 +56,7 @@ def given_key(key_file: Path | None) -> Secret | None:
     passphrase = os.environ.get("GPUCR_PASSPHRASE")
     if not passphrase:
         return None
-    from gpucr.store.keys import Secret  # late, as below: most commands have no key
-
-    return Secret.passphrase(passphrase)
+    return _secret().passphrase(passphrase)
 
 
 def new_key(key_file: Path | None) -> Secret:
@@ -78,17 +76,15 @@ def ask_new() -> Secret:
 
 
 def _ask(prompt: str, *, twice: bool) -> Secret:
-    from gpucr.store.keys import Secret
-
-    return Secret.passphrase(click.prompt(prompt, hide_input=True, confirmation_prompt=twice, err=True))
+    return _secret().passphrase(click.prompt(prompt, hide_input=True, confirmation_prompt=twice, err=True))
 
 
 def read_key_file(path: Path) -> Secret:
     """The key in this file. Raises InvalidRequest."""
-    from gpucr.store.keys import MAX_KEY_FILE_BYTES, Secret
+    return _secret().in_file(path)
 
-    try:
-        with path.open("rb") as stream:
-            return Secret.key_file(stream.read(MAX_KEY_FILE_BYTES + 1))
-    except OSError as e:
-        raise InvalidRequest(f"the key file {path} cannot be read: {e.strerror}", hint="name another one") from e
+
+def _secret() -> type[Secret]:
+    from gpucr.store.keys import Secret  # loads cryptography, and most commands have no key
+
+    return Secret

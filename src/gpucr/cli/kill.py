@@ -10,6 +10,8 @@ import click
 from gpucr.cli.options import JobTarget, json_option
 from gpucr.cli.output import print_json
 from gpucr.cli.stop import print_ends
+from gpucr.operations.end_job import signal_job
+from gpucr.supervise.ends import stop_job
 
 
 class SignalName(click.ParamType):  # type: ignore[type-arg]  # click 8.1 knows no arguments
@@ -50,9 +52,6 @@ def command(*, jobs: tuple[int | str, ...], number: signal.Signals, as_json: boo
       gpucr kill train
       gpucr kill train --signal USR1
     """
-    from gpucr.operations.end_job import signal_job
-    from gpucr.supervise.ends import stop_job
-
     if number is signal.SIGKILL:
         print_ends("kill", [(job, stop_job(job, grace_s=0.0)) for job in jobs], as_json=as_json)
         return

@@ -13,7 +13,10 @@ from gpucr.cli.keys import key_file_option, with_key
 from gpucr.cli.options import complete_folder, json_option
 from gpucr.cli.output import print_json, printable, say
 from gpucr.errors import SnapshotError
+from gpucr.operations.stores import list_snapshots
 from gpucr.quantities import format_bytes
+from gpucr.records import RecordError
+from gpucr.snapshot.manifest import decode_brief
 
 if TYPE_CHECKING:
     from gpucr.store.stored_snapshot import StoredSnapshot
@@ -44,8 +47,6 @@ def command(*, store: str, key_file: Path | None, as_json: bool) -> None:
       gpucr ls /var/snapshots/store
       gpucr ls s3://bucket/prefix --key-file /root/store.key
     """
-    from gpucr.operations.stores import list_snapshots
-
     listing = with_key(key_file, lambda key: list_snapshots(store, key=key))
     if as_json:
         damaged = {each: [error.message] for each, error in listing.damaged.items()}
@@ -83,9 +84,6 @@ def snapshot_fields(snapshot: StoredSnapshot, *, is_whole: bool = True) -> dict[
 
 def _manifest_fields(snapshot: StoredSnapshot) -> dict[str, Any]:
     """The manifest's job data; empty if it is not a job's."""
-    from gpucr.records import RecordError
-    from gpucr.snapshot.manifest import decode_brief
-
     try:
         brief = decode_brief(snapshot.manifest)
     except RecordError:

@@ -11,6 +11,7 @@ import click
 from gpucr.cli.options import complete_file, json_option
 from gpucr.cli.output import print_json
 from gpucr.quantities import whole_number
+from gpucr.supervise import metrics, metrics_server
 
 
 @click.command("metrics")
@@ -37,8 +38,6 @@ def command(*, listen: str | None, textfile: Path | None, alerts: bool, dashboar
       gpucr metrics --listen 9470
       gpucr metrics --alerts > /etc/prometheus/gpucr.yml
     """
-    from gpucr.supervise import metrics
-
     if sum((listen is not None, textfile is not None, alerts, dashboard, as_json)) > 1:
         raise click.UsageError("give one of --listen, --textfile, --alerts, --dashboard and --json")
     if alerts or dashboard:
@@ -49,8 +48,6 @@ def command(*, listen: str | None, textfile: Path | None, alerts: bool, dashboar
     elif textfile is not None:
         metrics.write_textfile(textfile)
     elif listen is not None:
-        from gpucr.supervise import metrics_server
-
         host, port = _address(listen)
         click.echo(f"http://{host}:{metrics_server.serve(host, port)}/metrics")
         sys.stdout.flush()

@@ -5,47 +5,28 @@ from __future__ import annotations
 import click
 
 from gpucr.cli.options import (
+    as_one,
     dry_run_option,
-    force_option,
-    gpu_map_option,
-    gpu_option,
+    gpu_target_options,
     job_argument,
-    json_option,
     only_option,
-    quiet_option,
-    timeout_option,
-    verbose_option,
+    operation_options,
 )
-from gpucr.cli.progress import progress_printer
+from gpucr.cli.output import Output
 from gpucr.cli.reports import print_change, print_plan
-from gpucr.jobs.selector import JobSelector
-from gpucr.operations.move import move, plan_move
+from gpucr.operations.move import plan_of_move, run_move
+from gpucr.operations.requests import MoveRequest
+from gpucr.undo.operation import Terms
 
 
 @click.command("move")
 @job_argument()
-@gpu_option
-@gpu_map_option
+@gpu_target_options
 @dry_run_option
 @only_option
-@timeout_option
-@force_option
-@json_option
-@quiet_option
-@verbose_option
-def command(
-    *,
-    job: int | str | JobSelector,
-    gpu: str | None,
-    gpu_map: str | None,
-    dry_run: bool,
-    only: bool,
-    timeout_s: float | None,
-    force: bool,
-    as_json: bool,
-    quiet: bool,
-    verbose: bool,
-) -> None:
+@operation_options
+@as_one("request", MoveRequest)
+def command(*, request: MoveRequest, dry_run: bool, terms: Terms, output: Output) -> None:
     """Move PID and its whole tree, while they run, to other GPUs of this machine.
 
     If anything fails, the job runs as before on the GPUs that it had.
@@ -56,9 +37,6 @@ def command(
       gpucr move 4711 --gpu auto --dry-run
     """
     if dry_run:
-        plan = plan_move(job, gpu=gpu, gpu_map=gpu_map, only=only, force=force)
-        print_plan("move", plan, as_json=as_json, quiet=quiet, force=force)
+        print_plan("move", plan_of_move(request, force=terms.force), output, force=terms.force)
         return
-    on_progress = progress_printer(quiet=quiet or as_json, verbose=verbose)
-    report = move(job, gpu=gpu, gpu_map=gpu_map, only=only, timeout_s=timeout_s, force=force, on_progress=on_progress)
-    print_change("move", report, as_json=as_json, quiet=quiet)
+    print_change("move", run_move(request, terms), output)

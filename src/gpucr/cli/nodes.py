@@ -2,43 +2,70 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, cast, get_args
 
 import click
 
 from gpucr.cli.durations import Duration, Limit
 from gpucr.cli.keys import key_file_option, with_key
 from gpucr.cli.options import (
+    as_one,
     complete_file,
     complete_place,
     force_option,
-    gpu_map_option,
-    gpu_option,
     gpu_state_option,
+    gpu_target_options,
     job_argument,
     json_option,
     quiet_option,
     verbose_option,
+    with_terms,
 )
-from gpucr.cli.output import print_json
-from gpucr.cli.progress import progress_printer
+from gpucr.cli.output import Output, print_json
 from gpucr.cli.reports import gpu_fields, print_phases, report_fields, say_gpu_reasons, say_warnings
 from gpucr.cli.suggesting import SuggestingGroup
 from gpucr.diagnosis.preflight import FilesMode
+from gpucr.gpu_state.gpu_choice import GpuRequest
 from gpucr.gpu_state.ways import GpuState
 from gpucr.jobs.selector import JobSelector
+from gpucr.nodes.dump import run_dump_part
+from gpucr.nodes.rendezvous import Rendezvous
+from gpucr.nodes.restore import run_restore_part
 from gpucr.nodes.secret import given_secret
+from gpucr.operations.requests import DumpRequest, RestoreRequest
+from gpucr.operations.restore import RestoreReport
 from gpucr.quantities import counted
 from gpucr.snapshot.location import Compress
+from gpucr.undo.operation import Terms
 
 if TYPE_CHECKING:
     from gpucr.nodes.parts import PartReport
     from gpucr.nodes.rendezvous import Rendezvous
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+class _DumpOptions(TypedDict):
+    """Members of DumpRequest."""
+
+    leave_running: bool
+    gpu_state: GpuState
+    compress: Compress
+    encrypt: bool
+    trust_store: bool
+
+
+class _RestoreOptions(TypedDict):
+    """Members of RestoreRequest."""
+
+    gpus: GpuRequest
+    files: FilesMode
+    isolate: bool
+    name: str | None
 
 
 @click.group("nodes", cls=SuggestingGroup)
@@ -57,6 +84,7 @@ def command() -> None:
 
 
 def _meeting_options(function: F) -> F:
+    """The command gets ``where``, a Rendezvous, and ``terms`` and ``output``."""
     options = (
         click.option(
             "--rendezvous", required=True, metavar="HOST:PORT", help="Where node 0 listens, as the others reach it."
@@ -84,9 +112,23 @@ def _meeting_options(function: F) -> F:
             help="Give up after this time, counted from the meeting, and undo on all nodes.",
         ),
     )  # fmt: skip
+
+    @functools.wraps(function)
+    def with_meeting(
+        *,
+        rendezvous: str,
+        secret_file: Path | None,
+        node: int | None,
+        node_count: int | None,
+        meet_s: float,
+        **given: Any,
+    ) -> Any:
+        return function(where=_rendezvous(rendezvous, secret_file, node, node_count, meet_s), **given)
+
+    command = with_terms(with_meeting)
     for option in reversed(options):
-        function = option(function)
-    return function
+        command = option(command)
+    return cast("F", command)
 
 
 @command.command("dump", short_help="Dump this node's part of a job into a set.")
@@ -107,26 +149,16 @@ def _meeting_options(function: F) -> F:
 @json_option
 @quiet_option
 @verbose_option
+@as_one("options", _DumpOptions)
 def dump(
     *,
     job: int | str | JobSelector,
     to: str,
-    rendezvous: str,
-    secret_file: Path | None,
-    node: int | None,
-    node_count: int | None,
-    meet_s: float,
-    timeout_s: float,
-    leave_running: bool,
-    compress: Compress,
-    encrypt: bool,
-    trust_store: bool,
+    where: Rendezvous,
+    options: _DumpOptions,
     key_file: Path | None,
-    gpu_state: GpuState,
-    force: bool,
-    as_json: bool,
-    quiet: bool,
-    verbose: bool,
+    terms: Terms,
+    output: Output,
 ) -> None:
     """Dump this node's part of a job into the set STORE#NAME, together with all other nodes, and end it. Needs root.
 
@@ -138,24 +170,18 @@ def dump(
       gpucr nodes dump train --to /shared/store#step-100 --rendezvous n1:7788 --secret-file s --node 0 --nodes 2
       srun gpucr nodes dump train --to /shared/store#step-100 --rendezvous n1:7788 --secret-file s --leave-running
     """
-    from gpucr.nodes.dump import dump_part
-
-    where = _rendezvous(rendezvous, secret_file, node, node_count, meet_s)
-    listener = progress_printer(quiet=quiet or as_json, verbose=verbose)
     made = with_key(
         key_file,
-        lambda key: dump_part(
-            job, to, where, leave_running=leave_running, gpu_state=gpu_state, compress=compress, encrypt=encrypt,
-            trust_store=trust_store, key=key, timeout_s=timeout_s, force=force, on_progress=listener,
-        ),
+        lambda key: run_dump_part(DumpRequest(job, to, persist="sync", **options, key=key), where, terms),
         place=to,
-    )  # fmt: skip
+    )
+    leave_running = options["leave_running"]
     report = made.report
-    if not quiet:
+    if not output.quiet:
         say_warnings(report)
-    if as_json:
+    if output.as_json:
         print_json("nodes.dump", {**report_fields(report), **_set_fields(made), "left_running": leave_running})
-    if as_json or quiet:
+    if not output.is_text:
         return
     after = "keeps running" if leave_running else "was ended"
     headline = f"{_name(made)}: part {made.part.node} of {made.part.node_count} dumped; the job {after}"
@@ -165,8 +191,7 @@ def dump(
 @command.command("restore", short_help="Restore this node's part of a set.")
 @click.argument("snapshot", metavar="STORE#NAME", shell_complete=complete_place)
 @_meeting_options
-@gpu_map_option
-@gpu_option
+@gpu_target_options
 @click.option(
     "--files", type=click.Choice(get_args(FilesMode)), default="keep", show_default=True, help="As for `gpucr restore`."
 )
@@ -177,25 +202,15 @@ def dump(
 @json_option
 @quiet_option
 @verbose_option
+@as_one("options", _RestoreOptions)
 def restore(
     *,
     snapshot: str,
-    rendezvous: str,
-    secret_file: Path | None,
-    node: int | None,
-    node_count: int | None,
-    meet_s: float,
-    timeout_s: float,
-    gpu_map: str | None,
-    gpu: str | None,
-    files: FilesMode,
-    isolate: bool,
-    name: str | None,
+    where: Rendezvous,
+    options: _RestoreOptions,
     key_file: Path | None,
-    force: bool,
-    as_json: bool,
-    quiet: bool,
-    verbose: bool,
+    terms: Terms,
+    output: Output,
 ) -> None:
     """Restore this node's part of the set STORE#NAME, together with all other nodes. Needs root.
 
@@ -207,28 +222,17 @@ def restore(
       gpucr nodes restore /shared/store#step-100 --rendezvous n1:7788 --secret-file s --node 1 --nodes 2
       srun gpucr nodes restore /shared/store#step-100 --rendezvous n1:7788 --secret-file s --gpu auto
     """
-    from gpucr.nodes.restore import restore_part
-    from gpucr.operations.restore import RestoreReport
-
-    where = _rendezvous(rendezvous, secret_file, node, node_count, meet_s)
-    listener = progress_printer(quiet=quiet or as_json, verbose=verbose)
-    made = with_key(
-        key_file,
-        lambda key: restore_part(
-            snapshot, where, gpu_map=gpu_map, gpu=gpu, files=files, isolate=isolate, name=name, key=key,
-            timeout_s=timeout_s, force=force, on_progress=listener,
-        ),
-        place=snapshot,
-    )  # fmt: skip
+    request = RestoreRequest(snapshot, **options)
+    made = with_key(key_file, lambda key: run_restore_part(snapshot, request, where, terms, key), place=snapshot)
     report = made.report
     assert isinstance(report, RestoreReport)  # noqa: S101 - a restore's
-    if not quiet:
+    if not output.quiet:
         say_warnings(report)
         say_gpu_reasons(report)
-    if as_json:
+    if output.as_json:
         fields = {**report_fields(report), **_set_fields(made), **gpu_fields(report)}
         print_json("nodes.restore", {**fields, "name": report.name, "process_count": report.processes})
-    if as_json or quiet:
+    if not output.is_text:
         return
     known_as = f"{report.name} ({report.pid})" if report.name is not None else str(report.pid)
     part = f"part {made.part.node} of {made.part.node_count} of {_name(made)}"
@@ -239,8 +243,6 @@ def restore(
 def _rendezvous(
     address: str, secret_file: Path | None, node: int | None, node_count: int | None, meet_s: float
 ) -> Rendezvous:
-    from gpucr.nodes.rendezvous import Rendezvous
-
     secret = given_secret(secret_file, os.environ)
     if node is None or node_count is None:
         raise click.UsageError("say which node this is, and of how many: --node K --nodes N, or start it with srun")

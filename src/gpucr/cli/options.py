@@ -10,10 +10,13 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
 import click
 
 from gpucr.cli.durations import Limit
-from gpucr.cli.output import JsonWanted
+from gpucr.cli.output import JsonWanted, Output
+from gpucr.cli.progress import progress_printer
+from gpucr.gpu_state.gpu_choice import GpuRequest
 from gpucr.gpu_state.ways import GpuState
 from gpucr.jobs.names import is_name
 from gpucr.jobs.selector import JobSelector
+from gpucr.undo.operation import Terms
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -43,16 +46,35 @@ class JobTarget(click.ParamType):  # type: ignore[type-arg]  # click 8.1 knows n
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         """Names of jobs, and pids of processes that use CUDA."""
-        from gpucr.cli import candidates
+        return _offer("jobs", incomplete)
 
-        return candidates.jobs(incomplete)
+
+def as_one(parameter: str, kind: Callable[..., Any]) -> Callable[[F], F]:
+    """The command gets one value of this kind instead of the options that are called like its fields."""
+    names = getattr(kind, "__struct_fields__", None) or tuple(kind.__annotations__)
+
+    def decorate(command: F) -> F:
+        @functools.wraps(command)
+        def with_one(**given: Any) -> Any:
+            chosen = {name: given.pop(name) for name in names if name in given}
+            return command(**given, **{parameter: kind(**chosen)})
+
+        return cast("F", with_one)
+
+    return decorate
+
+
+def _offer(kind: str, incomplete: str) -> list[CompletionItem]:
+    """What a shell completes: candidates of this kind."""
+    from gpucr.cli import candidates  # hardly ever needed
+
+    offered: list[CompletionItem] = getattr(candidates, kind)(incomplete)
+    return offered
 
 
 def complete_gpu(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """GPUs of this machine."""
-    from gpucr.cli import candidates
-
-    return candidates.gpus(incomplete)
+    return _offer("gpus", incomplete)
 
 
 def complete_named_gpu(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
@@ -62,23 +84,17 @@ def complete_named_gpu(ctx: click.Context, param: click.Parameter, incomplete: s
 
 def complete_place(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Folders and stores; after a ``#`` the snapshots of a store."""
-    from gpucr.cli import candidates
-
-    return candidates.places(incomplete)
+    return _offer("places", incomplete)
 
 
 def complete_folder(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Folders."""
-    from gpucr.cli import candidates
-
-    return candidates.folders(incomplete)
+    return _offer("folders", incomplete)
 
 
 def complete_file(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Files of every kind."""
-    from gpucr.cli import candidates
-
-    return candidates.files(incomplete)
+    return _offer("files", incomplete)
 
 
 def job_argument(
@@ -231,3 +247,33 @@ gpu_option = click.option(
     shell_complete=complete_gpu,
     help="Put the GPUs that the job uses on free ones with enough memory (auto), or on these, by index or UUID.",
 )
+
+
+def with_terms(command: F) -> F:
+    """The command gets ``terms`` and ``output`` instead of --timeout, --force, --json, --quiet and --verbose."""
+
+    @functools.wraps(command)
+    def with_both(*, force: bool, timeout_s: float | None, **given: Any) -> Any:
+        output = Output(*(given.pop(name) for name in Output.__struct_fields__))
+        terms = Terms(timeout_s, force, progress_printer(quiet=not output.is_text, verbose=output.verbose))
+        return command(terms=terms, output=output, **given)
+
+    return cast("F", with_both)
+
+
+def operation_options(command: F) -> F:
+    """The options that every operation on a job has. The command gets ``terms`` and ``output``."""
+    wrapped = with_terms(command)
+    for option in (verbose_option, quiet_option, json_option, force_option, timeout_option):
+        wrapped = option(wrapped)
+    return wrapped
+
+
+def gpu_target_options(command: F) -> F:
+    """Where device memory goes: --gpu-map and --gpu. The command gets ``gpus``, a GpuRequest."""
+
+    @functools.wraps(command)
+    def with_gpus(*, gpu_map: str | None, gpu: str | None, **given: Any) -> Any:
+        return command(gpus=GpuRequest.of(gpu_map, gpu), **given)
+
+    return cast("F", gpu_map_option(gpu_option(with_gpus)))

@@ -14,6 +14,8 @@ from typing import Any, TextIO
 import click
 from msgspec import Struct
 
+from gpucr.records import to_json
+
 SCHEMA_VERSION = 1
 
 
@@ -24,12 +26,24 @@ class JsonWanted(Struct):
     is_printed: bool = False
 
 
+class Output(Struct, frozen=True):
+    """What a command prints, as --json, --quiet and --verbose ask."""
+
+    as_json: bool = False
+    quiet: bool = False
+    verbose: bool = False
+
+    @property
+    def is_text(self) -> bool:
+        """Whether the result is printed for people."""
+        return not (self.as_json or self.quiet)
+
+
 def print_json(kind: str, data: Mapping[str, Any]) -> None:
     """Print one JSON object on stdout. ``kind`` names the command; every object says its schema and version.
 
     ``data`` may contain records and paths.
     """
-    from gpucr.records import to_json
 
     context = click.get_current_context(silent=True)
     wanted = context.find_object(JsonWanted) if context is not None else None

@@ -12,9 +12,11 @@ from msgspec import structs
 from gpucr.cli.durations import Duration
 from gpucr.cli.keys import key_file_option, with_key
 from gpucr.cli.ls import snapshot_fields
-from gpucr.cli.options import complete_folder, json_option, keep_options, quiet_option
-from gpucr.cli.output import print_json
+from gpucr.cli.options import as_one, complete_folder, json_option, keep_options, quiet_option
+from gpucr.cli.output import Output, print_json
+from gpucr.operations.stores import prune_store
 from gpucr.quantities import counted, format_bytes
+from gpucr.store.retention import PruneRules
 
 if TYPE_CHECKING:
     from gpucr.store.prune import LaterSpace
@@ -23,7 +25,13 @@ if TYPE_CHECKING:
 @click.command("prune")
 @click.argument("store", metavar="STORE", shell_complete=complete_folder)
 @keep_options
-@click.option("--keep-within", type=Duration(), metavar="TIME", help="Keep snapshots younger than this: 12h, 7d, 2w.")
+@click.option(
+    "--keep-within",
+    "keep_within_s",
+    type=Duration(),
+    metavar="TIME",
+    help="Keep snapshots younger than this: 12h, 7d, 2w.",
+)
 @click.option("--keep-weekly", type=click.IntRange(min=0), metavar="N", help="Keep the latest of each of N weeks.")
 @click.option("--keep-monthly", type=click.IntRange(min=0), metavar="N", help="Keep the latest of each of N months.")
 @click.option(
@@ -36,6 +44,7 @@ if TYPE_CHECKING:
 @click.option("--per-name", is_flag=True, help="Apply the rules to each name separately, and always keep its latest.")
 @click.option(
     "--grace",
+    "grace_s",
     type=Duration(),
     default="1d",
     show_default=True,
@@ -44,6 +53,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--dead-after",
+    "dead_after_s",
     type=Duration(),
     default="1h",
     show_default=True,
@@ -55,24 +65,10 @@ if TYPE_CHECKING:
 @key_file_option
 @json_option
 @quiet_option
+@as_one("rules", PruneRules)
+@as_one("output", Output)
 def command(
-    *,
-    store: str,
-    keep_last: int | None,
-    keep_hourly: int | None,
-    keep_daily: int | None,
-    keep_within: float | None,
-    keep_weekly: int | None,
-    keep_monthly: int | None,
-    names: tuple[str, ...],
-    per_name: bool,
-    grace: float,
-    dead_after: float,
-    repack: bool,
-    dry_run: bool,
-    key_file: Path | None,
-    as_json: bool,
-    quiet: bool,
+    *, store: str, rules: PruneRules, repack: bool, dry_run: bool, key_file: Path | None, output: Output
 ) -> None:
     """Remove snapshots that no rule keeps, and what died dumps left behind. Dumps and restores may run meanwhile.
 
@@ -85,22 +81,16 @@ def command(
       gpucr prune /var/snapshots/store --keep-last 5 --keep-within 7d
       gpucr prune /var/snapshots/store --per-name --keep-last 3 --keep-daily 7
     """  # fmt: skip
-    from gpucr.operations.stores import prune_store
-    from gpucr.store.retention import PruneRules
-
-    rules = PruneRules(
-        keep_last=keep_last, keep_within_s=keep_within, keep_hourly=keep_hourly, keep_daily=keep_daily,
-        keep_weekly=keep_weekly, keep_monthly=keep_monthly, names=names, per_name=per_name, grace_s=grace,
-        dead_after_s=dead_after, repack_below=0.5 if repack else 0.0,
-    )  # fmt: skip
+    if repack:
+        rules = structs.replace(rules, repack_below=0.5)
     report = with_key(key_file, lambda key: prune_store(store, rules, dry_run=dry_run, key=key))
-    if as_json:
+    if output.as_json:
         listed = {"kept": report.kept, "removed": report.removed}
         numbers = {name: value for name, value in structs.asdict(report).items() if isinstance(value, int)}
         data = {name: [snapshot_fields(each) for each in found] for name, found in listed.items()}
         data |= {"later": [_later_fields(each) for each in report.later]}
         print_json("prune", {"dry_run": dry_run, **data, "dead_writers": list(report.dead_writers), **numbers})
-    if as_json or quiet:
+    if not output.is_text:
         return
     would = "would be " if dry_run else ""
     for each in report.removed:

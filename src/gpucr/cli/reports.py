@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gpucr.cli.output import print_json, say
+from gpucr.cli.output import Output, print_json, say
 from gpucr.errors import Unsupported
 from gpucr.quantities import counted, format_bytes
+from gpucr.snapshot.folder import Snapshot
 from gpucr.undo.steps import Phase
 
 if TYPE_CHECKING:  # each command loads only its own operation
@@ -53,8 +54,6 @@ def report_fields(report: DumpReport | RestoreReport) -> dict[str, Any]:
 
 def snapshot_text(snapshot: JobSnapshot) -> str:
     """A snapshot's name in commands: the given path, or ``STORE#ID``."""
-    from gpucr.snapshot.folder import Snapshot
-
     return str(snapshot.path) if isinstance(snapshot, Snapshot) else snapshot.where
 
 
@@ -96,14 +95,14 @@ def say_gpu_reasons(report: ChangeReport | RestoreReport) -> None:
         say(reason)
 
 
-def print_change(command: str, report: ChangeReport, *, as_json: bool, quiet: bool) -> None:
-    """Print what a suspend or resume did; ``quiet``: only its JSON, if asked."""
-    if not quiet:
+def print_change(command: str, report: ChangeReport, output: Output) -> None:
+    """Print what a suspend or resume did."""
+    if not output.quiet:
         say_warnings(report)
         say_gpu_reasons(report)
-    if as_json:
+    if output.as_json:
         print_json(command, change_fields(report))
-    if as_json or quiet:
+    if not output.is_text:
         return
     for change in report.processes:
         now = change.now.word if change.now is not None else "ended"
@@ -127,12 +126,12 @@ def change_fields(report: ChangeReport) -> dict[str, Any]:
     return {**data, **gpu_fields(report)}
 
 
-def print_plan(command: str, plan: Plan, *, as_json: bool, quiet: bool, force: bool = False) -> None:
+def print_plan(command: str, plan: Plan, output: Output, *, force: bool = False) -> None:
     """Print a plan. Ends with the exit code of an operation that would be refused."""
-    if as_json:
+    if output.as_json:
         print_json(f"{command}.plan", {"pid": plan.pid, "steps": plan.steps, "findings": plan.findings})
     else:
-        _print_steps(plan, quiet=quiet)
+        _print_steps(plan, quiet=output.quiet)
     if plan.is_refused and not force:
         raise SystemExit(Unsupported.exit_code)
 

@@ -9,44 +9,34 @@ import click
 
 from gpucr.cli.containers import print_container, refuse_other_options
 from gpucr.cli.keys import key_file_option
-from gpucr.cli.options import (
-    complete_place,
-    dry_run_option,
-    force_option,
-    gpu_map_option,
-    gpu_option,
-    json_option,
-    quiet_option,
-    timeout_option,
-    verbose_option,
-)
-from gpucr.cli.output import print_json
+from gpucr.cli.options import as_one, complete_place, dry_run_option, gpu_target_options, operation_options
+from gpucr.cli.output import Output, print_json
 from gpucr.cli.places import open_place
-from gpucr.cli.progress import progress_printer
 from gpucr.cli.reports import gpu_fields, print_phases, print_plan, report_fields, say_gpu_reasons, say_warnings
 from gpucr.cli.units import warn_of_our_end
 from gpucr.containers.record import is_container
 from gpucr.diagnosis.preflight import FilesMode, TcpMode
-from gpucr.operations.restore import plan_restore, restore
+from gpucr.gpu_state.gpu_choice import GpuRequest
+from gpucr.operations.requests import RestoreRequest
+from gpucr.operations.restore import plan_of_restore, run_restore
 from gpucr.quantities import counted
+from gpucr.undo.operation import Terms
 
 
 class _Options(TypedDict):
-    """What a plan and a restore have in common."""
+    """How it comes back: members of RestoreRequest."""
 
-    gpu_map: str | None
-    gpu: str | None
+    gpus: GpuRequest
     files: FilesMode
     tcp: TcpMode | None
-    clone: bool
     isolate: bool
+    clone: bool
     name: str | None
 
 
 @click.command("restore")
 @click.argument("snapshot", metavar="DIR|STORE[#NAME]", shell_complete=complete_place)
-@gpu_map_option
-@gpu_option
+@gpu_target_options
 @click.option(
     "--files",
     type=click.Choice(get_args(FilesMode)),
@@ -64,28 +54,10 @@ class _Options(TypedDict):
 @click.option("--name", metavar="NAME", help="The job's name. Default: the old one, or NAME-2.")
 @dry_run_option
 @key_file_option
-@timeout_option
-@force_option
-@json_option
-@quiet_option
-@verbose_option
+@operation_options
+@as_one("options", _Options)
 def command(
-    *,
-    snapshot: str,
-    gpu_map: str | None,
-    gpu: str | None,
-    files: FilesMode,
-    tcp: TcpMode | None,
-    clone: bool,
-    isolate: bool,
-    name: str | None,
-    dry_run: bool,
-    key_file: Path | None,
-    timeout_s: float | None,
-    force: bool,
-    as_json: bool,
-    quiet: bool,
-    verbose: bool,
+    *, snapshot: str, options: _Options, dry_run: bool, key_file: Path | None, terms: Terms, output: Output
 ) -> None:
     """Bring the job of a snapshot back: same pids, same memory, same GPUs or others.
 
@@ -106,28 +78,18 @@ def command(
         )
 
         refuse_other_options("the folder of a container", ("snapshot",))
-        print_container("restore", restore_container(Path(snapshot)), as_json=as_json, quiet=quiet)
+        print_container("restore", restore_container(Path(snapshot)), output)
         return
-    listener = progress_printer(quiet=quiet or as_json, verbose=verbose)
-    opened = open_place(snapshot, key_file)
-    options: _Options = {
-        "gpu_map": gpu_map, "gpu": gpu, "files": files, "tcp": tcp, "clone": clone, "isolate": isolate, "name": name,
-    }  # fmt: skip
+    request = RestoreRequest(open_place(snapshot, key_file), **options)
     if dry_run:
-        print_plan("restore", plan_restore(opened, **options), as_json=as_json, quiet=quiet, force=force)
+        print_plan("restore", plan_of_restore(request), output, force=terms.force)
         return
-    report = restore(
-        opened,
-        **options,
-        timeout_s=timeout_s,
-        force=force,
-        on_progress=listener,
-    )
-    if not quiet:
+    report = run_restore(request, terms)
+    if not output.quiet:
         warn_of_our_end()
         say_warnings(report)
         say_gpu_reasons(report)
-    if as_json:
+    if output.as_json:
         print_json(
             "restore",
             {
@@ -138,7 +100,7 @@ def command(
                 "process_count": report.processes,
             },
         )
-    if as_json or quiet:
+    if not output.is_text:
         return
     known_as = f"{report.name} ({report.pid})" if report.name is not None else str(report.pid)
     headline = f"job {known_as} runs again ({counted(report.processes, 'process')})"

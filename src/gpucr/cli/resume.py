@@ -6,20 +6,19 @@ import click
 
 from gpucr.cli.options import (
     dry_run_option,
-    force_option,
     gpu_map_option,
     gpu_option,
     job_argument,
-    json_option,
     only_option,
-    quiet_option,
-    timeout_option,
-    verbose_option,
+    operation_options,
 )
-from gpucr.cli.progress import progress_printer
+from gpucr.cli.output import Output
 from gpucr.cli.reports import print_change
+from gpucr.gpu_state.gpu_choice import GpuRequest
 from gpucr.jobs.selector import JobSelector
-from gpucr.operations.suspend import resume
+from gpucr.operations.requests import ResumeRequest
+from gpucr.operations.suspend import run_resume
+from gpucr.undo.operation import Terms
 
 
 @click.command("resume")
@@ -29,11 +28,7 @@ from gpucr.operations.suspend import resume
 @gpu_option
 @dry_run_option
 @only_option
-@timeout_option
-@force_option
-@json_option
-@quiet_option
-@verbose_option
+@operation_options
 def command(
     *,
     jobs: tuple[int | str | JobSelector, ...],
@@ -42,11 +37,8 @@ def command(
     gpu: str | None,
     dry_run: bool,
     only: bool,
-    timeout_s: float | None,
-    force: bool,
-    as_json: bool,
-    quiet: bool,
-    verbose: bool,
+    terms: Terms,
+    output: Output,
 ) -> None:
     """Bring PID and its whole tree back onto its GPUs and continue it.
 
@@ -61,24 +53,17 @@ def command(
       gpucr resume 4711 --gpu-map 0=1
       gpucr resume --gpu 0,1
     """
-    on_progress = progress_printer(quiet=quiet or as_json, verbose=verbose)
     if len(jobs) == 1 and not every_job and not dry_run:
-        report = resume(
-            jobs[0], gpu_map=gpu_map, gpu=gpu, only=only, timeout_s=timeout_s, force=force, on_progress=on_progress
-        )
-        print_change("resume", report, as_json=as_json, quiet=quiet)
+        request = ResumeRequest(jobs[0], GpuRequest.of(gpu_map, gpu), only)
+        print_change("resume", run_resume(request, terms), output)
         return
-    from gpucr.borrow.several import plan_resume, resume_jobs  # one job alone needs none of it
-    from gpucr.cli.several import print_outcomes, print_outlooks, require_one_way
+    from gpucr.cli import several  # one job alone needs none of it
 
     gpus = gpu if not jobs and not every_job else None  # which jobs; with jobs it says where they go
-    require_one_way(jobs, on_gpus=gpus is not None, every_job=every_job, only=only)
-    chosen, onto = jobs or None, None if gpus is not None else gpu
+    several.require_one_way(jobs, on_gpus=gpus is not None, every_job=every_job, only=only)
+    chosen, onto = several.Chosen(jobs or None, gpus), GpuRequest.of(gpu_map, None if gpus is not None else gpu)
     if dry_run:
-        outlooks = plan_resume(chosen, gpus=gpus, gpu_map=gpu_map, gpu=onto, only=only, force=force)
-        print_outlooks("resume", outlooks, as_json=as_json, quiet=quiet, force=force)
-        return
-    outcomes = resume_jobs(
-        chosen, gpus=gpus, gpu_map=gpu_map, gpu=onto, timeout_s=timeout_s, force=force, on_progress=on_progress
-    )
-    print_outcomes("resume", outcomes, as_json=as_json, quiet=quiet)
+        outlooks = several.plan_of_resumes(chosen, onto, only=only, force=terms.force)
+        several.print_outlooks("resume", outlooks, output, force=terms.force)
+    else:
+        several.print_outcomes("resume", several.run_resumes(chosen, onto, terms), output)

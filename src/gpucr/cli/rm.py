@@ -10,6 +10,7 @@ from gpucr.cli.keys import key_file_option, with_key
 from gpucr.cli.ls import snapshot_fields
 from gpucr.cli.options import complete_place, json_option, quiet_option
 from gpucr.cli.output import print_json
+from gpucr.operations.stores import remove_parts
 
 
 @click.command("rm")
@@ -24,8 +25,6 @@ def command(*, snapshot: str, key_file: Path | None, as_json: bool, quiet: bool)
     Example:
       gpucr rm /var/snapshots/store#before-lunch
     """
-    from gpucr.operations.stores import remove_parts
-
     removed = with_key(key_file, lambda key: remove_parts(snapshot, key=key))
     if as_json:
         print_json("rm", {"removed": [snapshot_fields(each) for each in removed]})

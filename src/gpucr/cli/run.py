@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
-from gpucr.cli.options import complete_file, complete_folder, json_option
+from gpucr.cli.options import as_one, complete_file, complete_folder, json_option
 from gpucr.cli.output import print_json, printable, say
 from gpucr.cli.supervision import supervision_options
 from gpucr.cli.units import warn_of_our_end, warn_of_shutdowns
 from gpucr.errors import GpucrError
 from gpucr.jobs.record import Network
-from gpucr.linux import processes
-from gpucr.operations.launch import LaunchPlan, plan_job, run_job
+from gpucr.linux import capabilities
+from gpucr.operations.launch import LaunchPlan, launch, plan_of_launch
+from gpucr.operations.requests import LaunchRequest
 from gpucr.records import DEFAULT_PRIORITY, HIGHEST_PRIORITY, to_json
 from gpucr.supervise.folder import SupervisedFolder
 
@@ -62,22 +63,10 @@ if TYPE_CHECKING:
 @click.option("--explain", is_flag=True, help="Show what would be set and why; start nothing.")
 @json_option
 @click.argument(
-    "command_line", nargs=-1, required=True, type=click.UNPROCESSED, metavar="[--] CMD...", shell_complete=complete_file
+    "command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="[--] CMD...", shell_complete=complete_file
 )
-def command(
-    *,
-    name: str | None,
-    isolate: bool | None,
-    network: Network | None,
-    interpose: bool | None,
-    log: Path | None,
-    cwd: Path | None,
-    priority: int,
-    supervision: Supervision | None,
-    explain: bool,
-    as_json: bool,
-    command_line: tuple[str, ...],
-) -> None:
+@as_one("request", LaunchRequest)
+def command(*, request: LaunchRequest, supervision: Supervision | None, explain: bool, as_json: bool) -> None:
     """Start CMD as a job that can be frozen and brought back anywhere, and return at once.
 
     The job gets an environment that makes NCCL and PyTorch checkpointable, a log file, and no io_uring. As root it gets
@@ -93,25 +82,15 @@ def command(
       gpucr dump train --to /var/snapshots/train
     """
     if explain:
-        plan = plan_job(command_line, isolate=isolate, network=network, cwd=cwd, interpose=interpose)
-        _print_plan(plan, as_json=as_json)
+        _print_plan(plan_of_launch(request), as_json=as_json)
         return
-    how: dict[str, Any] = {
-        "name": name,
-        "isolate": isolate,
-        "network": network,
-        "log": log,
-        "cwd": cwd,
-        "interpose": interpose,
-        "priority": priority,
-    }
     if supervision is not None:
         from gpucr.supervise import start  # all that supervisors need: other jobs start without it
 
-        supervised = start.run_supervised(command_line, supervision, **how)
+        supervised = start.launch_supervised(request, supervision)
         started, supervisor_pid = supervised.job, supervised.supervisor_pid
     else:
-        started, supervisor_pid = run_job(command_line, **how), None
+        started, supervisor_pid = launch(request), None
         with contextlib.suppress(GpucrError):  # an ended job of this name may have left it
             SupervisedFolder(started.record.name).leave_to_new_job()
     record, plan = started.record, started.plan
@@ -138,10 +117,10 @@ def command(
             },
         )
         return
-    if plan.why_not_isolated is not None and isolate is None:
+    if plan.why_not_isolated is not None and request.isolate is None:
         say(f"not isolated: {plan.why_not_isolated}")
-    if plan.network == "own" and network is None:
-        reach = "`gpucr exec` reaches it; " if processes.can_checkpoint_processes() else ""
+    if plan.network == "own" and request.network is None:
+        reach = "`gpucr exec` reaches it; " if capabilities.can_checkpoint_processes() else ""
         say(f"its network is a loopback of its own: {reach}--network host shares the machine's")
     click.echo(f"name  {record.name}")
     click.echo(f"pid   {record.pid}")

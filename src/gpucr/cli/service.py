@@ -11,6 +11,8 @@ import click
 from gpucr.cli.options import complete_folder, json_option
 from gpucr.cli.output import print_json, say
 from gpucr.cli.suggesting import SuggestingGroup
+from gpucr.linux.unit_files import what_is_left
+from gpucr.supervise import service
 
 if TYPE_CHECKING:
     from gpucr.linux.unit_files import UnitFile
@@ -52,9 +54,6 @@ def install(*, units_dir: Path, no_enable: bool, as_json: bool) -> None:
     Example:
       gpucr service install
     """
-    from gpucr.linux.unit_files import what_is_left
-    from gpucr.supervise import service
-
     _print("install", service.install(units_dir, enable=not no_enable), as_json=as_json)
     if (left := what_is_left(units_dir, enable=not no_enable)) is not None:
         say(f"warning: {left}; without systemd run `gpucr supervise --all` after a boot")
@@ -70,8 +69,6 @@ def uninstall(*, units_dir: Path, as_json: bool) -> None:
     Example:
       gpucr service uninstall
     """
-    from gpucr.supervise import service
-
     _print("uninstall", service.uninstall(units_dir), as_json=as_json)
 
 
@@ -84,8 +81,6 @@ def show(*, as_json: bool) -> None:
     Example:
       gpucr service show
     """
-    from gpucr.supervise import service
-
     units = service.units()
     if as_json:
         print_json("service.show", {"units": dict(units)})

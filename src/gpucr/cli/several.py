@@ -6,13 +6,24 @@ from collections.abc import Sequence
 
 import click
 
-from gpucr.borrow.several import JobOutcome, JobOutlook, exit_code_of
 from gpucr.cli.failures import fields_of, say_error
-from gpucr.cli.output import print_json, say
+from gpucr.cli.output import Output, print_json, say
 from gpucr.cli.reports import change_fields, print_change
 from gpucr.errors import Unsupported
 from gpucr.jobs.selector import JobSelector
+from gpucr.operations.chosen import Chosen
+from gpucr.operations.several import (
+    JobOutcome,
+    JobOutlook,
+    exit_code_of,
+    plan_of_resumes,
+    plan_of_suspends,
+    run_resumes,
+    run_suspends,
+)
 from gpucr.quantities import format_bytes
+
+__all__ = ["Chosen", "plan_of_resumes", "plan_of_suspends", "run_resumes", "run_suspends"]  # for their commands
 
 
 def require_one_way(jobs: Sequence[object], *, on_gpus: bool, every_job: bool, only: bool = False) -> None:
@@ -23,16 +34,16 @@ def require_one_way(jobs: Sequence[object], *, on_gpus: bool, every_job: bool, o
         raise click.UsageError("--only is for one process")
 
 
-def print_outcomes(command: str, outcomes: Sequence[JobOutcome], *, as_json: bool, quiet: bool) -> None:
+def print_outcomes(command: str, outcomes: Sequence[JobOutcome], output: Output) -> None:
     """Print each outcome. Exits with an error if one has failed."""
     for outcome in outcomes:
         if outcome.error is not None:
             say_error(outcome.error, of_job=outcome.job)
-        elif outcome.report is not None and not as_json:
-            print_change(command, outcome.report, as_json=False, quiet=quiet)
-    if not outcomes and not (as_json or quiet):
+        elif outcome.report is not None and not output.as_json:
+            print_change(command, outcome.report, output)
+    if not outcomes and output.is_text:
         say(f"there is nothing to {command}")
-    if as_json:
+    if output.as_json:
         jobs = [
             {
                 "job": each.job,
@@ -49,23 +60,23 @@ def print_outcomes(command: str, outcomes: Sequence[JobOutcome], *, as_json: boo
         raise SystemExit(code)
 
 
-def print_outlooks(command: str, outlooks: Sequence[JobOutlook], *, as_json: bool, quiet: bool, force: bool) -> None:
+def print_outlooks(command: str, outlooks: Sequence[JobOutlook], output: Output, *, force: bool) -> None:
     """Print each plan. Exits with an error if one would be refused."""
     for each in outlooks:
         if each.error is not None:
             say_error(each.error, of_job=each.job)
-        elif not (as_json or quiet):
+        elif output.is_text:
             size_bytes = sum(each.device_bytes.values())
             pids = ", ".join(map(str, each.pids))
             where = "to host memory" if command == "suspend" else "back to device memory"
             click.echo(f"{each.job}  {command} processes {pids}: {format_bytes(size_bytes)} {where}")
-        for finding in each.findings if not as_json else ():
-            if not quiet or finding.severity == "blocking":
+        for finding in each.findings if not output.as_json else ():
+            if not output.quiet or finding.severity == "blocking":
                 say(f"{finding.severity}: {each.job}: {finding.sentence()}: {finding.consequence}")
                 say(f"hint:  {finding.remedy}")
-    if not outlooks and not (as_json or quiet):
+    if not outlooks and output.is_text:
         say(f"there is nothing to {command}")
-    if as_json:
+    if output.as_json:
         jobs = [
             {
                 "job": each.job,

@@ -12,6 +12,7 @@ from gpucr.cli.job_states import state_fields, state_text
 from gpucr.cli.options import JobTarget, json_option
 from gpucr.cli.output import print_json
 from gpucr.jobs.record import JobState
+from gpucr.supervise.ends import stop_job
 
 
 @click.command("stop")
@@ -34,8 +35,6 @@ def command(*, jobs: tuple[int | str, ...], grace: float, as_json: bool) -> None
     Example:
       gpucr stop train --grace 1m
     """
-    from gpucr.supervise.ends import stop_job
-
     print_ends("stop", [(job, stop_job(job, grace_s=grace)) for job in jobs], as_json=as_json)
 
 

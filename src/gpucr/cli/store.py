@@ -11,6 +11,7 @@ from gpucr.cli.options import complete_folder, json_option
 from gpucr.cli.output import print_json
 from gpucr.cli.suggesting import SuggestingGroup
 from gpucr.errors import InvalidRequest
+from gpucr.operations.stores import init_store, store_keys
 
 
 @click.group("store", cls=SuggestingGroup)
@@ -44,8 +45,6 @@ def init(*, store: str, encrypt: bool, shared_with_group: str | None, key_file: 
       gpucr store init s3://bucket/prefix --encrypt --key-file /root/store.key
       sudo gpucr store init /srv/snapshots --shared-with-group research
     """
-    from gpucr.operations.stores import init_store
-
     if not encrypt and given_key(key_file) is not None:
         raise InvalidRequest("a key was given, and the store would not be encrypted", hint="add --encrypt")
     key = new_key(key_file) if encrypt else None
@@ -82,8 +81,6 @@ def keys(
       gpucr store keys STORE --key-file old.key --add-key-file new.key
       gpucr store keys STORE --key-file new.key --remove 0f3a...
     """  # fmt: skip
-    from gpucr.operations.stores import store_keys
-
     if add_key_file is not None and add_passphrase:
         raise InvalidRequest("one key can be added at a time", hint="omit --add-key-file or --add-passphrase")
     new = read_key_file(add_key_file) if add_key_file is not None else ask_new() if add_passphrase else None

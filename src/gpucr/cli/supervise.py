@@ -7,10 +7,15 @@ from typing import TYPE_CHECKING
 
 import click
 
+from gpucr.borrow.recovery import recover
 from gpucr.cli.options import JobTarget, json_option
 from gpucr.cli.output import print_json, say
 from gpucr.cli.supervision import supervision_options
 from gpucr.cli.units import warn_of_shutdowns
+from gpucr.jobs.registered import find_by_pid_or_name
+from gpucr.supervise import run, start
+from gpucr.supervise.folder import SupervisedFolder
+from gpucr.supervise.start import take_up_jobs
 
 if TYPE_CHECKING:
     from gpucr.supervise.settings import Supervision
@@ -47,10 +52,6 @@ def command(
       gpucr supervise --all
       gpucr supervise train --drain
     """
-    from gpucr.jobs.registered import find_by_pid_or_name
-    from gpucr.supervise import run, start
-    from gpucr.supervise.folder import SupervisedFolder
-
     if (job is None) is not every_job:
         raise click.UsageError("name one job, or give --all")
     if sum((supervision is not None, drain, leave)) > 1 or (every_job and (supervision is not None or foreground)):
@@ -85,9 +86,6 @@ def command(
 
 
 def _take_up_all(*, as_json: bool) -> None:
-    from gpucr.borrow.recovery import recover
-    from gpucr.supervise.start import take_up_jobs
-
     recover(say)  # a job that a killed borrower has not brought back yet must be brought back first
     found = take_up_jobs()
     if as_json:
@@ -105,8 +103,6 @@ def _take_up_all(*, as_json: bool) -> None:
 
 
 def _print_ended(names: Sequence[str], *, as_json: bool) -> None:
-    from gpucr.supervise.folder import SupervisedFolder
-
     ended = [(name, SupervisedFolder(name).state().phase) for name in names]
     if as_json:
         print_json("supervise.ended", {"jobs": [{"name": name, "phase": phase} for name, phase in ended]})

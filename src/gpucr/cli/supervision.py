@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
+from msgspec import structs
 
 from gpucr.cli.durations import Duration
 from gpucr.cli.keys import given_key, key_file_option
@@ -103,8 +104,7 @@ def supervision_options(command: F) -> F:
 
 
 def _supervision(given: dict[str, Any]) -> Supervision:
-    from gpucr.supervise.settings import Supervision
-    from gpucr.supervise.start import require_store
+    from gpucr.supervise import settings, start  # all that supervisors need: other jobs start without it
 
     if "every" not in given or "to" not in given:
         raise click.UsageError("to supervise a job, give --every TIME (or auto) and --to STORE")
@@ -113,7 +113,7 @@ def _supervision(given: dict[str, Any]) -> Supervision:
     key = given_key(key_file and Path(key_file))
     if key is not None and key_file is None:
         raise click.UsageError("a supervisor opens its store by itself after a boot: name a key file with --key-file")
-    settings = Supervision(
+    wanted = settings.Supervision(
         store="",
         every_s=None if every == "auto" else every,
         key_file=None if key_file is None else os.path.abspath(key_file),
@@ -122,12 +122,8 @@ def _supervision(given: dict[str, Any]) -> Supervision:
         heartbeat=os.path.abspath(heartbeat) if (heartbeat := given.pop("heartbeat", None)) is not None else None,
         **{"mtbf_s" if name == "mtbf" else name: value for name, value in given.items()},
     )
-    settings.check()
-    return Supervision(**{**_fields(settings), "store": require_store(place, key)})
-
-
-def _fields(settings: Supervision) -> dict[str, Any]:
-    return {name: getattr(settings, name) for name in settings.__struct_fields__}
+    wanted.check()
+    return structs.replace(wanted, store=start.require_store(place, key))
 
 
 def _words(text: str) -> tuple[str, ...]:

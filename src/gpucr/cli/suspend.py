@@ -7,20 +7,18 @@ import click
 from gpucr.cli.options import (
     complete_named_gpu,
     dry_run_option,
-    force_option,
     gpu_state_option,
     job_argument,
-    json_option,
     only_option,
-    quiet_option,
-    timeout_option,
-    verbose_option,
+    operation_options,
 )
-from gpucr.cli.progress import progress_printer
+from gpucr.cli.output import Output
 from gpucr.cli.reports import print_change
 from gpucr.gpu_state.ways import GpuState
 from gpucr.jobs.selector import JobSelector
-from gpucr.operations.suspend import suspend
+from gpucr.operations.requests import SuspendRequest
+from gpucr.operations.suspend import run_suspend
+from gpucr.undo.operation import Terms
 
 
 @click.command("suspend")
@@ -36,11 +34,7 @@ from gpucr.operations.suspend import suspend
 @dry_run_option
 @gpu_state_option
 @only_option
-@timeout_option
-@force_option
-@json_option
-@quiet_option
-@verbose_option
+@operation_options
 def command(
     *,
     jobs: tuple[int | str | JobSelector, ...],
@@ -49,11 +43,8 @@ def command(
     dry_run: bool,
     gpu_state: GpuState,
     only: bool,
-    timeout_s: float | None,
-    force: bool,
-    as_json: bool,
-    quiet: bool,
-    verbose: bool,
+    terms: Terms,
+    output: Output,
 ) -> None:
     """Move the GPU memory of PID and its whole tree to host memory and release its GPUs.
 
@@ -66,23 +57,15 @@ def command(
       gpucr suspend train eval
       gpucr suspend --gpu 0,1 --dry-run
     """
-    on_progress = progress_printer(quiet=quiet or as_json, verbose=verbose)
     if len(jobs) == 1 and gpus is None and not every_job and not dry_run:
-        report = suspend(
-            jobs[0], gpu_state=gpu_state, only=only, timeout_s=timeout_s, force=force, on_progress=on_progress
-        )
-        print_change("suspend", report, as_json=as_json, quiet=quiet)
+        print_change("suspend", run_suspend(SuspendRequest(jobs[0], gpu_state, only), terms), output)
         return
-    from gpucr.borrow.several import plan_suspend, suspend_jobs  # one job alone needs none of it
-    from gpucr.cli.several import print_outcomes, print_outlooks, require_one_way
+    from gpucr.cli import several  # one job alone needs none of it
 
-    require_one_way(jobs, on_gpus=gpus is not None, every_job=every_job, only=only)
-    chosen = jobs or None
+    several.require_one_way(jobs, on_gpus=gpus is not None, every_job=every_job, only=only)
+    chosen = several.Chosen(jobs or None, gpus)
     if dry_run:
-        outlooks = plan_suspend(chosen, gpus=gpus, gpu_state=gpu_state, only=only, force=force)
-        print_outlooks("suspend", outlooks, as_json=as_json, quiet=quiet, force=force)
-        return
-    outcomes = suspend_jobs(
-        chosen, gpus=gpus, gpu_state=gpu_state, timeout_s=timeout_s, force=force, on_progress=on_progress
-    )
-    print_outcomes("suspend", outcomes, as_json=as_json, quiet=quiet)
+        outlooks = several.plan_of_suspends(chosen, gpu_state, only=only, force=terms.force)
+        several.print_outlooks("suspend", outlooks, output, force=terms.force)
+    else:
+        several.print_outcomes("suspend", several.run_suspends(chosen, gpu_state, terms), output)

@@ -15,6 +15,8 @@ from gpucr.cli.places import open_place
 from gpucr.cli.progress import progress_printer
 from gpucr.cli.reports import print_phases, rehearsal_fields, rehearsal_text, say_warnings, snapshot_text
 from gpucr.errors import SnapshotDamaged, StoreDamaged
+from gpucr.operations.rehearse import rehearse
+from gpucr.operations.stores import verify_snapshots
 from gpucr.quantities import format_bytes
 from gpucr.snapshot.location import is_store
 
@@ -91,8 +93,6 @@ def command(
 
 
 def _rehearse(snapshot: str, key_file: Path | None, timeout_s: float | None, *, as_json: bool, quiet: bool) -> None:
-    from gpucr.operations.rehearse import rehearse
-
     listener = progress_printer(quiet=quiet or as_json)
     report = rehearse(open_place(snapshot, key_file), timeout_s=timeout_s, on_progress=listener)
     if not quiet:
@@ -110,8 +110,6 @@ class _Deeply(NamedTuple):
 
 
 def _verify_store(store: str, deeply: _Deeply | None, *, key_file: Path | None, as_json: bool, quiet: bool) -> None:
-    from gpucr.operations.stores import verify_snapshots
-
     listener = progress_printer(quiet=quiet or as_json)
     deep, how = deeply is not None, deeply._asdict() if deeply is not None else {}
     report = with_key(key_file, lambda key: verify_snapshots(store, deep=deep, key=key, on_progress=listener, **how))

@@ -8,6 +8,7 @@ from gpucr.cli.durations import Limit
 from gpucr.cli.job_states import state_fields, state_text
 from gpucr.cli.options import JobTarget, json_option
 from gpucr.cli.output import print_json, say
+from gpucr.supervise.ends import wait_job
 
 _BY_SIGNAL = 128
 """What shells add to the number of the signal that has ended a command."""
@@ -27,8 +28,6 @@ def command(*, job: int | str, timeout_s: float | None, as_json: bool) -> None:
     Example:
       gpucr wait train && ./publish.sh
     """
-    from gpucr.supervise.ends import wait_job
-
     state = wait_job(job, timeout_s=timeout_s)
     if as_json:
         print_json("wait", {"job": str(job), **state_fields(state)})

@@ -13,14 +13,9 @@ from __future__ import annotations
 import os
 import sys
 
-_AGENT = "gpucr-agent"
-"""The thread of an interposer (`interposer.presence`)."""
-
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from gpucr.driver.libcuda import Libcuda
 
 USAGE = """\
 gpucr's drop-in for NVIDIA's cuda-checkpoint: acts on the CUDA state of one running process.
@@ -65,7 +60,7 @@ class _Failure(Exception):
     """Ends the command with this one line on stderr and exit code 1."""
 
 
-class _Request:
+class Request:
     """What the command line asks for."""
 
     operation = ""
@@ -74,6 +69,7 @@ class _Request:
     uuid_pairs: Sequence[tuple[bytes, bytes]] = ()
 
     def set_operation(self, operation: str) -> None:
+        """Raises _Failure for a second one."""
         if self.operation:
             raise _Failure("Only one operation can be given: " + self.operation + " or " + operation)
         self.operation = operation
@@ -114,26 +110,17 @@ def _run(arguments: Sequence[str]) -> str:
     if not request.operation or pid is None:
         missing = "operation" if not request.operation else "--pid"
         raise _Failure("No " + missing + " given, see cuda-checkpoint --help")
-    cuda = _load()
-    if request.operation == "get-state":
-        return _state_word(_checked(cuda, cuda.process_state(pid), pid)) + "\n"
-    if request.operation == "get-restore-tid":
-        result, thread_id = cuda.restore_thread_id(pid)
-        if result:
-            raise _Failure("Could not find restore thread for process ID " + str(pid))
-        return str(thread_id) + "\n"
-    if request.operation == "toggle":
-        result, what = _toggle(cuda, pid, request), "Error toggling CUDA in"
-    else:
-        result, what = _act(cuda, request.operation, pid, request), "Could not " + request.operation + " on"
-    if result:
-        raise _Failure(f'{what} process ID {pid}: "{cuda.error_text(result)}"')
-    return ""
+    from gpucr.compat import acting  # --help, and a wrong option, start without the binding
+
+    try:
+        return acting.act(request, pid)
+    except acting.ActionFailed as e:
+        raise _Failure(str(e)) from e
 
 
-def _parse(arguments: Sequence[str]) -> _Request | None:
+def _parse(arguments: Sequence[str]) -> Request | None:
     """Read the options as getopt_long does (``--pid 7``, ``--pid=7``, ``-p 7``, ``-p7``); None if help is wanted."""
-    request = _Request()
+    request = Request()
     rest = list(arguments)
     while rest:
         option, equals, value = _split(rest.pop(0))
@@ -163,7 +150,7 @@ def _split(argument: str) -> tuple[str, str, str]:
     return argument, "", ""
 
 
-def _set_value(request: _Request, option: str, value: str) -> None:
+def _set_value(request: Request, option: str, value: str) -> None:
     if option == "--action":
         if value not in ACTIONS:
             raise _Failure("Unknown action " + value + ", it must be one of: " + ", ".join(ACTIONS))
@@ -201,102 +188,3 @@ def _uuid_pairs(text: str) -> Sequence[tuple[bytes, bytes]]:
 
 def _hex_digits(uuid: str) -> str:
     return uuid.removeprefix("GPU-").replace("-", "")
-
-
-def _load() -> Libcuda:
-    from gpucr.driver import libcuda
-
-    try:
-        return libcuda.load()
-    except libcuda.LibraryNotLoaded as e:
-        raise _Failure("Could not load the NVIDIA driver: " + str(e)) from e
-    except libcuda.FunctionsMissing as e:
-        raise _Failure("The NVIDIA driver is too old, 570 or newer is needed: " + str(e)) from e
-
-
-def _checked(cuda: Libcuda, answer: tuple[int, int], pid: int) -> int:
-    result, state = answer
-    if result:
-        raise _Failure(f'Error getting process state for process ID {pid}: "{cuda.error_text(result)}"')
-    return state
-
-
-def _state_word(state: int) -> str:
-    from gpucr.driver.libcuda import STATE_WORDS
-
-    return STATE_WORDS[state] if 0 <= state < len(STATE_WORDS) else "unknown_" + str(state)
-
-
-def _act(cuda: Libcuda, action: str, pid: int, request: _Request) -> int:
-    if action == "lock":
-        return cuda.lock(pid, request.timeout_ms or 0)
-    if action == "checkpoint":
-        return _checkpoint(cuda, pid)
-    if action == "restore":
-        return cuda.restore(pid, request.uuid_pairs)
-    return cuda.unlock(pid)
-
-
-def _toggle(cuda: Libcuda, pid: int, request: _Request) -> int:
-    from gpucr.driver.libcuda import CHECKPOINTED, ILLEGAL_STATE, RUNNING
-
-    result, state = cuda.process_state(pid)
-    if result:
-        return result
-    if state == RUNNING:
-        return _suspend(cuda, pid, request)
-    if state == CHECKPOINTED:
-        return cuda.restore(pid, request.uuid_pairs) or cuda.unlock(pid)
-    return ILLEGAL_STATE
-
-
-def _suspend(cuda: Libcuda, pid: int, request: _Request) -> int:
-    """Lock and checkpoint; a process that cannot be checkpointed is unlocked again, so that it keeps running."""
-    try:
-        result = cuda.lock(pid, request.timeout_ms or 0)
-        if result:
-            return result
-        result = _checkpoint(cuda, pid)
-        if result:
-            cuda.unlock(pid)
-    except KeyboardInterrupt:
-        # Python delivers Ctrl-C once the driver's call has returned, so the process is in a settled state.
-        _back_to_running(cuda, pid)
-        raise
-    return result
-
-
-def _checkpoint(cuda: Libcuda, pid: int) -> int:
-    from gpucr.driver.libcuda import NOT_SUPPORTED
-
-    return NOT_SUPPORTED if _has_imported_memory(pid) else cuda.checkpoint(pid)
-
-
-def _has_imported_memory(pid: int) -> bool:
-    """Whether a job of `gpucr run` has memory that the driver would checkpoint and never restore. Asked elsewhere."""
-    tasks = f"/proc/{pid}/task"
-    try:
-        names = [_read(f"{tasks}/{tid}/comm") for tid in os.listdir(tasks)]
-    except OSError:
-        return False  # the driver says what is wrong with it
-    if _AGENT not in names:
-        return False
-    import subprocess
-
-    question = [sys.executable, "-m", "gpucr.interposer.foreign", str(pid)]
-    return subprocess.run(question, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False).returncode != 0
-
-
-def _read(path: str) -> str:
-    with open(path, encoding="utf-8", errors="replace") as file:
-        return file.read().rstrip("\n")
-
-
-def _back_to_running(cuda: Libcuda, pid: int) -> None:
-    from gpucr.driver.libcuda import CHECKPOINTED, LOCKED
-
-    result, state = cuda.process_state(pid)
-    if result == 0 and state == CHECKPOINTED:
-        result, state = cuda.restore(pid), LOCKED
-    if result == 0 and state == LOCKED:
-        cuda.unlock(pid)

@@ -16,12 +16,13 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from gpucr.containers import meeting
+from gpucr.containers import meeting, plain_files
 from gpucr.errors import GpucrError, InvalidRequest, SnapshotError
 from gpucr.linux import mounts, processes
 from gpucr.model import ProcessId
 from gpucr.quantities import whole_number
 from gpucr.records import Record, Text
+from gpucr.snapshot.gpu_part import GpuPart, claimed
 
 HOOKS = ("pre-dump", "post-dump", "pre-restore", "post-resume")
 """Hooks with work to do; at all others the script does nothing."""
@@ -81,7 +82,6 @@ def _pre_dump(call: HookCall) -> list[str]:
         return []  # the script is configured twice, and the other one has done it
     # What takes long to import, only where it is used: at half of the hooks nothing is done, and CRIU waits for each.
     from gpucr.containers import attendant, dump
-    from gpucr.snapshot.gpu_part import GpuPart, claimed
 
     images = call.images()
     with claimed(images) as claim:
@@ -103,9 +103,6 @@ def _is_kept_by_podman(images: Path) -> bool:
 
 
 def _post_dump(call: HookCall) -> list[str]:
-    from gpucr.containers import plain_files
-    from gpucr.snapshot.gpu_part import GpuPart
-
     images = call.images()
     if not meeting.is_held(call.criu):
         GpuPart(images).finish_without()
@@ -117,9 +114,6 @@ def _post_dump(call: HookCall) -> list[str]:
 
 
 def _pre_restore(call: HookCall) -> list[str]:
-    from gpucr.containers import plain_files, restore
-    from gpucr.snapshot.gpu_part import GpuPart, claimed
-
     images = call.images()
     part = GpuPart(images)
     if not part.is_known:
@@ -128,6 +122,8 @@ def _pre_restore(call: HookCall) -> list[str]:
         part.recover()
         part.require_finished()
         plain_files.gather(images)
+    from gpucr.containers import restore  # as above
+
     if not restore.has_gpu_part(images):
         return []
     findings = restore.check_gpu_part(images)

@@ -11,14 +11,13 @@ import contextlib
 import os
 import select
 import socket
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 from gpucr.containers import meeting
 from gpucr.containers.dump import dump_for_runtime
 from gpucr.errors import BrokenInstall
-from gpucr.linux import own_python
+from gpucr.linux import own_process
 from gpucr.model import ProcessId
 from gpucr.undo.logs import append_to_log
 
@@ -33,18 +32,8 @@ def start(criu: ProcessId, root_pid: int, images: Path, claim: int) -> None:
     """
     try:
         with meeting.listen(criu) as listening:
-            subprocess.Popen(
-                own_python.command(
-                    __name__, listening.fileno(), criu.pid, criu.start_time_ticks, root_pid, claim, os.fspath(images)
-                ),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                pass_fds=[listening.fileno(), claim],
-                start_new_session=True,
-                cwd="/",
-                env=own_python.environment(),
-            )
+            about = (criu.pid, criu.start_time_ticks, root_pid, claim, os.fspath(images))
+            own_process.start(__name__, listening.fileno(), *about, pass_fds=[listening.fileno(), claim])
     except OSError as e:
         raise BrokenInstall(
             f"the process that handles the container's GPU state cannot be started: {e.strerror or e}",

@@ -24,7 +24,7 @@ from gpucr.diagnosis.traps import findings_of_traps
 from gpucr.driver.gpus import gpu_processes
 from gpucr.errors import CriuError, CudaStarted, GpucrError, JobChanged, SnapshotExists
 from gpucr.gang import uses_libcuda
-from gpucr.gpu_state.cuda_work import CudaWork, cuda_work
+from gpucr.gpu_state.cuda_work import CudaWork, Purpose, cuda_work
 from gpucr.gpu_state.held import device_bytes_in_use
 from gpucr.jobs import selection
 from gpucr.jobs.taken import taken_job
@@ -185,7 +185,7 @@ def dump_for_runtime(root_pid: int, images: Path, hooks: RuntimeHooks, *, claim:
         network = opened.enter_context(AfterCriu(taken.found.job, str(images.absolute())))
         run = RuntimeDump(context, hooks, part, network)
         try:
-            running.run(_steps(context, cuda, run), roll=taken.roll, protection=taken.protection)
+            running.run(_steps(context, cuda, run))
         finally:
             context.writer.cancel()
             cuda.close()
@@ -205,7 +205,7 @@ def _prepare(
     expected_bytes = sum(sum(by_gpu.values()) for by_gpu in held.values())
     target = FolderTarget(images / GPU_PART_NAME, with_images=False)
     writer = DeviceWriter(target.sink)
-    cuda = cuda_work(found.driver, found.job, protection, held, writer)
+    cuda = cuda_work(found.driver, found.job, protection, held, writer, Purpose())
     findings = [
         *selection.findings_before_freeze(
             job, preflight.needs_of_dump(held, images, job.pids, target.buffers_bytes, cuda.on_gpu)

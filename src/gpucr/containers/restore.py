@@ -72,7 +72,8 @@ def restore_for_runtime(root_pid: int, images: Path) -> None:
             load = LoadDevice(FolderSource(snapshot), Returns(gang, placement))
             try:
                 adopt = AdoptTree(root_pid, snapshot.manifest, gang, protection)
-                running.run(_steps(adopt, snapshot, load, gang, placement, protection), protection=protection)
+                running.works_on(None, protection)
+                running.run(_steps(adopt, snapshot, load, gang, placement, protection))
             finally:
                 load.close()
     except BaseException:

@@ -124,7 +124,6 @@ class Criu:
         options: RestoreOptions,
         *,
         log_path: Path,
-        leave_stopped: bool = False,
         outputs: Mapping[Path, Path] | None = None,
         inherited: Mapping[str, int] | None = None,
         on_start: OnStart | None = None,
@@ -134,10 +133,9 @@ class Criu:
     ) -> int:
         """Bring the tree in ``images_dir`` back, detached from the caller. Returns the root's pid; the tree runs.
 
-        It is in the cgroups of the caller, or of the ``parent``. With ``leave_stopped`` it is stopped, as by SIGSTOP,
-        before its first instruction. ``outputs``, in a sandbox only: what had a path of the left side open has the file
-        on the right side open instead, at its end. ``inherited``: what has such a path in the images is that
-        descriptor, which CRIU must inherit under its number, from 10 on; the path is not opened.
+        It is in the cgroups of the caller, or of the ``parent``. ``outputs``, in a sandbox only: what had a path of the
+        left side open has the file on the right side open instead, at its end. ``inherited``: what has such a path in
+        the images is that descriptor, which CRIU must inherit under its number, from 10 on; the path is not opened.
 
         ``on_start(criu)``, ``on_notify(hook, pid)``, ``check``: as in `dump`; ``pid`` is the root's once CRIU reports
         it (post-restore and later), before that 0. A restore that fails, is refused by ``on_notify``, or is ended by
@@ -161,8 +159,7 @@ class Criu:
                 deadline,
                 Progress(criu),
                 hook_pid=0,
-                point_of_no_return=None if leave_stopped else "pre-resume",
-                sandbox=self._sandbox,
+                point_of_no_return=None if options.leave_stopped else "pre-resume",
             )
             try:
                 outputs_fds = [
@@ -173,7 +170,7 @@ class Criu:
                     rpc_pb2.InheritFd(key=path.lstrip("/"), fd=fd) for path, fd in (inherited or {}).items()
                 ]
                 request_options: dict[str, object] = {
-                    "leave_stopped": leave_stopped,
+                    "leave_stopped": options.leave_stopped,
                     "inherit_fd": [*outputs_fds, *inherited_fds],
                     # Like a new job, a restored job gets the cgroups of the gpucr that restores it. CRIU would recreate
                     # those of the dump, in which no batch system or service manager knows about it.
@@ -297,7 +294,6 @@ class _Run:
         *,
         hook_pid: int,
         point_of_no_return: str | None,
-        sandbox: PidNamespace | None = None,
     ) -> None:
         self._service = service
         self._phase = phase
@@ -308,7 +304,7 @@ class _Run:
         self._progress = progress
         self.told_pid = hook_pid
         self._point_of_no_return = point_of_no_return
-        self._sandbox = sandbox
+        self._sandbox = service.sandbox
         self._last_hook = ""
         self._committed = False
         self._stop_reason: BaseException | None = None

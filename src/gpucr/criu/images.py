@@ -154,9 +154,13 @@ class RestoreImages:
         self.original = original
         self.folder = original
         self.mark = mark
-        self.made_in_view: Path | None = None
+        self._view: Path | None = None
         """In a rehearsal a folder of its view, for the folders of changed images."""
         self._changed = contextlib.ExitStack()
+
+    def use_view(self, root: Path) -> None:
+        """Changed images are made below a private view's folder."""
+        self._view = root
 
     def change(self, image: FilesImage) -> None:
         """Use this image instead of the snapshot's. Raises Unsupported."""
@@ -165,7 +169,7 @@ class RestoreImages:
     def replace(self, images: Mapping[str, bytes]) -> None:
         """Use these images, by name, instead of the current ones. Raises Unsupported."""
         try:
-            self.folder = self._changed.enter_context(changed_images(self.folder, images, self.mark, self.made_in_view))
+            self.folder = self._changed.enter_context(changed_images(self.folder, images, self.mark, self._view))
         except OSError as e:
             raise Unsupported(
                 f"no folder can be made for a changed image: {e.strerror} ({e.filename})",

@@ -42,13 +42,14 @@ class DumpOptions(Record, frozen=True):
 
 
 class RestoreOptions(Struct, frozen=True):
-    """CRIU's settings for one restore."""
+    """CRIU's settings for one restore. ``leave_stopped``: as by SIGSTOP, before the tree's first instruction."""
 
     shell_job: bool
     tcp_established: bool = True
     file_locks: bool = True
     link_remap: bool = True
     ext_unix_sk: bool = True
+    leave_stopped: bool = False
 
     @classmethod
     def from_dump(cls, dumped: DumpOptions) -> RestoreOptions:

@@ -140,6 +140,7 @@ class CriuService:
         # The kernel makes a socket readable when the peer is closed, but a process that CRIU forked may still hold
         # CRIU's end (a tree being restored does): only the pidfd reliably shows that CRIU has ended.
         try:
+            self.sandbox = sandbox
             if sandbox is None:
                 # CRIU opens the folders through /proc/OUR-PID/fd, so that no path is resolved twice.
                 self.files = Files(images_fd, work_fd)

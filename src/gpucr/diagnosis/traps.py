@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from types import ModuleType
 
 from gpucr.diagnosis import preflight
 from gpucr.driver.api import Driver
@@ -22,20 +23,17 @@ def findings_of_traps(
     """
     if not job.gang:
         return []
-    from gpucr.diagnosis.probe import measurements, measurements_with  # imported late: not needed without CUDA
-
+    probe = _probe()
     with nvml_kept_open():
-        traits, measured = preflight.look(job, uses), measurements(driver)
+        traits, measured = preflight.look(job, uses), probe.measurements(driver)
         missing = preflight.undecided(traits, measured)
         if missing and may_measure and driver is not None:
-            measured = measurements_with(missing, driver)
+            measured = probe.measurements_with(missing, driver)
         return preflight.check_traps(traits, measured, may_share=may_share)
 
 
 def findings_of_targets(uuids: Iterable[str], here: Sequence[Gpu], gpu_map: GpuMap | None) -> list[preflight.Finding]:
     """Why this machine may not bring back any job that had these GPUs."""
-    from gpucr.diagnosis.probe import measurements
-
     try:
         driver = load_driver()
     except DriverUnavailable:
@@ -43,6 +41,12 @@ def findings_of_targets(uuids: Iterable[str], here: Sequence[Gpu], gpu_map: GpuM
     targets = [gpu_map.new_for(uuid) if gpu_map else uuid for uuid in uuids]
     return [
         *preflight.check_driver(driver.capabilities(), gpu_map),
-        *preflight.check_basics(measurements(driver)),
+        *preflight.check_basics(_probe().measurements(driver)),
         *preflight.check_mig_targets(targets, here),
     ]
+
+
+def _probe() -> ModuleType:
+    from gpucr.diagnosis import probe  # jobs without CUDA start without it
+
+    return probe

@@ -114,6 +114,10 @@ class Gang:
             self._require_all_alive("checkpoint")
             raise
 
+    def lift_deadline(self) -> None:
+        """From now on no action is late."""
+        self.deadline = None
+
     def lock(self, check: Callable[[], None] = lambda: None) -> GangLock:
         """RUNNING → LOCKED for every running member; members found LOCKED or CHECKPOINTED are left alone.
 

@@ -14,7 +14,7 @@ from gpucr.gpu_state import kinds
 from gpucr.gpu_state.at_work import AtWork
 from gpucr.gpu_state.backend import Backend
 from gpucr.gpu_state.custom_storage.backend import CustomStorages, files_of
-from gpucr.gpu_state.gang_staging import AllocateStaging, GangStaging
+from gpucr.gpu_state.gang_staging import AboveDriver, AllocateStaging, GangStaging
 from gpucr.gpu_state.interposed.hooks import ProgramHooks, has_hooks
 from gpucr.gpu_state.interposed.interposers import Interposers
 from gpucr.gpu_state.opencl import LetGoOfOpenCl
@@ -130,28 +130,38 @@ class CudaWork(Struct, frozen=True, kw_only=True):
         return freeze, thaw
 
 
+class Purpose(Struct, frozen=True):
+    """What device memory leaves its GPUs for.
+
+    Interposers take what they can: with ``to_host``, to host memory that the processes keep; otherwise our descriptors
+    hold it during the operation. ``gpu_state``, ``save_gently``, ``whole_tree``: as in GangStaging and CheckpointGang.
+    ``moves``: it goes to other GPUs. ``deadline``: the operation's. ``early``: with ``to_host``, fills the host memory
+    while the job runs.
+    """
+
+    deadline: float | None = None
+    save_gently: bool = False
+    gpu_state: GpuState = "auto"
+    to_host: bool = False
+    whole_tree: bool = True
+    moves: bool = False
+    early: Saver | None = None
+
+
 def cuda_work(
     driver: Driver | None,
     job: Job,
     protection: Protection,
     held: Mapping[int, Mapping[str, int]],
     saver: Saver | None,
-    *,
-    deadline: float | None = None,
-    save_gently: bool = False,
-    gpu_state: GpuState = "auto",
-    to_host: bool = False,
-    whole_tree: bool = True,
-    moves: bool = False,
-    early: Saver | None = None,
+    purpose: Purpose,
 ) -> CudaWork:
     """For a job that uses CUDA, by this driver. ``held``: its device memory, per pid and GPU UUID. Changes nothing.
 
-    Interposers take what they can: with ``to_host``, to host memory that the processes keep; otherwise our descriptors
-    hold it during the operation. Without a ``saver`` the CPU threads keep running. ``gpu_state``, ``whole_tree``: as in
-    GangStaging and CheckpointGang. ``moves``: it goes to other GPUs.
-    ``early``: with ``to_host``, fills the host memory while the job runs.
+    Without a ``saver`` the CPU threads keep running.
     """
+    deadline, gpu_state, save_gently = purpose.deadline, purpose.gpu_state, purpose.save_gently
+    to_host, whole_tree, moves, early = purpose.to_host, purpose.whole_tree, purpose.moves, purpose.early
     if driver is None or not job.gang:
         raise ValueError("the job does not use CUDA")
     gang = Gang(driver, job.gang, deadline=deadline)
@@ -185,11 +195,13 @@ def cuda_work(
         writer=saver,
         save_gently=save_gently,
         custom=custom,
-        over=over,
-        why_not=interposers.why_not,
-        after=interposers.share_again,
-        copy_of=interposers.copy_of,
-        give_up_failed=interposers.give_up_failed,
+        above=AboveDriver(
+            over,
+            interposers.why_not,
+            interposers.share_again,
+            interposers.copy_of,
+            interposers.give_up_failed,
+        ),
     )
     gang.rank, gang.bring_back = interposers.rank, custom.bring_back
     gang.before_unlock = lambda: staging.give_back(gang.state)

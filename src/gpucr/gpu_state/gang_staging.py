@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from gpucr.errors import GpucrError
 from gpucr.gpu_state import staging
@@ -58,16 +59,28 @@ StateOf = Callable[[int], "CudaState | None"]
 """A process's current state (None: it has ended)."""
 
 
+class AboveDriver(NamedTuple):
+    """What holds device memory above the driver.
+
+    ``over`` returns a process's backends there, lowest first, and ``why_not`` why it has none although it could;
+    ``after`` is called when all have given back. ``copy_of`` returns what a suspended process keeps of its memory
+    itself. ``give_up_failed``: the processes that have lost their backends.
+    """
+
+    over: Callable[[int], Sequence[Backend]] = lambda pid: ()
+    why_not: Mapping[int, str] = MappingProxyType({})
+    after: Callable[[StateOf], None] = lambda state: None
+    copy_of: Callable[[int], HostCopy | None] = lambda pid: None
+    give_up_failed: Callable[[], Iterable[int]] = tuple
+
+
 class GangStaging:
     """Leads the backends of all processes. See `gpu_state.backend` for the order.
 
     With ``use_files`` the driver's staging is captured (`CapturedStaging`), which needs root; otherwise it is
     `PlainStaging`. ``gpu_state`` is the way that a user insists on. ``custom`` is tried first, for processes whose
-    memory the driver hands over. ``over`` returns a process's backends above that, lowest first, and ``why_not`` why it
-    has none although it could; ``after`` is called when all have given back. ``copy_of`` returns what a suspended
-    process keeps of its memory itself. ``give_up_failed``: the processes that have lost their backends above the
-    driver. ``writer`` saves what they hold as it arrives; with ``save_gently`` it then uses few processors until
-    somebody waits for it.
+    memory the driver hands over, and ``above`` before all of these. ``writer`` saves what they hold as it arrives;
+    with ``save_gently`` it then uses few processors until somebody waits for it.
     """
 
     def __init__(
@@ -78,24 +91,21 @@ class GangStaging:
         writer: Saver | None = None,
         save_gently: bool = False,
         custom: HandedOver | None = None,
-        over: Callable[[int], Sequence[Backend]] = lambda pid: (),
-        why_not: Mapping[int, str] | None = None,
-        after: Callable[[StateOf], None] = lambda state: None,
-        copy_of: Callable[[int], HostCopy | None] = lambda pid: None,
-        give_up_failed: Callable[[], Iterable[int]] = tuple,
+        above: AboveDriver | None = None,
     ) -> None:
+        above = above or AboveDriver()
         self.use_files = use_files
         self._gpu_state = gpu_state
         self._writer = writer
         self._save_gently = save_gently
         self._custom = custom
-        self._over = over
-        self._after = after
-        self._copy_of = copy_of
-        self._give_up_failed = give_up_failed
+        self._over = above.over
+        self._after = above.after
+        self._copy_of = above.copy_of
+        self._give_up_failed = above.give_up_failed
         self._sizes: dict[int, int] = {}
         self.copies: dict[int, HostCopy] = {}
-        self._why_not = why_not if why_not is not None else {}
+        self._why_not = above.why_not
         self._driver: dict[int, PlainStaging] = {}  # level 0, by pid
         self._stacks: dict[int, tuple[Backend, ...]] = {}  # with level 0
         self._saved_bytes: dict[DevicePart, int] = {}  # known to the writer

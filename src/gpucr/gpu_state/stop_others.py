@@ -5,12 +5,20 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Sequence
 
-from gpucr.gang.threads import STOP_TIMEOUT_S
+from gpucr.gang.threads import STOP_TIMEOUT_S, GangThreads
 from gpucr.gpu_state.recovery import GangProtection
+from gpucr.gpu_state.steps import ReleaseThreads
 from gpucr.linux import processes
 from gpucr.model import GangMember, Job, ProcessId
 from gpucr.undo.interrupts import Interrupts
-from gpucr.undo.steps import Meter
+from gpucr.undo.protection import Protection
+from gpucr.undo.steps import Meter, Step
+
+
+def steps_without_cuda(job: Job, protection: Protection) -> tuple[list[Step], list[Step]]:
+    """The step after which a job without CUDA stands still, and the one after which it runs as found."""
+    others = StopOthers(job, tuple, GangProtection(protection))
+    return [others], [ReleaseThreads(GangThreads(), protection, others.stopped)]
 
 
 class StopOthers:

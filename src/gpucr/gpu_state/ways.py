@@ -9,7 +9,7 @@ from gpucr.driver.cuda import load_driver
 from gpucr.errors import DriverUnavailable, InvalidRequest, Unsupported
 from gpucr.gpu_state.backend import CAPTURED, INTERPOSED
 from gpucr.interposer.presence import is_interposed
-from gpucr.linux import processes
+from gpucr.linux import capabilities
 
 CUSTOM = "custom"
 
@@ -21,7 +21,7 @@ def require_possible(gpu_state: str) -> None:
     """Raise InvalidRequest for an unknown way, and Unsupported for one that this user cannot use."""
     if gpu_state not in get_args(GpuState):
         raise InvalidRequest(f"gpu_state is {gpu_state!r}", hint="give one of " + ", ".join(get_args(GpuState)))
-    if gpu_state in (CAPTURED, CUSTOM) and not processes.can_checkpoint_processes():
+    if gpu_state in (CAPTURED, CUSTOM) and not capabilities.can_checkpoint_processes():
         what = "staging cannot be captured" if gpu_state == CAPTURED else "there is no custom storage"
         raise refused(f"{what} without root", "run gpucr as root")
 
@@ -30,7 +30,7 @@ def first_choice(pid: int, driver: Driver) -> GpuState:
     """The way that this running process's device memory would probably go, without asking the process."""
     if is_interposed(pid):
         return "interposed"
-    if not processes.can_checkpoint_processes():
+    if not capabilities.can_checkpoint_processes():
         return "driver"
     return "custom" if driver.capabilities().custom_storage else "captured"
 
@@ -43,7 +43,7 @@ def no_custom_storage() -> str | None:
         return None  # applies to any GPU state
     if not has_it:
         return "this machine's driver has no custom storage, which came with driver 615"
-    return None if processes.can_checkpoint_processes() else "the driver's custom storage is for root alone"
+    return None if capabilities.can_checkpoint_processes() else "the driver's custom storage is for root alone"
 
 
 def may_be_interposed(gpu_state: GpuState) -> bool:
@@ -53,7 +53,7 @@ def may_be_interposed(gpu_state: GpuState) -> bool:
 
 def uses_files(gpu_state: GpuState) -> bool:
     """Whether the driver's staging is captured in files."""
-    return gpu_state != "driver" and processes.can_checkpoint_processes()
+    return gpu_state != "driver" and capabilities.can_checkpoint_processes()
 
 
 def refused(why: str, what_to_do: str) -> Unsupported:

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Literal
 
-from gpucr.linux import processes
+from gpucr.linux import capabilities
 
 ENVIRONMENT_VARIABLE = "GPUCR_HELPER"
 OFF = "off"
@@ -15,7 +15,7 @@ SOCKET = Path("/run/gpucr-helper/socket")
 
 def whose_criu() -> Literal["own", "helper"] | None:
     """The caller's own, where it has root's capabilities; else that of root's helper; None: it can use neither."""
-    if processes.can_checkpoint_processes():
+    if capabilities.can_checkpoint_processes():
         return "own"
     is_root = os.geteuid() == 0  # without these capabilities: the helper serves no root
     return "helper" if not is_root and socket_path() is not None else None

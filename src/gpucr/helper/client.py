@@ -84,7 +84,7 @@ class Keepers(Protocol):
 
 
 class HelperCriu(Criu):
-    """Like `Criu`, for the caller's own processes. ``signed``: the folder of the images that the helper wrote.
+    """Like `Criu`, for the caller's own processes. It restores what it has signed (`use_signed`).
 
     A restore may use modified images, in which file sizes differ or connections are closed.
     """
@@ -95,7 +95,11 @@ class HelperCriu(Criu):
         super().__init__(install, sandbox)
         self._keepers = keepers
         self._sandbox_pid = sandbox.init_pid if sandbox is not None else 0
-        self.signed: Path | None = None
+        self._signed: Path | None = None
+
+    def use_signed(self, folder: Path) -> None:
+        """Where the images are as the helper wrote them; those to restore may have been changed."""
+        self._signed = folder
 
     def dump(
         self,
@@ -127,7 +131,6 @@ class HelperCriu(Criu):
         options: RestoreOptions,
         *,
         log_path: Path,
-        leave_stopped: bool = False,
         outputs: Mapping[Path, Path] | None = None,
         inherited: Mapping[str, int] | None = None,
         on_start: OnStart | None = None,
@@ -139,7 +142,7 @@ class HelperCriu(Criu):
         if (self._keepers is None) != bool(self._sandbox_pid) or inherited:
             raise AssertionError("the helper restores into a sandbox or below a keeper, and has its own way with files")
         root = f"/proc/{self._sandbox_pid}/root" if self._sandbox_pid else ""
-        signed = self.signed or images_dir
+        signed = self._signed or images_dir
         keeper = self._keepers.another() if self._keepers is not None else None
         closed = _closed(FilesImage.read(signed), FilesImage.read(images_dir))
         with (
@@ -150,7 +153,7 @@ class HelperCriu(Criu):
         ):
             if len(closed) > MAX_CLOSED or len(files.fds) > MAX_FILES:
                 raise Unsupported("the job has more connections or files than the helper restores", code=REFUSED)
-            request = Restore(leave_stopped, closed, len(files.fds), self._sandbox_pid)
+            request = Restore(options.leave_stopped, closed, len(files.fds), self._sandbox_pid)
             here = _converse(connection, request, (*fds, *keeper_fds), files.fds)
             if on_start is not None:
                 on_start(ProcessId(here.pid, here.start_time_ticks))

@@ -83,16 +83,15 @@ def find(blocks: Mapping[int, Sequence[Block]]) -> Sharing:
 
 def ask(pids: Iterable[int]) -> Sharing | None:
     """As `find`, of processes that run, for one look at them. None: one of them does not tell."""
-    from gpucr.interposer.client import Agent
-    from gpucr.interposer.protocol import BadAnswer, Refused
+    from gpucr.interposer import client, protocol  # as above
 
     blocks: dict[int, Sequence[Block]] = {}
     try:
         for pid in pids:
-            with Agent(pid, looks=True) as agent:
+            with client.Agent(pid, looks=True) as agent:
                 blocks[pid] = agent.blocks()
         return find(blocks)
-    except (OSError, Refused, BadAnswer):  # ended, busy, or just closed the identifying descriptor
+    except (OSError, protocol.Refused, protocol.BadAnswer):  # ended, busy, or just closed the identifying descriptor
         return None
 
 

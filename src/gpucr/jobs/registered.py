@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from gpucr.errors import GpucrError, InvalidRequest, Unsupported, reason_of
+from gpucr.errors import Busy, GpucrError, InvalidRequest, Unsupported, reason_of
 from gpucr.jobs import others
 from gpucr.jobs.record import JobRecord, Network
 from gpucr.jobs.registry import ListedJob, Registry, Reservation, is_gone, is_replaceable
@@ -56,17 +56,17 @@ def resolve_pid(target: int | str) -> int:
 
     Raises InvalidRequest if no such job runs.
     """
-    pid = target if isinstance(target, int) else whole_number(target)
-    if pid is not None:
+    if isinstance(target, int):
+        return target
+    if (pid := whole_number(target)) is not None:
         return pid
-    assert isinstance(target, str)  # noqa: S101 - it is no number
-    job = others.find_running(target) if others.SEPARATOR in target else find_running(target)
-    assert job.record is not None  # noqa: S101 - a running job has a record
-    return job.record.pid
+    if others.SEPARATOR in target:
+        return others.find_running(target).readable().pid
+    return find_running(target).pid
 
 
-def find_running(name: str) -> ListedJob:
-    """The running registered job of this name. Otherwise raises InvalidRequest with its state."""
+def find_running(name: str) -> JobRecord:
+    """The record of the running registered job of this name. Otherwise raises InvalidRequest with its state."""
     with registry_in_use():
         try:
             job = registry().find(name)
@@ -74,29 +74,24 @@ def find_running(name: str) -> ListedJob:
             if theirs := others.names_elsewhere(name):
                 e.hint = f"another user has one: {' or '.join(theirs)}"
             raise
-    if job.record is None:
-        raise InvalidRequest(
-            f"the record of the job {name} is damaged: {job.state.problem}",
-            hint=f"name its pid instead; `gpucr jobs --forget {name}` removes the record",
-            code="GPUCR-REGISTRY",
-        )
+    record = job.readable()
     if job.state.word == "dumped":
-        gone = job.record.snapshot is None or is_gone(job.record.snapshot)
+        gone = record.snapshot is None or is_gone(record.snapshot)
         raise InvalidRequest(
-            f"the job {name} was dumped to {job.record.snapshot}" + (", which no longer exists" if gone else ""),
+            f"the job {name} was dumped to {record.snapshot}" + (", which no longer exists" if gone else ""),
             hint=f"`gpucr jobs --forget {name}` removes its record"
             if gone
-            else f"`gpucr restore {job.record.snapshot}` brings it back",
+            else f"`gpucr restore {record.snapshot}` brings it back",
             code="GPUCR-JOB-NOT-RUNNING",
         )
     if job.state.word == "elsewhere":
         raise InvalidRequest(
-            f"the job {name} was started on {job.record.host}, maybe in a container",
+            f"the job {name} was started on {record.host}, maybe in a container",
             hint=f"look there; if that is gone, `gpucr jobs --forget {name} --force` removes its record and its log",
             code="GPUCR-JOB-NOT-RUNNING",
         )
     if job.state.word != "running":
-        snapshot = job.record.snapshot
+        snapshot = record.snapshot
         if snapshot is not None and is_gone(snapshot):
             snapshot = None
         back = f"; `gpucr restore {snapshot}` brings back what it was then" if snapshot is not None else ""
@@ -105,23 +100,14 @@ def find_running(name: str) -> ListedJob:
             hint=f"`gpucr logs {name}` shows its last output{back}",
             code="GPUCR-JOB-NOT-RUNNING",
         )
-    return job
+    return record
 
 
 def find_by_pid_or_name(target: int | str) -> ListedJob:
     """The registered job, in any state. Raises InvalidRequest if there is none."""
     pid = target if isinstance(target, int) else whole_number(target)
     if pid is None:
-        assert isinstance(target, str)  # noqa: S101 - it is no number
-        user, separator, name = target.partition(others.SEPARATOR)
-        if separator:
-            raise InvalidRequest(
-                f"{target} is in the registry of {user}, which is that user's alone",
-                hint=f"ask as that user: sudo -H -u {user} gpucr COMMAND {name}",
-                code="GPUCR-NO-JOB",
-            )
-        with registry_in_use():
-            return registry().find(target)
+        return _find_by_name(str(target))
     stat = processes.read_stat(pid)
     record = record_of(ProcessId(pid, stat.start_time_ticks)) if stat is not None else None
     if record is None:
@@ -131,6 +117,18 @@ def find_by_pid_or_name(target: int | str) -> ListedJob:
             code="GPUCR-NO-JOB",
         )
     return registry().find(record.name)
+
+
+def _find_by_name(target: str) -> ListedJob:
+    user, separator, name = target.partition(others.SEPARATOR)
+    if separator:
+        raise InvalidRequest(
+            f"{target} is in the registry of {user}, which is that user's alone",
+            hint=f"ask as that user: sudo -H -u {user} gpucr COMMAND {name}",
+            code="GPUCR-NO-JOB",
+        )
+    with registry_in_use():
+        return registry().find(target)
 
 
 def record_of(root: ProcessId) -> JobRecord | None:
@@ -202,7 +200,7 @@ def restored_name_or_warning(
         else:
             made = opened.enter_context(restored_name(snapshot))
     except (OSError, GpucrError) as e:
-        if name is not None or clone or (isinstance(e, GpucrError) and e.code == "GPUCR-BUSY"):
+        if name is not None or clone or isinstance(e, Busy):
             raise
         return None, (f"the restored job will not be in the registry of jobs: {reason_of(e)}",)
     return made, made.warnings if made is not None else ()

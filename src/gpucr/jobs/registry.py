@@ -21,7 +21,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from gpucr import records
-from gpucr.errors import InvalidRequest, Unsupported
+from gpucr.errors import Busy, InvalidRequest, Unsupported
 from gpucr.jobs.names import check_name, is_name, near_names, numbered_names
 from gpucr.jobs.record import MAX_RECORD_BYTES, JobRecord, JobState, StateWord, decode, state_of
 from gpucr.linux import durable, locks, trusted_paths
@@ -45,6 +45,16 @@ class ListedJob(Struct, frozen=True):
     name: str
     record: JobRecord | None
     state: JobState
+
+    def readable(self) -> JobRecord:
+        """Its record. Raises InvalidRequest if that is damaged."""
+        if self.record is None:
+            raise InvalidRequest(
+                f"the record of the job {self.name} is damaged: {self.state.problem}",
+                hint=f"name its pid instead; `gpucr jobs --forget {self.name}` removes the record",
+                code="GPUCR-REGISTRY",
+            )
+        return self.record
 
 
 def is_replaceable(job: ListedJob) -> bool:
@@ -190,9 +200,9 @@ class Registry:
             with contextlib.ExitStack() as held:
                 try:
                     reservation = held.enter_context(self._reserved(name, log_path, lambda _: False))
-                except (InvalidRequest, Unsupported) as e:
+                except (InvalidRequest, Busy) as e:
                     # Another gpucr took the folder, without a lock yet, for that of a killed one; a third has it now.
-                    if e.code not in ("GPUCR-NAME-TAKEN", "GPUCR-BUSY"):
+                    if isinstance(e, InvalidRequest) and e.code != "GPUCR-NAME-TAKEN":
                         raise
                     continue
                 yield reservation
@@ -299,10 +309,9 @@ class Registry:
                 try:
                     locks.lock(fd, wait_s=deadline - time.monotonic())
                 except BlockingIOError as e:
-                    raise Unsupported(
+                    raise Busy(
                         f"another gpucr is at work on the job {name}",
                         hint="wait until it has finished, then try again",
-                        code="GPUCR-BUSY",
                     ) from e
                 # The previous holder of the lock may have removed the folder: then this lock is stale.
                 with contextlib.suppress(FileNotFoundError):

@@ -11,7 +11,7 @@ from msgspec import Struct
 from gpucr.criu.recovery import EndRestore, EndRestored
 from gpucr.errors import JobChanged, JobDamaged, ProcessNotFound, SnapshotDamaged
 from gpucr.linux import processes
-from gpucr.model import GangMember, ProcessId
+from gpucr.model import CudaState, GangMember, ProcessId
 from gpucr.snapshot.job_snapshot import JobSnapshot
 from gpucr.snapshot.manifest import Manifest, ProcessRecord
 from gpucr.undo.protection import Protection
@@ -65,7 +65,7 @@ def take_stock(root_pids: Sequence[int], manifest: Manifest, gang: Gang | None, 
         if found is not None:
             pids[record.pid] = found.pid
         if gang is not None and record.found_state is not None:
-            gang.add([_member(record, found)])
+            gang.add([_member(record, record.found_state, found)])
     return RestoredTree(restored, pids, tuple(root_pids[1:]))
 
 
@@ -83,15 +83,14 @@ def end_restored(root_pids: Sequence[int], tree: RestoredTree | None) -> None:
         raise JobDamaged("not every restored process could be ended: " + ", ".join(failures), failures=failures)
 
 
-def _member(record: ProcessRecord, restored: ProcessId | None) -> GangMember:
+def _member(record: ProcessRecord, found_state: CudaState, restored: ProcessId | None) -> GangMember:
     if restored is None:
         raise JobChanged(
             f"process {record.pid} ({record.name}) ended while the job was restored",
             pids=[record.pid],
             hint="somebody may have killed it; the other processes have been ended, the snapshot is intact",
         )
-    assert record.found_state is not None  # noqa: S101 - the caller passes CUDA processes only
-    return GangMember(restored, record.found_state)
+    return GangMember(restored, found_state)
 
 
 def restore_threads(snapshot: JobSnapshot, tree: RestoredTree) -> dict[int, int]:

@@ -16,7 +16,7 @@ from gpucr.criu.engine import Criu
 from gpucr.criu.install import CriuInstall
 from gpucr.diagnosis import preflight
 from gpucr.diagnosis.preflight.support import outside as facts
-from gpucr.errors import InvalidRequest, JobDamaged, ProcessNotFound, SnapshotDamaged, Unsupported
+from gpucr.errors import Busy, InvalidRequest, JobDamaged, ProcessNotFound, SnapshotDamaged, Unsupported
 from gpucr.jobs import sandbox
 from gpucr.jobs.recovery import EndSandbox
 from gpucr.jobs.registered import RestoredName
@@ -136,10 +136,9 @@ def _require_first(lineage: str, own: ProcessId) -> None:
     """
     for other in sandbox.copies(lineage, also_awaited=True):
         if other.keeper != own and (other.root is not None or not other.wait_ended(LEFTOVER_LIMIT_S)):
-            raise Unsupported(
+            raise Busy(
                 "another gpucr restores the job of this snapshot, or has just restored it",
                 hint="wait until it has finished; --clone restores one more copy beside it",
-                code="GPUCR-BUSY",
             )
 
 
@@ -235,9 +234,7 @@ class StartSandbox:
         self._protection.protect(EndSandbox(found.keeper))
         shared, helper = found.shared_memory, None
         if self._install.is_helpers:
-            from gpucr.helper.client import HelperCriu
-
-            helper = HelperCriu(self._install, found.pids)
+            helper = _helper_criu()(self._install, found.pids)
         criu = helper or Criu(self._install, found.pids)
         ends = self._ends_with_caller
         self.site.set(RestoreSite(made, criu, True, plan.network, shared, plan.outputs, helper, ends))
@@ -308,12 +305,10 @@ class StartKeeper:
         """Wait until it is ready, and have CRIU started below it."""
         if self._install.is_helpers:
             log_path, status_path = self._paths()
-            from gpucr.helper.client import HelperCriu
-
             helped = self._made = sandbox.helped_keepers(
                 log_path=log_path, status_path=status_path, ends_with_caller=self._ends_with_caller
             )
-            criu = HelperCriu(self._install, keepers=helped)
+            criu = _helper_criu()(self._install, keepers=helped)
             self.site.set(
                 RestoreSite(helped, criu, False, "host", helper=criu, ends_with_caller=self._ends_with_caller)
             )
@@ -404,3 +399,9 @@ def _make_log(path: Path) -> None:
         raise Unsupported(
             f"the job's new log {path} cannot be made: {e.strerror}", hint="check who may write to its folder"
         ) from e
+
+
+def _helper_criu() -> type[HelperCriu]:
+    from gpucr.helper.client import HelperCriu  # root starts without the helper
+
+    return HelperCriu

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Iterable, Iterator, Sequence
 
 from msgspec import Struct
@@ -25,10 +24,6 @@ from gpucr.linux.claims import claimed
 from gpucr.linux.descriptor_limit import Reserve
 from gpucr.linux.terminal import makes_terminals
 from gpucr.model import Job, ProcessInfo
-
-LONGEST_TIMEOUT_S = 1e6
-"""Eleven days. poll(2) takes milliseconds as an int, which overflows at twenty-four."""
-
 
 _DESCRIPTORS_TO_LOOK = 8
 
@@ -60,10 +55,10 @@ class FoundJob(Struct, frozen=True):
             or (not leave_running and any(map(makes_terminals, self.job.pids)))
         )
 
-    def require_cuda(self) -> None:
-        """Raise NotACudaProcess if none of its processes uses CUDA."""
-        if self.job.gang:
-            return
+    def require_cuda(self) -> Driver:
+        """The driver that its CUDA processes need. Raises NotACudaProcess if none uses CUDA."""
+        if self.job.gang and self.driver is not None:
+            return self.driver
         root, count = self.job.root, len(self.job.processes)
         raise NotACudaProcess(
             f"process {root.pid} ({root.name}) does not use CUDA"
@@ -227,18 +222,6 @@ def load_driver_for(tree: Sequence[ProcessInfo]) -> Driver | None:
         if any(gang.uses_libcuda(process.pid) for process in tree):
             raise
         return None
-
-
-def deadline_after(timeout_s: float | None) -> float | None:
-    """The time.monotonic() value at which ``timeout_s`` seconds from now are over."""
-    if timeout_s is None:
-        return None
-    if not 0 < timeout_s <= LONGEST_TIMEOUT_S:
-        raise InvalidRequest(
-            f"a timeout of {timeout_s} s cannot be met",
-            hint=f"give a number of seconds above 0 and up to {LONGEST_TIMEOUT_S:.0f}, or none at all",
-        )
-    return time.monotonic() + timeout_s
 
 
 def findings_for_criu(

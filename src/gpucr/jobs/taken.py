@@ -30,20 +30,13 @@ class TakenJob(Struct, frozen=True, kw_only=True):
 
 
 @contextlib.contextmanager
-def taken_job(
-    running: Operation,
-    pid: int | str | JobSelector,
-    each: int,
-    *,
-    only: bool = False,
-    force: bool = False,
-) -> Iterator[TakenJob]:
-    """Take the job for this operation during the block. ``each``: TO_CHANGE or TO_MOVE.
+def taken_job(running: Operation, pid: int | str | JobSelector, each: int, *, only: bool = False) -> Iterator[TakenJob]:
+    """Take the job for this operation, which works on it during the block. ``each``: TO_CHANGE or TO_MOVE.
 
     Raises as `selection.claimed_job`.
     """
     with contextlib.ExitStack() as opened:
-        found = opened.enter_context(selection.claimed_job(pid, only=only, force=force))
+        found = opened.enter_context(selection.claimed_job(pid, only=only, force=running.force))
         roll = opened.enter_context(Roll(found.job))
         running.require_descriptors(len(found.job.processes), len(found.job.gang), each)
         protection = opened.enter_context(Protection(found.claims, found.job.processes))
@@ -52,4 +45,5 @@ def taken_job(
 
             opened.enter_context(tracing.open_to_us(found.job.gang, protection))
             opened.enter_context(nvml_kept_open())
+        running.works_on(roll, protection)
         yield TakenJob(found=found, roll=roll, protection=protection)

@@ -21,6 +21,10 @@ _NAMES = [  # indexed by number: include/uapi/linux/capability.h
 ]  # fmt: skip
 
 
+FOR_CRIU = ("SYS_ADMIN", "SYS_PTRACE")
+"""With these CRIU can dump and restore any process."""
+
+
 class Capabilities(Struct, frozen=True):
     """The sets of one process as bit masks, whether it is root, and whether execve may give it more (no_new_privs)."""
 
@@ -36,6 +40,10 @@ class Capabilities(Struct, frozen=True):
         """Whether this capability (``SYS_ADMIN``) is in effect."""
         return bool(self.effective >> _NAMES.index(name) & 1)
 
+    def has_all(self, *names: str) -> bool:
+        """Whether all of these are in effect."""
+        return all(map(self.has, names))
+
     def after_exec(self) -> int:
         """What a plain program that this process starts gets ("Transformation of capabilities during execve()").
 
@@ -50,6 +58,21 @@ class Capabilities(Struct, frozen=True):
 def own() -> Capabilities:
     """The caller's sets."""
     return in_status(proc_text.status_fields(STATUS))
+
+
+def can_checkpoint_processes() -> bool:
+    """Whether the caller has the capabilities with which CRIU can dump and restore any process."""
+    return own().has_all(*FOR_CRIU)
+
+
+def can_repair_sockets() -> bool:
+    """Whether the caller has the capabilities for other processes' sockets (tcp_repair.py)."""
+    return own().has_all("NET_ADMIN", "SYS_PTRACE")
+
+
+def can_set_clocks() -> bool:
+    """Whether the caller may set the clocks of a new time namespace."""
+    return own().has("SYS_TIME")
 
 
 def in_status(fields: Mapping[str, str]) -> Capabilities:

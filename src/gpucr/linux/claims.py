@@ -14,7 +14,7 @@ import os
 import struct
 from collections.abc import Iterable, Iterator, Set
 
-from gpucr.errors import ProcessNotFound, Unsupported
+from gpucr.errors import Busy, ProcessNotFound
 from gpucr.linux import locks, proc_text, processes
 from gpucr.linux.processes import PROC
 from gpucr.model import ProcessInfo
@@ -68,10 +68,9 @@ def claimed_pids(pids: Iterable[int]) -> Iterator[None]:
     try:
         for pid in sorted(set(pids)):
             if not _lock_number(fd, _RESTORED + pid):
-                raise Unsupported(
+                raise Busy(
                     f"another gpucr is restoring a job with process {pid}",
                     hint="wait until it has finished; `gpucr restore --clone` makes a copy beside it",
-                    code="GPUCR-BUSY",
                 )
         yield
     finally:
@@ -139,12 +138,11 @@ def _lock_number(fd: int, number: int) -> bool:
     return False
 
 
-def _busy(pid: int, holder: ProcessInfo | None) -> Unsupported:
+def _busy(pid: int, holder: ProcessInfo | None) -> Busy:
     holder_text = f": process {holder.pid} ({holder.name}) of uid {holder.uid}" if holder is not None else ""
-    return Unsupported(
+    return Busy(
         f"another gpucr is at work on process {pid}{holder_text}",
         hint="wait until it has finished, then try again",
-        code="GPUCR-BUSY",
     )
 
 

@@ -13,7 +13,7 @@ import struct
 import time
 from collections.abc import Iterable
 
-from gpucr.linux import processes
+from gpucr.linux import capabilities, processes
 from gpucr.linux.processes import PROC
 from gpucr.model import ProcessId
 
@@ -51,7 +51,7 @@ def wait_status(process: ProcessId, pidfd: int | None) -> int | None:
 
 def _status_of_zombie(pid: int) -> int | None:
     """Needs ptrace access: the kernel shows 0 to everybody else."""
-    if not processes.can_checkpoint_processes():
+    if not capabilities.can_checkpoint_processes():
         return None
     try:
         fields = (PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()

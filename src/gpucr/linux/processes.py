@@ -27,7 +27,6 @@ PF_EXITING, _PF_DUMPCORE, _PF_KTHREAD = 0x00000004, 0x00000200, 0x00200000  # in
 _INITIAL_PID_NAMESPACE = 0xEFFFFFFC  # PROC_PID_INIT_INO of include/linux/proc_ns.h
 _MAX_STAT_BYTES = 4096  # 52 numbers and a name: at most 1.2 KiB
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-_CAP_NET_ADMIN, _CAP_SYS_PTRACE, _CAP_SYS_ADMIN, _CAP_SYS_TIME = 12, 19, 21, 25  # include/uapi/linux/capability.h
 
 
 class Stat(Struct, frozen=True):
@@ -414,24 +413,12 @@ def thread_with_innermost_id(pid: int, innermost_id: int) -> int | None:
     return None
 
 
-def can_checkpoint_processes() -> bool:
-    """Whether the caller has the capabilities with which CRIU can dump and restore any process."""
-    return _has_capabilities(_CAP_SYS_PTRACE, _CAP_SYS_ADMIN)
-
-
-def can_repair_sockets() -> bool:
-    """Whether this process has the capabilities for other processes' sockets (tcp_repair.py)."""
-    return _has_capabilities(_CAP_NET_ADMIN, _CAP_SYS_PTRACE)
-
-
-def can_set_clocks() -> bool:
-    """Whether the caller may set the clocks of a new time namespace (CAP_SYS_TIME)."""
-    return _has_capabilities(_CAP_SYS_TIME)
-
-
-def _has_capabilities(*wanted: int) -> bool:
-    effective = int(_status_fields(os.getpid())["CapEff"], 16)
-    return all(effective >> capability & 1 for capability in wanted)
+def this_process() -> ProcessId:
+    """The identity of the caller. Raises ProcessNotFound where /proc does not show it."""
+    stat = read_stat(os.getpid())
+    if stat is None:
+        raise ProcessNotFound(f"{PROC} does not show this process", pid=os.getpid(), hint="mount /proc")
+    return ProcessId(os.getpid(), stat.start_time_ticks)
 
 
 def wait_for_stop(pids: Iterable[int], timeout_s: float) -> None:

@@ -9,7 +9,7 @@ import ctypes
 import errno
 import struct
 
-from gpucr.linux import libc, proc_text
+from gpucr.linux import capabilities, libc
 
 _IO_URING_SETUP, _IO_URING_REGISTER = 425, 427  # io_uring_enter is between them: uapi/asm-generic/unistd.h
 _X32_BIT = 0x40000000  # set in the numbers of x32 calls, uapi/asm/unistd.h
@@ -19,7 +19,6 @@ _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 22, 2  # uapi/linux/prctl.h, uapi/linux/
 _RET_ALLOW, _RET_ERRNO = 0x7FFF0000, 0x00050000
 _LOAD_WORD, _JUMP_IF_EQUAL, _JUMP_IF_AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06  # uapi/linux/bpf_common.h
 _NUMBER_OFFSET, _ARCHITECTURE_OFFSET = 0, 4  # struct seccomp_data
-_CAP_SYS_ADMIN = 21  # uapi/linux/capability.h
 
 _prctl = libc.function("prctl", ctypes.c_int, *[ctypes.c_ulong] * 4)
 
@@ -36,8 +35,8 @@ def can_refuse_io_uring() -> bool:
     The kernel requires one of them, so that a filter cannot mislead a setuid program. Setting no_new_privs is not an
     option: setuid programs (sudo, ping) would no longer work in the job.
     """
-    fields = proc_text.status_fields("/proc/self/status")
-    return bool(int(fields["CapEff"], 16) >> _CAP_SYS_ADMIN & 1) or fields["NoNewPrivs"] == "1"
+    own = capabilities.own()
+    return own.has("SYS_ADMIN") or own.no_new_privs
 
 
 def refuse_io_uring() -> None:

@@ -12,7 +12,7 @@ import os
 import socket
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
-from gpucr.linux import processes
+from gpucr.linux import capabilities, processes
 from gpucr.linux.pidfds import copied_descriptor
 from gpucr.linux.processes import open_files
 from gpucr.model import ProcessId
@@ -24,7 +24,7 @@ _SOCKET = "socket:["
 
 def is_possible() -> bool:
     """Whether the caller has the capabilities, and the kernel the system call (pidfd_getfd, Linux 5.6)."""
-    if not processes.can_repair_sockets():
+    if not capabilities.can_repair_sockets():
         return False
     try:
         with socket.socket() as own:

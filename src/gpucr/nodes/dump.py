@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TypeVar
 
 from msgspec import structs
@@ -22,12 +23,13 @@ from gpucr.jobs import selection
 from gpucr.jobs.selector import JobSelector
 from gpucr.nodes.guest import Guest
 from gpucr.nodes.host import Host
-from gpucr.nodes.parts import TIMEOUT_S, PartReport, left_s, meeting_for, require_limit
+from gpucr.nodes.parts import TIMEOUT_S, PartReport, meeting_for, required_limit
 from gpucr.nodes.rendezvous import Rendezvous
-from gpucr.operations.dump import DumpReport
-from gpucr.operations.freeze import forget_saved, freeze, save_frozen
+from gpucr.operations.dump import DumpReport, target_of
+from gpucr.operations.freeze import forget_saved, run_freeze, save_frozen
+from gpucr.operations.requests import DumpRequest, FreezeRequest
 from gpucr.snapshot.in_store import SnapshotInStore
-from gpucr.snapshot.location import Compress, InStore, Place, find_target
+from gpucr.snapshot.location import Compress, InStore, Place, in_store
 from gpucr.store import sets, snapshots
 from gpucr.store.keys import Secret
 from gpucr.store.sets import StoredSet
@@ -35,7 +37,7 @@ from gpucr.store.stored_snapshot import SetPart
 from gpucr.undo.cancellation import Cancellation
 from gpucr.undo.events import OnProgress
 from gpucr.undo.interrupts import Interrupts, not_over_yet
-from gpucr.undo.operation import all_or_nothing
+from gpucr.undo.operation import Terms, all_or_nothing
 
 Answer = TypeVar("Answer")
 
@@ -75,28 +77,29 @@ def dump_part(
     and `gpucr.dump` (the job is as it was found); StoreError if it is unknown whether the set is complete (the job
     runs); JobDamaged.
     """
-    place = find_target(to, compress=compress, encrypt=encrypt, trust_store=trust_store, key=key)
+    request = DumpRequest(
+        pid, to, leave_running, "sync", "close", False, gpu_state, compress, encrypt, trust_store, key=key
+    )
+    return run_dump_part(request, rendezvous, Terms(timeout_s, force, on_progress, cancel))
+
+
+def run_dump_part(request: DumpRequest, rendezvous: Rendezvous, terms: Terms) -> PartReport:
+    """See `dump_part`."""
+    place, leave_running, cancel = target_of(request), request.leave_running, terms.cancel
     if not isinstance(place, InStore) or place.name is None:
         raise InvalidRequest(
-            f"{to} does not name a set", hint="name a store that all nodes reach, and a name in it: STORE#NAME"
+            f"{request.to} does not name a set", hint="name a store that all nodes reach, and a name in it: STORE#NAME"
         )
     snapshots.check_name(place.name)
-    require_limit(timeout_s)
+    timeout_s = required_limit(terms)
     action = "dump and keep running" if leave_running else "dump and end"
-    with all_or_nothing("dump-part", pid, cancel, state="the job is as it was found") as interrupts:
+    with all_or_nothing("dump-part", request.job, cancel, state="the job is as it was found") as interrupts:
         with meeting_for(rendezvous, action, place.store, place.name, cancel) as meeting:
             try:
                 part = SetPart(meeting.arrive(sets.new_id), rendezvous.node, rendezvous.node_count)
                 begin = time.monotonic()
                 dump = _Dump(meeting, structs.replace(place, part=part), part, interrupts)
-                report = dump.run(
-                    pid,
-                    begin + timeout_s,
-                    leave_running=leave_running,
-                    gpu_state=gpu_state,
-                    force=force,
-                    on_progress=on_progress,
-                )
+                report = dump.run(request, begin + timeout_s, replace(terms, cancel=meeting.cancellation))
             except Interrupted:
                 if meeting.error is not None:  # the reason why it was cancelled
                     raise meeting.error from None
@@ -114,47 +117,25 @@ class _Dump:
         self._may_count = False
         """Whether the saved snapshot may be part of a complete set."""
 
-    def run(
-        self,
-        pid: int | str | JobSelector,
-        deadline: float,
-        *,
-        leave_running: bool,
-        gpu_state: GpuState,
-        force: bool,
-        on_progress: OnProgress | None,
-    ) -> DumpReport:
-        meeting = self._meeting
-        found = selection.find_job(pid, force=force)
+    def run(self, request: DumpRequest, deadline: float, terms: Terms) -> DumpReport:
+        meeting, force = self._meeting, terms.force
+        found = selection.find_job(request.job, force=force)
         for_criu = selection.findings_for_criu(found)  # before the freeze: the save would refuse it with all stopped
         preflight.require_no_blocking([*preflight.check_between_nodes(found.job), *for_criu], force=force)
         not_over_yet()
-        frozen = freeze(
-            pid,
-            gpu_state=gpu_state,
-            timeout_s=min(left_s(deadline), _FREEZE_S),
-            force=force,
-            on_progress=on_progress,
-            cancel=meeting.cancellation,
+        frozen = run_freeze(
+            FreezeRequest(request.job, request.gpu_state), terms.within(min(deadline, time.monotonic() + _FREEZE_S))
         )
         try:
             with frozen:
                 not_over_yet()
                 meeting.together("frozen", deadline)
-                report = save_frozen(
-                    frozen,
-                    self._place,
-                    timeout_s=left_s(deadline),
-                    force=force,
-                    on_progress=on_progress,
-                    cancel=meeting.cancellation,
-                )
-                assert isinstance(report.snapshot, SnapshotInStore)  # noqa: S101 - it was saved to a store
-                self._saved = report.snapshot
+                report = save_frozen(frozen, self._place, terms.within(deadline))
+                self._saved = in_store(report.snapshot)
                 not_over_yet()
                 self._settle(self._saved.stored.id, deadline)
-                if leave_running:
-                    frozen.thaw(on_progress=on_progress)
+                if request.leave_running:
+                    frozen.thaw(on_progress=terms.on_progress)
                 else:
                     frozen.end()
         except BaseException:

@@ -42,13 +42,15 @@ class Guest(Meeting):
         threading.Thread(target=self._listen, args=(channel,), name="nodes-host", daemon=True).start()
         # Node 0 gives up too, a little later; it knows who is missing.
         self._wait(lambda: self._welcome is not None, deadline + _ATTEMPT_S, self._not_welcomed)
-        assert self._welcome is not None  # noqa: S101 - the awaited message
+        if self._welcome is None:
+            raise self._not_welcomed()
         return self._welcome.set_id
 
     def say(self, step: Step, value: str = "") -> None:
         """Tell node 0 that this node has reached the step, with its result. Raises NodeFailed."""
-        assert self._channel is not None  # noqa: S101 - it has arrived
         try:
+            if self._channel is None:
+                raise OSError("it has not arrived")
             self._channel.send(Here(step, value))
         except OSError as e:
             raise self.error or lost(0) from e

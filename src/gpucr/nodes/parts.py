@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 
 from gpucr.errors import InvalidRequest
@@ -15,6 +14,7 @@ from gpucr.operations.restore import RestoreReport
 from gpucr.store.opened import Store
 from gpucr.store.stored_snapshot import SetPart
 from gpucr.undo.cancellation import Cancellation
+from gpucr.undo.operation import Terms
 from gpucr.version import __version__
 
 TIMEOUT_S = 600.0
@@ -43,12 +43,9 @@ def meeting_for(
     return Host(rendezvous, hello, cancel) if rendezvous.node == 0 else Guest(rendezvous, hello, cancel)
 
 
-def require_limit(timeout_s: float) -> None:
-    """Raises InvalidRequest for an invalid time limit."""
+def required_limit(terms: Terms) -> float:
+    """The time limit in seconds. Raises InvalidRequest for an invalid one."""
+    timeout_s = TIMEOUT_S if terms.timeout_s is None else terms.timeout_s
     if not timeout_s > 0:
         raise InvalidRequest(f"the time limit of {timeout_s:g} s is not positive", hint="give seconds above zero")
-
-
-def left_s(deadline: float) -> float:
-    """The time left until then; at least a moment, so that the operation itself reports being too late."""
-    return max(0.001, deadline - time.monotonic())
+    return timeout_s

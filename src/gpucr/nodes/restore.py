@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 from gpucr.diagnosis.preflight.surroundings import FilesMode
 from gpucr.errors import Interrupted, InvalidRequest, StoreError
+from gpucr.gpu_state.gpu_choice import GpuRequest
 from gpucr.model import GpuMap
-from gpucr.nodes.parts import TIMEOUT_S, PartReport, left_s, meeting_for, require_limit
+from gpucr.nodes.parts import TIMEOUT_S, PartReport, meeting_for, required_limit
 from gpucr.nodes.rendezvous import Rendezvous
-from gpucr.operations.restore import restore
+from gpucr.operations.requests import RestoreRequest
+from gpucr.operations.restore import run_restore
 from gpucr.snapshot.in_store import SnapshotInStore, snapshot_url
 from gpucr.snapshot.location import Place, open_store_for_jobs, place_of_store
 from gpucr.store import snapshots
 from gpucr.store.keys import Secret
 from gpucr.store.opened import Store
-from gpucr.store.stored_snapshot import StoredSnapshot
+from gpucr.store.stored_snapshot import SetPart, StoredSnapshot
 from gpucr.undo.cancellation import Cancellation
 from gpucr.undo.events import OnProgress
 from gpucr.undo.interrupts import not_over_yet
-from gpucr.undo.operation import all_or_nothing
+from gpucr.undo.operation import Terms, all_or_nothing
 
 
 def restore_part(
@@ -45,40 +48,41 @@ def restore_part(
     Raises NodeFailed (another node did, or cannot be reached), DeadlineExceeded, Interrupted, and as `gpucr.restore`
     (nothing of the job is left); JobDamaged.
     """
+    request = RestoreRequest(place, GpuRequest.of(gpu_map, gpu), files, isolate=isolate, name=name)
+    return run_restore_part(place, request, rendezvous, Terms(timeout_s, force, on_progress, cancel), key)
+
+
+def run_restore_part(
+    place: Place, request: RestoreRequest, rendezvous: Rendezvous, terms: Terms, key: Secret | None = None
+) -> PartReport:
+    """See `restore_part`. Whichever snapshot is this node's part takes that of the request."""
     location = place_of_store(place)
     if location.snapshot is None:
         raise InvalidRequest(f"{place} names no set", hint=f"name one: {place}#NAME (gpucr ls {place})")
-    wanted = location.snapshot
+    wanted, cancel = location.snapshot, terms.cancel
     store = open_store_for_jobs(place, key)
-    require_limit(timeout_s)
+    timeout_s = required_limit(terms)
     with all_or_nothing("restore-part", place, cancel, state="nothing of the job is left here"):
         with meeting_for(rendezvous, "restore", store, wanted, cancel) as meeting:
             try:
                 set_id = meeting.arrive(lambda: _set_id(store, wanted, rendezvous.node_count))
                 begin = time.monotonic()
                 deadline = begin + timeout_s
-                stored = _part_of(store, set_id, rendezvous.node)
+                stored, part = _part_of(store, set_id, rendezvous.node)
                 not_over_yet()
 
-                report = restore(
-                    SnapshotInStore.of(store, stored),
-                    gpu_map=gpu_map,
-                    gpu=gpu,
-                    files=files,
-                    isolate=isolate,
-                    name=name,
-                    timeout_s=left_s(deadline),
-                    force=force,
+                of_this_node = replace(
+                    request,
+                    snapshot=SnapshotInStore.of(store, stored),
                     before_it_runs=lambda: meeting.together("ready", deadline),
-                    on_progress=on_progress,
-                    cancel=meeting.cancellation,
                 )
+                here = replace(terms, cancel=meeting.cancellation)
+                report = run_restore(of_this_node, here.within(deadline))
             except Interrupted:
                 if meeting.error is not None:  # the reason for which it was cancelled here
                     raise meeting.error from None
                 raise
-        assert stored.part is not None  # noqa: S101 - found as a set
-        return PartReport(stored.part, stored.name or "", report, time.monotonic() - begin)
+        return PartReport(part, stored.name or "", report, time.monotonic() - begin)
 
 
 def _set_id(store: Store, wanted: str, node_count: int) -> str:
@@ -98,10 +102,11 @@ def _set_id(store: Store, wanted: str, node_count: int) -> str:
     return part.set_id
 
 
-def _part_of(store: Store, set_id: str, node: int) -> StoredSnapshot:
+def _part_of(store: Store, set_id: str, node: int) -> tuple[StoredSnapshot, SetPart]:
     listing = snapshots.list_all(store)
     made = listing.sets.get(set_id)
-    found = [each for each in listing.snapshots if made is not None and each.id == made.snapshot_ids[node]]
+    wanted = made.snapshot_ids[node] if made is not None else ""
+    found = [(each, each.part) for each in listing.snapshots if each.part is not None and each.id == wanted]
     if not found:
         raise StoreError(
             f"the store {store.backend.url} does not have the part of node {node} in the set {set_id}",

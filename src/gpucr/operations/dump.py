@@ -42,7 +42,7 @@ from gpucr.snapshot.manifest import OverruledFinding
 from gpucr.store import CHECK_KNOWN_S
 from gpucr.undo.cancellation import Cancellation
 from gpucr.undo.events import OnProgress
-from gpucr.undo.operation import TO_MOVE, Operation, operation
+from gpucr.undo.operation import AS_USUAL, TO_MOVE, Operation, Terms, deadline_after, operation
 from gpucr.undo.protection import Protection
 from gpucr.undo.roll import Roll
 from gpucr.undo.steps import Phase, Step
@@ -161,24 +161,24 @@ def dump(
     undone);
     JobDamaged (not undone).
     """  # fmt: skip
-    with operation("dump", pid, on_progress=on_progress, cancel=cancel) as running:
-        request = DumpRequest(
-            leave_running=leave_running, persist=persist, tcp=tcp, only=only, gpu_state=gpu_state, pace=pace
-        )
-        require_possible(gpu_state)
-        deadline = selection.deadline_after(timeout_s)
-        place = find_target(
-            to, compress=compress, encrypt=encrypt, trust_store=trust_store, key=key, check_known_s=check_known_s
-        )
-        attempts = _Attempts(deadline)
-        rehearsal = _rehearsal(deadline, on_progress, cancel) if rehearse else None
+    request = DumpRequest(
+        pid, to, leave_running, persist, tcp, only, gpu_state, compress, encrypt, trust_store, rehearse, key,
+        pace, check_known_s,
+    )  # fmt: skip
+    return run_dump(request, Terms(timeout_s, force, on_progress, cancel))
+
+
+def run_dump(request: DumpRequest, terms: Terms = AS_USUAL) -> DumpReport:
+    """See `dump`."""
+    with operation("dump", request.job, terms) as running:
+        require_possible(request.gpu_state)
+        place = target_of(request)
+        attempts = _Attempts(running.deadline)
         while True:
             running.interrupts.raise_at_once()
-            with taken_job(running, pid, TO_MOVE, force=force) as taken:
-                prepared = prepare(
-                    taken.found, place, taken.protection, request, deadline=deadline, rehearsal=rehearsal
-                )
-                preflight.require_no_blocking(prepared.findings, force=force)
+            with taken_job(running, request.job, TO_MOVE) as taken:
+                prepared = prepare(taken.found, place, taken.protection, request, terms.within(running.deadline))
+                preflight.require_no_blocking(prepared.findings, force=running.force)
                 try:
                     return run_prepared(prepared, running, taken.roll)
                 except GpucrError as error:
@@ -205,19 +205,34 @@ def plan_dump(
 ) -> Plan:
     """What `dump` would do with the same arguments. Changes nothing; raises like `dump` before its first step."""
     request = DumpRequest(
-        leave_running=leave_running, persist=persist, tcp=tcp, only=only, gpu_state=gpu_state, pace=pace
-    )
-    require_possible(gpu_state)
-    place = find_target(
-        to, compress=compress, encrypt=encrypt, trust_store=trust_store, key=key, check_known_s=check_known_s
-    )
-    with selection.claimed_job(pid, force=force) as found:
-        rehearsal = _rehearsal(None, None, None) if rehearse else None
-        prepared = prepare(found, place, Protection(), request, deadline=None, rehearsal=rehearsal)
+        pid, to, leave_running, persist, tcp, only, gpu_state, compress, encrypt, trust_store, rehearse, key,
+        pace, check_known_s,
+    )  # fmt: skip
+    return plan_of_dump(request, force=force)
+
+
+def plan_of_dump(request: DumpRequest, *, force: bool = False) -> Plan:
+    """See `plan_dump`."""
+    require_possible(request.gpu_state)
+    place = target_of(request)
+    with selection.claimed_job(request.job, force=force) as found:
+        prepared = prepare(found, place, Protection(), request, AS_USUAL)
         plan = Plan.of(prepared.context.job.root.pid, prepared.steps, prepared.findings)
         if prepared.context.cuda is not None:
             prepared.context.cuda.close()
     return plan
+
+
+def target_of(request: DumpRequest) -> TargetPlace:
+    """Where the snapshot goes. Raises as `find_target`."""
+    return find_target(
+        request.to,
+        compress=request.compress,
+        encrypt=request.encrypt,
+        trust_store=request.trust_store,
+        key=request.key,
+        check_known_s=request.check_known_s,
+    )
 
 
 @dataclass(frozen=True)
@@ -243,12 +258,11 @@ def prepare(
     place: TargetPlace,
     protection: Protection,
     request: DumpRequest,
-    *,
-    deadline: float | None,
+    terms: Terms,
     frozen: FrozenParts | None = None,
-    rehearsal: Rehearsal | None = None,
 ) -> Prepared:
     """Inspect the job, and prepare what a dump needs. Changes nothing. ``frozen``: the job is, and stays so."""
+    deadline = deadline_after(terms.timeout_s)
     is_frozen, leave_running, gpu_state = frozen is not None, request.leave_running, request.gpu_state
     job = found.job
     found.require_without_us()
@@ -275,7 +289,7 @@ def prepare(
     writer = DeviceWriter(target.sink, share=request.pace or 1)
     cuda = frozen_cuda
     if job.gang and not is_frozen:
-        from gpucr.gpu_state.cuda_work import cuda_work  # jobs without CUDA start without it
+        from gpucr.gpu_state.cuda_work import Purpose, cuda_work  # jobs without CUDA start without it
 
         gently = leave_running and request.persist == "background"
         cuda = cuda_work(
@@ -284,9 +298,7 @@ def prepare(
             protection,
             held,
             writer,
-            deadline=deadline,
-            save_gently=gently,
-            gpu_state=gpu_state,
+            Purpose(deadline=deadline, save_gently=gently, gpu_state=gpu_state),
         )
 
     def needs() -> list[preflight.MemoryNeed]:
@@ -311,7 +323,7 @@ def prepare(
         leave_running=leave_running or stands_still,
         other_root_pids=job.other_root_pids,
     )
-    if rehearsal is not None:
+    if request.rehearse:
         require_possible_rehearsal(shell_job=options.shell_job)
     note = registered.DumpNote(job)
     context = OwnDump(
@@ -330,20 +342,16 @@ def prepare(
         sandbox=found.sandbox,
         note=note,
         overruled=tuple(OverruledFinding(f.sentence(), f.consequence) for f in findings if f.severity == "blocking"),
-        rehearsal=rehearsal,
+        rehearsal=_rehearsal(terms, deadline) if request.rehearse else None,
     )
     steps, commit = _steps(context, request, is_frozen=is_frozen)
     return Prepared(context, tuple(steps), findings, commit)
 
 
-def _rehearsal(deadline: float | None, on_progress: OnProgress | None, cancel: Cancellation | None) -> Rehearsal:
-    from gpucr.operations.rehearse import rehearse  # other dumps start without it
+def _rehearsal(terms: Terms, deadline: float | None) -> Rehearsal:
+    from gpucr.operations.rehearse import run_rehearsal  # other dumps start without it
 
-    def hold(snapshot: JobSnapshot) -> RehearsalReport:
-        left_s = None if deadline is None else max(deadline - time.monotonic(), 0.001)
-        return rehearse(snapshot, timeout_s=left_s, on_progress=on_progress, cancel=cancel)
-
-    return Rehearsal(hold)
+    return Rehearsal(lambda snapshot: run_rehearsal(snapshot, terms.within(deadline)))
 
 
 def _steps(context: OwnDump, request: DumpRequest, *, is_frozen: bool) -> tuple[list[Step], CommitSnapshot | CriuDump]:
@@ -380,9 +388,8 @@ def _steps(context: OwnDump, request: DumpRequest, *, is_frozen: bool) -> tuple[
 def run_prepared(prepared: Prepared, running: Operation, roll: Roll | None) -> DumpReport:
     """Dump. ``roll`` is None for a frozen job, which the guard must not bring back if this fails."""
     context = prepared.context
-    protection = context.protection if roll is not None else None
     try:
-        phases = running.run(prepared.steps, roll=roll, deadline=context.deadline, protection=protection)
+        phases = running.run(prepared.steps)
     finally:
         _close(context, has_staging=roll is not None)
     sandbox = context.sandbox

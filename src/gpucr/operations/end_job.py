@@ -90,9 +90,7 @@ def await_end(job: int | str, *, timeout_s: float | None = None, cancel: Cancell
 def _running(job: int | str) -> JobRecord:
     if isinstance(job, int) or job.isdecimal():
         job = registered.find_by_pid_or_name(job).name
-    record = registered.find_running(job).record
-    assert record is not None  # noqa: S101 - a running job has a record
-    return record
+    return registered.find_running(job)
 
 
 def _tree(record: JobRecord) -> tuple[ProcessId, ...]:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+from types import ModuleType
+
 from gpucr.criu.engine import Criu
 from gpucr.criu.install import CriuInstall, find_criu
+from gpucr.diagnosis import preflight
 from gpucr.errors import Unsupported
 from gpucr.helper.access import whose_criu
 from gpucr.jobs.selection import FoundJob
@@ -18,33 +22,39 @@ def criu_for_dump(found: FoundJob) -> Criu:
     install, sandbox = _find_install(), found.sandbox.pids if found.sandbox is not None else None
     if not install.is_helpers:
         return Criu(install, sandbox)
-    from gpucr.helper.client import HelperCriu  # root starts without the helper
-
-    return HelperCriu(install, sandbox)
+    by_helper: Criu = _helper().HelperCriu(install, sandbox)
+    return by_helper
 
 
 def install_for_restore(source: RestoreSource) -> CriuInstall:
     """The helper's for what it has dumped. Raises as above."""
     install = _find_install()
-    if install.is_helpers:
-        from gpucr.helper.client import REFUSED, is_signed
-
-        if not all(map(is_signed, source.openers)):
-            raise Unsupported(
-                f"the privileged helper has not dumped {source.snapshot.where}, and restores only what it has dumped "
-                "itself",
-                hint="restore it with sudo",
-                code=REFUSED,
-            )
+    if install.is_helpers and not all(map(_helper().is_signed, source.openers)):
+        raise Unsupported(
+            f"the privileged helper has not dumped {source.snapshot.where}, and restores only what it has dumped "
+            "itself",
+            hint="restore it with sudo",
+            code=_helper().REFUSED,
+        )
     return install
 
 
 def _find_install() -> CriuInstall:
     if whose_criu() == "own":
         return find_criu()
-    from gpucr.helper.client import find_helper
+    found: CriuInstall = _helper().find_helper()
+    return found
 
-    return find_helper()
+
+def _helper() -> ModuleType:
+    from gpucr.helper import client  # root starts without it
+
+    return client
+
+
+def require_privileges() -> None:
+    """Raise NotPermitted where the caller can neither dump nor restore."""
+    preflight.require_privileges(os.getpid())
 
 
 def require_possible_rehearsal(*, shell_job: bool) -> None:

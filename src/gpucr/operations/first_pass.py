@@ -36,7 +36,7 @@ class ToHostMemory:
 
     def steps(self, cuda: CudaWork, deadline: float | None) -> list[Step]:
         """The first pass."""
-        self._sink.room_of = cuda.interposers.room_of
+        self._sink.use_rooms(cuda.interposers.room_of)
         return first_pass(cuda, self.writer, self._pace, deadline)
 
     def begin(self) -> None:

@@ -21,7 +21,7 @@ from gpucr.diagnosis.traps import findings_of_traps
 from gpucr.driver.gpus import gpu_processes
 from gpucr.errors import GpucrError, InvalidRequest, JobDamaged, ProcessNotFound
 from gpucr.gang.threads import STOP_TIMEOUT_S
-from gpucr.gpu_state.cuda_work import CudaWork, cuda_work
+from gpucr.gpu_state.cuda_work import CudaWork, Purpose, cuda_work
 from gpucr.gpu_state.held import device_bytes_in_use
 from gpucr.gpu_state.source import SavedLater
 from gpucr.gpu_state.ways import GpuState, may_be_interposed, require_possible
@@ -36,14 +36,14 @@ from gpucr.network.steps import Quiet, Unblock
 from gpucr.operations.dump import KEEPER_LIMIT_S, DumpReport, FrozenParts, prepare, run_prepared
 from gpucr.operations.freeze_steps import findings_of_spool, steps_to_freeze
 from gpucr.operations.plan import Plan
-from gpucr.operations.requests import DumpRequest
+from gpucr.operations.requests import DumpRequest, FreezeRequest
 from gpucr.snapshot.job_snapshot import JobSnapshot
 from gpucr.snapshot.location import Compress, Place, TargetPlace, find_target
 from gpucr.snapshot.recovery import DiscardFolder, RemoveWorkingFolder
 from gpucr.surroundings.recovery import RemoveLinkRemaps
 from gpucr.undo.cancellation import Cancellation
 from gpucr.undo.events import OnProgress
-from gpucr.undo.operation import TO_MOVE, operation
+from gpucr.undo.operation import AS_USUAL, TO_MOVE, Terms, operation
 from gpucr.undo.protection import Protection
 from gpucr.undo.steps import Phase, Step
 
@@ -73,26 +73,27 @@ def freeze(
     Raises ProcessNotFound, NotPermitted, Unsupported (nothing was changed), LockTimeout, DeadlineExceeded, Interrupted,
     DriverError or JobChanged (all undone), JobDamaged (not undone).
     """
-    with (
-        operation("freeze", pid, on_progress=on_progress, cancel=cancel) as running,
-        contextlib.ExitStack() as opened,
-    ):
-        require_possible(gpu_state)
-        deadline = selection.deadline_after(timeout_s)
-        taken = opened.enter_context(taken_job(running, pid, TO_MOVE, force=force))
+    return run_freeze(FreezeRequest(pid, gpu_state), Terms(timeout_s, force, on_progress, cancel))
+
+
+def run_freeze(request: FreezeRequest, terms: Terms = AS_USUAL) -> FrozenJob:
+    """See `freeze`."""
+    with operation("freeze", request.job, terms) as running, contextlib.ExitStack() as opened:
+        require_possible(request.gpu_state)
+        taken = opened.enter_context(taken_job(running, request.job, TO_MOVE))
         found, protection = taken.found, taken.protection
-        prepared = _prepare(found, protection, gpu_state, deadline)
+        prepared = _prepare(found, protection, request.gpu_state, running.deadline)
         cuda, findings = prepared.cuda, prepared.findings
         if cuda is not None:
             opened.callback(cuda.close)
-        preflight.require_no_blocking(findings, force=force)
+        preflight.require_no_blocking(findings, force=running.force)
         kept = preflight.check_suspended(found.job)  # now: a frozen job does not answer
         network, steps, thaw = prepared.network, list(prepared.steps), list(prepared.thaw)
         opened.callback(network.close)
-        phases = running.run(steps, roll=taken.roll, deadline=deadline, protection=protection)
+        phases = running.run(steps)
         warnings = tuple(finding.warning() for finding in findings)
         if cuda is not None:
-            cuda.gang.deadline = None  # from here on a signal leads back to a running job
+            cuda.gang.lift_deadline()  # from here on a signal leads back to a running job
             warnings += tuple(cuda.hooks.warnings)
         parts = FrozenParts(cuda, network)
         return FrozenJob(_Hold(taken, parts, protection, steps, thaw, kept, opened.pop_all()), phases, warnings)
@@ -100,9 +101,14 @@ def freeze(
 
 def plan_freeze(pid: int | str | JobSelector, *, gpu_state: GpuState = "auto", force: bool = False) -> Plan:
     """What `freeze` would do with the same arguments. Changes nothing; raises like `freeze` before its first step."""
-    require_possible(gpu_state)
-    with selection.claimed_job(pid, force=force) as found:
-        prepared = _prepare(found, Protection(), gpu_state, None)
+    return plan_of_freeze(FreezeRequest(pid, gpu_state), force=force)
+
+
+def plan_of_freeze(request: FreezeRequest, *, force: bool = False) -> Plan:
+    """See `plan_freeze`."""
+    require_possible(request.gpu_state)
+    with selection.claimed_job(request.job, force=force) as found:
+        prepared = _prepare(found, Protection(), request.gpu_state, None)
         plan = Plan.of(found.job.root.pid, prepared.steps, prepared.findings)
         prepared.network.close()
         if prepared.cuda is not None:
@@ -130,7 +136,9 @@ def _prepare(
     held = device_bytes_in_use(job, uses)
     cuda: CudaWork | None = None
     if job.gang:
-        cuda = cuda_work(found.driver, job, protection, held, SavedLater(), deadline=deadline, gpu_state=gpu_state)
+        cuda = cuda_work(
+            found.driver, job, protection, held, SavedLater(), Purpose(deadline=deadline, gpu_state=gpu_state)
+        )
 
     def needs() -> list[preflight.MemoryNeed]:
         return preflight.needs_of_suspend(held, in_files=True, on_gpu=cuda.on_gpu if cuda is not None else {})
@@ -226,31 +234,23 @@ class FrozenJob:
         """
         self._require_frozen("saved")
         place = find_target(to, compress=compress, encrypt=encrypt, trust_store=trust_store, key=key)
-        return self._save(place, timeout_s=timeout_s, force=force, on_progress=on_progress, cancel=cancel)
+        return self._save(place, Terms(timeout_s, force, on_progress, cancel))
 
-    def _save(
-        self,
-        place: TargetPlace,
-        *,
-        timeout_s: float | None,
-        force: bool,
-        on_progress: OnProgress | None,
-        cancel: Cancellation | None,
-    ) -> DumpReport:
+    def _save(self, place: TargetPlace, terms: Terms) -> DumpReport:
         hold = self._require_frozen("saved")
         found = hold.taken.found
-        with operation("save", self.pid, on_progress=on_progress, cancel=cancel) as running:
+        with operation("save", self.pid, terms) as running:
             running.require_descriptors(len(found.job.processes), len(found.job.gang), TO_MOVE)
             try:
                 prepared = prepare(
                     found,
                     place,
                     hold.protection,
-                    DumpRequest(leave_running=True, persist="sync"),
-                    deadline=selection.deadline_after(timeout_s),
-                    frozen=hold.parts,
+                    DumpRequest(found.job.root.pid, "", leave_running=True, persist="sync"),
+                    terms.within(running.deadline),
+                    hold.parts,
                 )
-                preflight.require_no_blocking([*hold.kept, *prepared.findings], force=force)
+                preflight.require_no_blocking([*hold.kept, *prepared.findings], force=running.force)
                 report = run_prepared(prepared, running, None)
             finally:
                 # A thread that CRIU released may still be returning to the stop.
@@ -267,15 +267,14 @@ class FrozenJob:
         Raises DriverError and the like if a step failed but the job runs; JobDamaged if it does not.
         """
         hold = self._require_frozen("thawed")
-        with operation("thaw", self.pid, on_progress=on_progress, is_undo=True) as running:
+        with operation("thaw", self.pid, Terms(on_progress=on_progress), is_undo=True) as running:
             # Not earlier: a signal until then leaves the job frozen, with its guard.
             self._lose()
             hold.protection.needs_no_guard()
             with hold.opened:
                 try:
-                    phases = running.run(
-                        hold.thaw, roll=hold.taken.roll, protection=hold.protection, begun_before=hold.frozen_by
-                    )
+                    running.works_on(hold.taken.roll, hold.protection)
+                    phases = running.run(hold.thaw, begun_before=hold.frozen_by)
                 except JobDamaged:
                     raise
                 except BaseException:
@@ -299,7 +298,8 @@ class FrozenJob:
             hold.protection.needs_no_guard()
             with contextlib.suppress(GpucrError):  # then the other ends notice later
                 hold.parts.network.settle("")
-            running.run([EndFrozenJob(found.job, hold.protection)], protection=hold.protection)
+            running.works_on(None, hold.protection)
+            running.run([EndFrozenJob(found.job, hold.protection)])
             self._state = "ended"
             if found.sandbox is not None and found.sandbox.root == found.job.root.id:
                 with contextlib.suppress(OSError):
@@ -329,17 +329,9 @@ class FrozenJob:
         )
 
 
-def save_frozen(
-    job: FrozenJob,
-    place: TargetPlace,
-    *,
-    timeout_s: float | None = None,
-    force: bool = False,
-    on_progress: OnProgress | None = None,
-    cancel: Cancellation | None = None,
-) -> DumpReport:
+def save_frozen(job: FrozenJob, place: TargetPlace, terms: Terms) -> DumpReport:
     """`FrozenJob.save` to an opened destination."""
-    return job._save(place, timeout_s=timeout_s, force=force, on_progress=on_progress, cancel=cancel)  # noqa: SLF001
+    return job._save(place, terms)  # noqa: SLF001
 
 
 def forget_saved(job: FrozenJob) -> None:

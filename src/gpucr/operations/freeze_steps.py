@@ -20,15 +20,11 @@ if TYPE_CHECKING:
 
 def steps_to_freeze(job: Job, cuda: CudaWork | None, protection: Protection) -> tuple[list[Step], list[Step]]:
     """The steps after which a whole job stands still, also without CUDA, and those after which it runs as found."""
-    from gpucr.gang.threads import GangThreads  # one tree without CUDA is dumped without all of this
-    from gpucr.gpu_state.recovery import GangProtection
-    from gpucr.gpu_state.steps import ReleaseThreads
-    from gpucr.gpu_state.stop_others import StopOthers
+    from gpucr.gpu_state import stop_others  # one tree without CUDA is dumped without all of this
 
     if cuda is not None:
-        return cuda.steps_to_freeze(StopOthers(job, lambda: cuda.gang.members, cuda.guarded))
-    others = StopOthers(job, tuple, GangProtection(protection))
-    return [others], [ReleaseThreads(GangThreads(), protection, others.stopped)]
+        return cuda.steps_to_freeze(stop_others.StopOthers(job, lambda: cuda.gang.members, cuda.guarded))
+    return stop_others.steps_without_cuda(job, protection)
 
 
 def findings_of_spool(

@@ -16,7 +16,7 @@ from gpucr.errors import GpucrError, InvalidRequest, NotPermitted
 from gpucr.gpu_state.held import device_bytes_here, device_bytes_in_use
 from gpucr.jobs import registered, selection
 from gpucr.jobs.record import JobRecord
-from gpucr.linux import processes
+from gpucr.linux import capabilities, processes
 from gpucr.model import CudaState, ProcessId, ProcessInfo
 from gpucr.operations.listing import ProcessState, list_cuda_processes
 
@@ -132,7 +132,7 @@ def findings_of(pid: int) -> tuple[preflight.Finding, ...]:
         found = selection.find_job(pid)
         uses = gpu_processes() if found.job.gang else ()
         needs = preflight.needs_of_suspend(
-            device_bytes_in_use(found.job, uses), in_files=processes.can_checkpoint_processes()
+            device_bytes_in_use(found.job, uses), in_files=capabilities.can_checkpoint_processes()
         )
         return (
             *selection.findings_before_freeze(found.job, needs),

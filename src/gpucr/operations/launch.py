@@ -31,6 +31,7 @@ from gpucr.jobs.registry import ListedJob, Reservation
 from gpucr.linux import processes, seccomp
 from gpucr.linux.own_python import without_passphrase
 from gpucr.model import CudaState
+from gpucr.operations.requests import LaunchRequest
 from gpucr.records import DEFAULT_PRIORITY
 from gpucr.snapshot.shared_files import ROOT as SHARED_MEMORY
 from gpucr.undo.cancellation import Cancellation
@@ -90,8 +91,14 @@ def plan_job(
 
     Raises InvalidRequest if the program or the folder does not exist, or options conflict.
     """
-    given = without_passphrase(os.environ) if environment is None else environment
-    folder = Path.cwd() if cwd is None else Path(cwd).absolute()
+    return plan_of_launch(LaunchRequest(command, None, isolate, network, None, cwd, environment, interpose))
+
+
+def plan_of_launch(request: LaunchRequest) -> LaunchPlan:
+    """See `plan_job`."""
+    command = request.command
+    given = without_passphrase(os.environ) if request.environment is None else request.environment
+    folder = Path.cwd() if request.cwd is None else Path(request.cwd).absolute()
     if not os.path.isdir(folder):  # unlike Path.is_dir, does not raise if the caller may not look
         raise InvalidRequest(
             f"the folder {folder} does not exist", hint="give the folder to start the job in with --cwd"
@@ -100,20 +107,20 @@ def plan_job(
     if not command:
         raise InvalidRequest("there is no command to run", hint="gpucr run [OPTIONS] [--] CMD...")
     program = _program(command[0], folder, given)
-    why_not = _why_not_isolated(isolate)
+    why_not = _why_not_isolated(request.isolate)
     if why_not is None:
         _require_visible("the folder", str(folder))
         _require_visible("the program", program)
     io_uring_is_refused = seccomp.can_refuse_io_uring()
     comes_back = _comes_back()
-    interposer, why_not_interposed = _interposer(interpose, given, program, comes_back)
+    interposer, why_not_interposed = _interposer(request.interpose, given, program, comes_back)
     return LaunchPlan(
         command=tuple(command),
         program=program,
         cwd=str(folder),
         isolated=why_not is None,
         why_not_isolated=why_not,
-        network=_network(network, isolated=why_not is None),
+        network=_network(request.network, isolated=why_not is None),
         io_uring_is_refused=io_uring_is_refused,
         environment=choose_environment(
             given,
@@ -156,17 +163,24 @@ def run_job(
     Raises InvalidRequest (the name is taken, there is no such program, ...), Unsupported (the namespaces cannot be
     made, the registry cannot be written), BrokenInstall, Interrupted (a signal, ``cancel``). Then no job runs.
     """
-    check_priority(priority)
-    plan = plan_job(command, isolate=isolate, network=network, cwd=cwd, environment=environment, interpose=interpose)
-    log_path = None if log is None else _log_path(Path(log))
+    request = LaunchRequest(
+        command, name, isolate, network, log, cwd, environment, interpose, priority, ends_with_caller
+    )
+    return launch(request, cancel)
+
+
+def launch(request: LaunchRequest, cancel: Cancellation | None = None) -> StartedJob:
+    """See `run_job`."""
+    check_priority(request.priority)
+    plan = plan_of_launch(request)
+    log_path = None if request.log is None else _log_path(Path(request.log))
     jobs = registry()
     reserve = (
         jobs.reserve_numbered(_base_name(plan), log_path=log_path)
-        if name is None
-        else jobs.reserve(check_name(name), log_path=log_path)
+        if request.name is None
+        else jobs.reserve(check_name(request.name), log_path=log_path)
     )
-    given = without_passphrase(os.environ) if environment is None else environment
-    subject = name or _base_name(plan)
+    subject = request.name or _base_name(plan)
     # Outermost: a signal between the job's start and the end of the reservation must not remove its record.
     with (
         all_or_nothing("run", subject, cancel, state="no job was started", at_once=False) as interrupts,
@@ -175,17 +189,11 @@ def run_job(
     ):
         if plan.isolated:
             _require_visible("the log", str(reservation.log_path))
-        return StartedJob(_start(plan, reservation, given, interrupts, priority, ends_with_caller), plan)
+        return StartedJob(_start(plan, reservation, request, interrupts), plan)
 
 
-def _start(
-    plan: LaunchPlan,
-    reservation: Reservation,
-    given: Mapping[str, str],
-    interrupts: Interrupts,
-    priority: int,
-    ends_with_caller: bool,
-) -> JobRecord:
+def _start(plan: LaunchPlan, reservation: Reservation, request: LaunchRequest, interrupts: Interrupts) -> JobRecord:
+    given = without_passphrase(os.environ) if request.environment is None else request.environment
     records: list[JobRecord] = []
 
     def register(started: sandbox.Started) -> None:
@@ -203,26 +211,26 @@ def _start(
             keeper=started.keeper,
             log_path=str(reservation.log_path),
             status_path=str(reservation.status_path),
-            priority=priority,
-            ends_with_caller=ends_with_caller,
+            priority=request.priority,
+            ends_with_caller=request.ends_with_caller,
         )
         records.append(reservation.register(record))
         interrupts.check()  # the last check: what the job does from here on cannot be undone
 
     variables = changed(given, plan.environment)
+    if plan.interposer is not None:
+        variables = library.preloaded(variables, plan.interposer)
     # Registered before it runs: a gpucr killed in between leaves the record of a job that never ran ("lost"), but never
     # a job without a record.
     with interrupts.allowed():
         sandbox.start(
-            (plan.program, *plan.command[1:]),
-            cwd=plan.cwd,
-            environment=variables if plan.interposer is None else library.preloaded(variables, plan.interposer),
+            sandbox.Program((plan.program, *plan.command[1:]), plan.cwd, variables),
             log_path=str(reservation.log_path),
             status_path=str(reservation.status_path),
             network=plan.network,
             isolate=plan.isolated,
             refuse_io_uring=plan.io_uring_is_refused,
-            ends_with_caller=ends_with_caller,
+            ends_with_caller=request.ends_with_caller,
             before_run=register,
             helper=find_helper() if plan.isolated and whose_criu() == "helper" else None,
         )

@@ -9,7 +9,7 @@ from gpucr.diagnosis import preflight
 from gpucr.diagnosis.traps import findings_of_traps
 from gpucr.driver.gpus import gpu_processes
 from gpucr.errors import InvalidRequest
-from gpucr.gpu_state.cuda_work import CudaWork, cuda_work
+from gpucr.gpu_state.cuda_work import CudaWork, Purpose, cuda_work
 from gpucr.gpu_state.gpu_choice import GpuRequest
 from gpucr.gpu_state.held import device_bytes_in_use
 from gpucr.gpu_state.move import MoveGang, goes_from_gpu_to_gpu
@@ -18,15 +18,15 @@ from gpucr.gpu_state.steps import UnlockGang
 from gpucr.jobs import selection
 from gpucr.jobs.selector import JobSelector
 from gpucr.jobs.taken import taken_job
-from gpucr.linux import processes
+from gpucr.linux import capabilities
 from gpucr.model import CudaState, GpuMap
 from gpucr.operations.first_pass import ToHostMemory
 from gpucr.operations.plan import Plan
-from gpucr.operations.requests import PACE
+from gpucr.operations.requests import PACE, MoveRequest
 from gpucr.operations.suspend import ChangeReport, change_report
 from gpucr.undo.cancellation import Cancellation
 from gpucr.undo.events import OnProgress
-from gpucr.undo.operation import TO_MOVE, operation
+from gpucr.undo.operation import AS_USUAL, TO_MOVE, Terms, operation
 from gpucr.undo.protection import Protection
 from gpucr.undo.steps import Step, WithoutUndo
 
@@ -54,24 +54,27 @@ def move(
     Raises InvalidRequest, NotACudaProcess, Unsupported (nothing was changed), LockTimeout, DeadlineExceeded,
     Interrupted, DriverError or JobChanged (all undone), JobDamaged (not undone).
     """  # fmt: skip
-    with operation("move", pid, on_progress=on_progress, cancel=cancel) as running, contextlib.ExitStack() as opened:
-        deadline = selection.deadline_after(timeout_s)
-        request = _request(gpu_map, gpu)
-        taken = opened.enter_context(taken_job(running, pid, TO_MOVE, only=only, force=force))
-        found, protection = taken.cuda()
-        prepared = prepare(found, protection, request, only=only, pace=pace, deadline=deadline)
+    request = MoveRequest(pid, GpuRequest.of(gpu_map, gpu), only, pace)
+    return run_move(request, Terms(timeout_s, force, on_progress, cancel))
+
+
+def run_move(request: MoveRequest, terms: Terms = AS_USUAL) -> ChangeReport:
+    """See `move`."""
+    with operation("move", request.job, terms) as running, contextlib.ExitStack() as opened:
+        taken = opened.enter_context(taken_job(running, request.job, TO_MOVE, only=request.only))
+        prepared = prepare(*taken.cuda(), request, running.deadline)
         work, choice = prepared.work, prepared.placement.choice
         opened.callback(work.close)
         opened.callback(prepared.host.close)
-        preflight.require_no_blocking(prepared.findings, force=force)
+        preflight.require_no_blocking(prepared.findings, force=running.force)
         if prepared.steps:
             work.staging.prepare(work.sizes)
             work.staging.settle()  # while the job runs
             prepared.host.begin()
-        phases = running.run(list(prepared.steps), roll=taken.roll, deadline=deadline, protection=protection)
+        phases = running.run(prepared.steps)
         taken.roll.require_gang("the rest of the job runs on its new GPUs")
         return replace(
-            change_report(found.job.root.pid, work.gang, phases, lambda member: member.found),
+            change_report(taken.found.job.root.pid, work.gang, phases, lambda member: member.found),
             warnings=(*(finding.warning() for finding in prepared.findings), *work.hooks.warnings),
             lock=work.gang.first_lock,
             gpu_map=choice.gpu_map,
@@ -88,10 +91,14 @@ def plan_move(
     force: bool = False,
 ) -> Plan:
     """What `move` would do with the same arguments. Changes nothing; raises like `move` before its first step."""
-    request = _request(gpu_map, gpu)
-    with selection.claimed_job(pid, only=only, force=force) as found:
+    return plan_of_move(MoveRequest(pid, GpuRequest.of(gpu_map, gpu), only), force=force)
+
+
+def plan_of_move(request: MoveRequest, *, force: bool = False) -> Plan:
+    """See `plan_move`."""
+    with selection.claimed_job(request.job, only=request.only, force=force) as found:
         found.require_cuda()
-        prepared = prepare(found, Protection(), request, only=only, deadline=None)
+        prepared = prepare(found, Protection(), request, None)
         with contextlib.closing(prepared.work):
             return Plan.of(found.job.root.pid, prepared.steps, prepared.findings)
 
@@ -107,21 +114,8 @@ class PreparedMove:
     findings: tuple[preflight.Finding, ...]
 
 
-def _request(gpu_map: GpuMap | str | None, gpu: str | None) -> GpuRequest:
-    request = GpuRequest.of(gpu_map, gpu)
-    if not request:
-        raise InvalidRequest("nothing says where the job goes", hint="give --gpu or --gpu-map", code="GPUCR-BAD-GPU")
-    return request
-
-
 def prepare(
-    found: selection.FoundJob,
-    protection: Protection,
-    request: GpuRequest,
-    *,
-    only: bool,
-    pace: float = PACE,
-    deadline: float | None,
+    found: selection.FoundJob, protection: Protection, request: MoveRequest, deadline: float | None
 ) -> PreparedMove:
     """Inspect a job that uses CUDA. Changes nothing; `CudaWork.close` ends it. The one way, also for a dry run."""
     job = found.job
@@ -133,27 +127,23 @@ def prepare(
         )
     uses = gpu_processes()
     held = device_bytes_in_use(job, uses)
-    placement = place_moved(job.gang, held, request)
+    placement = place_moved(job.gang, held, request.gpus)
     choice = placement.choice
-    needs = preflight.needs_of_suspend(held, in_files=processes.can_checkpoint_processes())
+    needs = preflight.needs_of_suspend(held, in_files=capabilities.can_checkpoint_processes())
     findings = [
         *selection.findings_before_freeze(job, needs),
         *findings_of_traps(job, found.driver, uses),
         *preflight.check_room(choice.needed_bytes, placement.here, choice.gpu_map),
     ]
     to_host = not goes_from_gpu_to_gpu(choice)
-    host = ToHostMemory(pace)
+    host = ToHostMemory(request.pace)
     work = cuda_work(
         found.driver,
         job,
         protection,
         held,
         None,
-        deadline=deadline,
-        to_host=to_host,
-        whole_tree=not only,
-        moves=True,
-        early=host.writer,
+        Purpose(deadline, to_host=to_host, whole_tree=not request.only, moves=True, early=host.writer),
     )
     if choice.gpu_map is None:
         return PreparedMove(work, host, placement, (), tuple(findings))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from gpucr.diagnosis.preflight.findings import Finding
+from gpucr.diagnosis.preflight.findings import Finding, require_no_blocking
 from gpucr.undo.steps import Step
 
 
@@ -29,3 +29,7 @@ class Plan:
     def is_refused(self) -> bool:
         """Whether the operation would change nothing, and raise Unsupported, unless it is told to proceed anyway."""
         return any(finding.severity == "blocking" for finding in self.findings)
+
+    def require_possible(self) -> None:
+        """Raise Unsupported with what the operation would be refused for."""
+        require_no_blocking(self.findings)

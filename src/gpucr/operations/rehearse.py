@@ -27,12 +27,13 @@ from gpucr.errors import (
     RehearsalFailed,
     Unsupported,
 )
+from gpucr.gpu_state import kinds
 from gpucr.gpu_state.gpu_choice import GpuRequest
 from gpucr.gpu_state.placement import Placement
-from gpucr.jobs import selection
 from gpucr.jobs.sandbox_steps import RestoreSite, SandboxPlan, StartSandbox
 from gpucr.operations.engines import NO_REHEARSAL, install_for_restore, require_possible_rehearsal
 from gpucr.operations.rehearse_steps import CheckDevice, CheckRestored, EndRehearsal, view_for
+from gpucr.operations.restore_device import GpuRestore, coming_gang
 from gpucr.operations.restore_steps import CriuRestore
 from gpucr.snapshot.databases import state_now
 from gpucr.snapshot.folder import Snapshot
@@ -44,12 +45,11 @@ from gpucr.snapshot.origin import ProvideFiles, RestoreSource
 from gpucr.surroundings.steps import AdaptFiles, PutBackSharedFiles
 from gpucr.undo.cancellation import Cancellation
 from gpucr.undo.events import OnProgress
-from gpucr.undo.operation import TO_MOVE, Operation, operation
+from gpucr.undo.operation import TO_MOVE, Operation, Terms, operation
 from gpucr.undo.protection import Protection
 from gpucr.undo.steps import Phase, Result, Step
 
 if TYPE_CHECKING:
-    from gpucr.operations.restore_device import GpuRestore
     from gpucr.store.keys import Secret
 
 _IT_DID_NOT_COME_BACK = (
@@ -98,12 +98,13 @@ def rehearse(
     WrongKey, NotPermitted, DriverUnavailable, CriuUnavailable; DeadlineExceeded, Interrupted, GpuFull (all ended);
     JobDamaged (part of the copy is still there).
     """
+    return run_rehearsal(snapshot, Terms(timeout_s, on_progress=on_progress, cancel=cancel), key)
+
+
+def run_rehearsal(snapshot: JobSnapshot | Place, terms: Terms, key: Secret | None = None) -> RehearsalReport:
+    """See `rehearse`."""
     subject = snapshot if isinstance(snapshot, str | os.PathLike) else snapshot.where
-    with (
-        operation("rehearse", subject, on_progress=on_progress, cancel=cancel) as running,
-        contextlib.ExitStack() as opened,
-    ):
-        deadline = selection.deadline_after(timeout_s)
+    with operation("rehearse", subject, terms) as running, contextlib.ExitStack() as opened:
         if isinstance(snapshot, str | os.PathLike):
             snapshot = open_snapshot(snapshot, key)
             if isinstance(snapshot, Snapshot):
@@ -112,7 +113,7 @@ def rehearse(
         require_possible_rehearsal(shell_job=options.shell_job)
         preflight.require_privileges(snapshot.manifest.root_pid)
         try:
-            return _held(snapshot, options, running, deadline)
+            return _held(snapshot, options, running)
         except _IT_DID_NOT_COME_BACK as error:
             if error.code in _OF_THE_REHEARSAL:
                 raise
@@ -135,13 +136,10 @@ def _options(snapshot: JobSnapshot) -> RestoreOptions:
     return RestoreOptions.from_dump(manifest.criu_options)
 
 
-def _held(
-    snapshot: JobSnapshot, options: RestoreOptions, running: Operation, deadline: float | None
-) -> RehearsalReport:
+def _held(snapshot: JobSnapshot, options: RestoreOptions, running: Operation) -> RehearsalReport:
+    deadline = running.deadline
     manifest = snapshot.manifest
     if manifest.kinds:
-        from gpucr.gpu_state import kinds
-
         kinds.require_kinds(manifest.kinds, snapshot.where)
     here = list_gpus() if manifest.has_gpu_state else ()
     placement = place_snapshot(manifest, GpuRequest.of(None, None), here, ())
@@ -170,11 +168,7 @@ def _held(
         )
         mark = os.urandom(8).hex()
         images = [RestoreImages(folder, mark) for folder in source.image_folders]
-        gang = None
-        if driver is not None:
-            from gpucr.gang import Gang
-
-            gang = Gang(driver, (), deadline=deadline)
+        gang = coming_gang(driver, deadline) if driver is not None else None
         criu = CriuRestore(
             manifest,
             images,
@@ -189,13 +183,12 @@ def _held(
         if gang is not None:
             opened.callback(placement.forget, gang)
         if gang is not None and not full:
-            from gpucr.operations.restore_device import GpuRestore  # one tree without CUDA starts without it
-
             gpu = GpuRestore(source, gang, placement, criu.tree, protection, deadline)
         around = _around(source, start.site, images, protection)
         steps = _steps(source, start, around, criu, gpu, protection)
         try:
-            phases = running.run(steps, deadline=deadline, protection=protection)
+            running.works_on(None, protection)
+            phases = running.run(steps)
         finally:
             for each in (*around, gpu.load if gpu is not None else None):
                 if each is not None:

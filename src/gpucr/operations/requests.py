@@ -1,33 +1,97 @@
-"""What an operation is to do with a job or a snapshot. Frozen values: a plan and a run of the same request agree."""
+"""What an operation is to do, and to which job or snapshot. Frozen values: a plan and a run of the same request agree.
+
+Its time limit, whether it insists, who listens and who may cancel it: `Terms` (undo/operation.py).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal, get_args
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, get_args
 
 from gpucr.diagnosis.preflight.surroundings import FilesMode, TcpMode
 from gpucr.errors import InvalidRequest
 from gpucr.gpu_state.gpu_choice import GpuRequest
 from gpucr.gpu_state.ways import GpuState
+from gpucr.jobs.selector import JobSelector
+from gpucr.records import DEFAULT_PRIORITY
+from gpucr.store import CHECK_KNOWN_S
+
+if TYPE_CHECKING:
+    from gpucr.jobs.record import Network
+    from gpucr.snapshot.job_snapshot import JobSnapshot
+    from gpucr.snapshot.location import Compress, Place
+    from gpucr.store.keys import Secret
 
 Persist = Literal["background", "sync"]
 """When a dump with leave_running writes device memory: while the job runs again, or before."""
-
 PACE = 0.5
 """The share of its threads' time and of the GPUs that a first pass may use."""
+_ANYWHERE = GpuRequest()
+
+
+@dataclass(frozen=True)
+class SuspendRequest:
+    """See `suspend`."""
+
+    job: int | str | JobSelector
+    gpu_state: GpuState = "auto"
+    only: bool = False
+    pace: float = PACE
+
+
+@dataclass(frozen=True)
+class ResumeRequest:
+    """See `resume`."""
+
+    job: int | str | JobSelector
+    gpus: GpuRequest = _ANYWHERE
+    only: bool = False
+
+
+@dataclass(frozen=True)
+class MoveRequest:
+    """See `move`. Raises InvalidRequest without GPUs to go to."""
+
+    job: int | str | JobSelector
+    gpus: GpuRequest
+    only: bool = False
+    pace: float = PACE
+
+    def __post_init__(self) -> None:
+        if not self.gpus:
+            raise InvalidRequest(
+                "nothing says where the job goes", hint="give --gpu or --gpu-map", code="GPUCR-BAD-GPU"
+            )
+
+
+@dataclass(frozen=True)
+class FreezeRequest:
+    """See `freeze`."""
+
+    job: int | str | JobSelector
+    gpu_state: GpuState = "auto"
 
 
 @dataclass(frozen=True)
 class DumpRequest:
     """See `dump`. Raises InvalidRequest if its values are none, or exclude each other."""
 
+    job: int | str | JobSelector
+    to: Place
     leave_running: bool = False
     persist: Persist = "background"
     tcp: TcpMode = "close"
     only: bool = False
     gpu_state: GpuState = "auto"
+    compress: Compress = "auto"
+    encrypt: bool = False
+    trust_store: bool = False
+    rehearse: bool = False
+    key: Secret | None = field(default=None, repr=False)
     pace: float = PACE
+    check_known_s: float = CHECK_KNOWN_S
 
     def __post_init__(self) -> None:
         _require("persist", self.persist, Persist)
@@ -45,12 +109,14 @@ class DumpRequest:
 class RestoreRequest:
     """See `restore`. Raises InvalidRequest if its values are none."""
 
-    gpus: GpuRequest
+    snapshot: JobSnapshot | Place
+    gpus: GpuRequest = _ANYWHERE
     files: FilesMode = "keep"
     tcp: TcpMode | None = None
     isolate: bool = False
     clone: bool = False
     name: str | None = None
+    key: Secret | None = field(default=None, repr=False)
     before_it_runs: Callable[[], None] | None = None
     ends_with_caller: bool = False
 
@@ -58,6 +124,22 @@ class RestoreRequest:
         _require("files", self.files, FilesMode)
         if self.tcp is not None:
             _require("tcp", self.tcp, TcpMode)
+
+
+@dataclass(frozen=True)
+class LaunchRequest:
+    """See `run_job`."""
+
+    command: Sequence[str]
+    name: str | None = None
+    isolate: bool | None = None
+    network: Network | None = None
+    log: str | os.PathLike[str] | None = None
+    cwd: str | os.PathLike[str] | None = None
+    environment: Mapping[str, str] | None = None
+    interpose: bool | None = None
+    priority: int = DEFAULT_PRIORITY
+    ends_with_caller: bool = False
 
 
 def _require(name: str, value: str, kind: object) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from gpucr.criu.images import RestoreImages
@@ -26,7 +27,7 @@ from gpucr.errors import (
 )
 from gpucr.gpu_state.gpu_choice import GpuRequest
 from gpucr.gpu_state.placement import Placement
-from gpucr.jobs import registered, selection
+from gpucr.jobs import registered
 from gpucr.jobs.sandbox_steps import KeepJob, SandboxPlan, StartKeeper, StartSandbox, check_clone, plan_sandbox
 from gpucr.linux.claims import claimed_pids
 from gpucr.model import GpuMap
@@ -50,7 +51,7 @@ from gpucr.surroundings.folders import MakeFolders
 from gpucr.surroundings.steps import AdaptFiles, StepBeforeCriu, endpoints_to_bind, steps_before_criu
 from gpucr.undo.cancellation import Cancellation
 from gpucr.undo.events import OnProgress
-from gpucr.undo.operation import TO_MOVE, Operation, operation
+from gpucr.undo.operation import AS_USUAL, TO_MOVE, Operation, Terms, operation
 from gpucr.undo.protection import Protection
 from gpucr.undo.steps import Phase, Step
 
@@ -130,26 +131,20 @@ def restore(
     Raises InvalidRequest, SnapshotUnfinished, SnapshotDamaged, SnapshotError, WrongKey, StoreDamaged, StoreError,
     NotPermitted, Unsupported, DriverUnavailable, CriuUnavailable (nothing was started); CriuError, DriverError,
     DeadlineExceeded, Interrupted (all ended again); JobDamaged (part of it still runs). """  # fmt: skip
-    request = RestoreRequest(
-        gpus=GpuRequest.of(gpu_map, gpu),
-        files=files,
-        tcp=tcp,
-        isolate=isolate,
-        clone=clone,
-        name=name,
-        before_it_runs=before_it_runs,
-        ends_with_caller=ends_with_caller,
-    )
+    gpus = GpuRequest.of(gpu_map, gpu)
+    request = RestoreRequest(snapshot, gpus, files, tcp, isolate, clone, name, key, before_it_runs, ends_with_caller)
+    return run_restore(request, Terms(timeout_s, force, on_progress, cancel))
+
+
+def run_restore(request: RestoreRequest, terms: Terms = AS_USUAL) -> RestoreReport:
+    """See `restore`."""
+    snapshot = request.snapshot
     subject = snapshot if isinstance(snapshot, str | os.PathLike) else snapshot.where
-    with (
-        operation("restore", subject, on_progress=on_progress, cancel=cancel) as running,
-        contextlib.ExitStack() as on_failure,
-    ):
-        deadline = selection.deadline_after(timeout_s)
-        opened_snapshot = _open(snapshot, key, on_failure)
+    with operation("restore", subject, terms) as running, contextlib.ExitStack() as on_failure:
+        opened_snapshot = _open(snapshot, request.key, on_failure)
         with contextlib.ExitStack() as opened:
-            prepared = prepare(opened_snapshot, request, opened, deadline)
-            preflight.require_no_blocking(prepared.findings, force=force)
+            prepared = prepare(opened_snapshot, request, opened, running.deadline)
+            preflight.require_no_blocking(prepared.findings, force=running.force)
             report = run_prepared(prepared, running, opened)
             on_failure.pop_all()
             return report
@@ -171,11 +166,13 @@ def plan_restore(
 
     What is only seen when the data is read is not: whether it is intact (`JobSnapshot.verify` reads all of it).
     """
-    request = RestoreRequest(
-        gpus=GpuRequest.of(gpu_map, gpu), files=files, tcp=tcp, isolate=isolate, clone=clone, name=name
-    )
+    return plan_of_restore(RestoreRequest(snapshot, GpuRequest.of(gpu_map, gpu), files, tcp, isolate, clone, name, key))
+
+
+def plan_of_restore(request: RestoreRequest) -> Plan:
+    """See `plan_restore`."""
     with contextlib.ExitStack() as opened:
-        prepared = prepare(_open(snapshot, key, opened), request, opened, None)
+        prepared = prepare(_open(request.snapshot, request.key, opened), request, opened, None)
         prepared.close()
         return Plan.of(prepared.source.snapshot.manifest.root_pid, prepared.steps, prepared.findings)
 
@@ -196,7 +193,6 @@ class PreparedRestore:
     findings: tuple[preflight.Finding, ...]
     warnings: tuple[str, ...]
     protection: Protection
-    deadline: float | None
 
     def close(self) -> None:
         """Let go of what steps may have opened; hides neither a success nor a failure."""
@@ -236,9 +232,7 @@ def prepare(
             hint="save it with `gpucr.freeze`, or restore it without before_it_runs",
         )
     if manifest.kinds:
-        from gpucr.gpu_state import kinds
-
-        kinds.require_kinds(manifest.kinds, snapshot.where)
+        _with_cuda().kinds.require_kinds(manifest.kinds, snapshot.where)
     preflight.require_privileges(manifest.root_pid)
     options = _options(snapshot)
     here = list_gpus() if manifest.has_gpu_state else ()
@@ -280,13 +274,11 @@ def prepare(
     ready: list[Step] = [WaitForOthers(request.before_it_runs)] if request.before_it_runs is not None else []
     if record is not None:
         ready.append(LetKeptGo(record, is_taken_up=tcp == "keep"))
-    gang = _gang(driver, deadline) if driver is not None else None
+    gang: Gang | None = _with_cuda().coming_gang(driver, deadline) if driver is not None else None
     criu = CriuRestore(manifest, images, start.site, options, gang=gang, protection=protection, deadline=deadline)
     gpu: GpuRestore | None = None
     if gang is not None or manifest.was_frozen:
-        from gpucr.operations.restore_device import GpuRestore  # one tree without CUDA starts without it
-
-        gpu = GpuRestore(source, gang, placement, criu.tree, protection, deadline)
+        gpu = _with_cuda().GpuRestore(source, gang, placement, criu.tree, protection, deadline)
     load = gpu.load if gpu is not None else None
     provide = ProvideFiles(source, protection)
     keep = KeepJob(start.site, criu.tree, manifest, registration, protection)
@@ -306,7 +298,6 @@ def prepare(
         findings=findings,
         warnings=warnings,
         protection=protection,
-        deadline=deadline,
     )
 
 
@@ -322,7 +313,8 @@ def run_prepared(prepared: PreparedRestore, running: Operation, opened: contextl
     if isinstance(prepared.start, StartKeeper):
         opened.enter_context(prepared.start)
     try:
-        phases = running.run(list(prepared.steps), deadline=prepared.deadline, protection=prepared.protection)
+        running.works_on(None, prepared.protection)
+        phases = running.run(prepared.steps)
     except (DriverError, CriuError, JobChanged, JobDamaged) as error:
         _recall_overruled(error, snapshot.manifest, prepared.findings)
         raise
@@ -390,11 +382,10 @@ def _options(snapshot: JobSnapshot) -> RestoreOptions:
     return RestoreOptions.from_dump(dumped)
 
 
-def _gang(driver: Driver, deadline: float | None) -> Gang:
-    """It gets its members when CRIU has made them."""
-    from gpucr.gang import Gang
+def _with_cuda() -> ModuleType:
+    from gpucr.operations import restore_device  # one tree without CUDA starts without it
 
-    return Gang(driver, (), deadline=deadline)
+    return restore_device
 
 
 def _driver_for(snapshot: JobSnapshot, findings: Sequence[preflight.Finding]) -> Driver | None:

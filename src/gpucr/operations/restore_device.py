@@ -6,9 +6,11 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from gpucr.driver.api import Driver
 from gpucr.errors import DeadlineExceeded, GpucrError
 from gpucr.gang import Gang
 from gpucr.gang.threads import GangThreads
+from gpucr.gpu_state import kinds
 from gpucr.gpu_state.backend import Return
 from gpucr.gpu_state.interposed.hooks import call
 from gpucr.gpu_state.placement import Placement
@@ -27,7 +29,14 @@ from gpucr.undo.interrupts import Interrupts
 from gpucr.undo.protection import Protection
 from gpucr.undo.steps import AroundStep, Meter, Result, Step, WithoutUndo
 
+__all__ = ["GpuRestore", "coming_gang", "kinds"]  # all that a restore needs for CUDA
+
 _WAIT_S = 0.2
+
+
+def coming_gang(driver: Driver, deadline: float | None) -> Gang:
+    """The gang of a restored job; it gets its members when CRIU has made them."""
+    return Gang(driver, (), deadline=deadline)
 
 
 class GpuRestore:
@@ -176,11 +185,12 @@ class RestoreDevice:
 
     def _begin(self, returns: Mapping[DevicePart, Return], interrupts: Interrupts, meter: Meter) -> None:
         tree, loading = self._tree.value, self._loading
+        if loading is None:
+            return  # there is nothing to bring back
         threads = restore_threads(self._snapshot, tree)
         suspended = self._snapshot.manifest.suspended_pids
         for part, each in returns.items():
             pid, stays = tree.pids[part.pid], part.pid in suspended
-            assert loading is not None  # noqa: S101 - there is what it loads into
             each.begin(pid, threads[pid], self._wait_for(part, loading.value.reader, interrupts, meter), stays=stays)
 
     def _wait_for(

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from msgspec import structs
+
 from gpucr.criu.images import FilesImage, RestoreImages
 from gpucr.criu.linked_files import passing_ghosts
 from gpucr.criu.options import RestoreOptions
@@ -86,13 +88,12 @@ class CriuRestore:
     def _restore_tree(self, number: int, interrupts: Interrupts) -> None:
         site = self._site.value
         if site.helper is not None:
-            site.helper.signed = self._images[number].original
+            site.helper.use_signed(self._images[number].original)
         with log_kept_on_failure("restore") as log_path:
             self._root_pids[number] = site.criu.restore(
                 self._images[number].folder,
-                self._options,
+                structs.replace(self._options, leave_stopped=self._is_left_stopped),
                 log_path=log_path,
-                leave_stopped=self._is_left_stopped,
                 outputs=site.outputs,
                 on_start=self._on_start,
                 on_notify=lambda hook, pid: self._on_notify(number, hook, pid, interrupts),

@@ -28,7 +28,7 @@ from gpucr.store.verify import VerifyReport
 from gpucr.undo.cancellation import Cancellation
 from gpucr.undo.events import OnProgress
 from gpucr.undo.interrupts import Interrupts
-from gpucr.undo.operation import all_or_nothing, operation
+from gpucr.undo.operation import Terms, all_or_nothing, operation
 from gpucr.undo.steps import Meter
 
 T = TypeVar("T")
@@ -299,7 +299,7 @@ def _run(
 ) -> T:
     """A one-step operation with nothing to undo: progress, and interruption by signals."""
     step = _Work(name, description, work)
-    with operation(name, subject, on_progress=on_progress, cancel=cancel) as running:
+    with operation(name, subject, Terms(on_progress=on_progress, cancel=cancel)) as running:
         running.run([step])
     (result,) = step.results
     return result

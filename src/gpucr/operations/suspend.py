@@ -6,6 +6,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 from msgspec import Struct
 
@@ -16,7 +17,7 @@ from gpucr.driver.gpus import gpu_processes, list_gpus
 from gpucr.errors import GpucrError
 from gpucr.gang import Gang
 from gpucr.gpu_state import staging, suspended
-from gpucr.gpu_state.cuda_work import CudaWork, cuda_work
+from gpucr.gpu_state.cuda_work import CudaWork, Purpose, cuda_work
 from gpucr.gpu_state.custom_storage.suspended import SuspendedStorage, needed_with_carrier, require_way_back
 from gpucr.gpu_state.gpu_choice import GpuRequest
 from gpucr.gpu_state.held import device_bytes_in_use
@@ -34,10 +35,10 @@ from gpucr.jobs.selector import JobSelector
 from gpucr.jobs.taken import TakenJob, taken_job
 from gpucr.model import CudaState, GangLock, GangMember, GpuMap
 from gpucr.operations.first_pass import ToHostMemory
-from gpucr.operations.requests import PACE
+from gpucr.operations.requests import PACE, ResumeRequest, SuspendRequest
 from gpucr.undo.cancellation import Cancellation
 from gpucr.undo.events import OnProgress
-from gpucr.undo.operation import TO_CHANGE, Operation, operation
+from gpucr.undo.operation import AS_USUAL, TO_CHANGE, Operation, Terms, operation
 from gpucr.undo.protection import Protection
 from gpucr.undo.steps import Phase, Step
 
@@ -97,22 +98,25 @@ def suspend(
     Raises NotACudaProcess, Unsupported (nothing was changed), LockTimeout, DeadlineExceeded, Interrupted, DriverError
     or JobChanged (all undone), JobDamaged (not undone).
     """  # fmt: skip
-    with operation("suspend", pid, on_progress=on_progress, cancel=cancel) as running, contextlib.ExitStack() as opened:
-        require_possible(gpu_state)
-        deadline = selection.deadline_after(timeout_s)
-        taken = opened.enter_context(taken_job(running, pid, TO_CHANGE, only=only, force=force))
+    return run_suspend(SuspendRequest(pid, gpu_state, only, pace), Terms(timeout_s, force, on_progress, cancel))
+
+
+def run_suspend(request: SuspendRequest, terms: Terms = AS_USUAL) -> ChangeReport:
+    """See `suspend`."""
+    with operation("suspend", request.job, terms) as running, contextlib.ExitStack() as opened:
+        require_possible(request.gpu_state)
+        taken = opened.enter_context(taken_job(running, request.job, TO_CHANGE, only=request.only))
         found, protection = taken.cuda()
-        prepared = prepare_suspend(found, protection, gpu_state=gpu_state, only=only, pace=pace, deadline=deadline)
+        prepared = prepare_suspend(found, request, protection, running.deadline)
         work = prepared.work
         opened.callback(work.close)
         opened.callback(prepared.host.close)
         findings = prepared.findings()
-        preflight.require_no_blocking(findings, force=force)
+        preflight.require_no_blocking(findings, force=running.force)
         work.staging.prepare(work.sizes)
         work.staging.settle()  # while the job runs: it is stopped only for the copy
         prepared.host.begin()
-        steps = [*prepared.host.steps(work, deadline), *work.steps_off_gpu()]
-        phases = running.run(steps, roll=taken.roll, deadline=deadline, protection=protection)
+        phases = running.run([*prepared.host.steps(work, running.deadline), *work.steps_off_gpu()])
         gang = work.gang
         work.custom.release()
         taken_bytes = without_what_stays(work.device_bytes)
@@ -128,6 +132,10 @@ def suspend(
         )
 
 
+MemoryNeeds: TypeAlias = Sequence[preflight.MemoryNeed]
+"""Host memory that is needed."""
+
+
 @dataclass(frozen=True)
 class PreparedSuspend:
     """A suspend that may begin, and what was found before any change. ``needs``: of host memory."""
@@ -141,20 +149,37 @@ class PreparedSuspend:
         """All findings. ``beside``: host memory that other jobs will take before."""
         return [*self.about_job, *preflight.check_host_memory([*beside, *self.needs])]
 
+    def require_possible(self) -> None:
+        """Raise Unsupported with what is against it about the job itself, apart from host memory."""
+        preflight.require_no_blocking(self.about_job)
+
+    def shortage(self, beside: Sequence[preflight.MemoryNeed]) -> str | None:
+        """Why host memory is short for it beside these needs; None: it is not."""
+        found = preflight.check_host_memory([*beside, *self.needs])
+        return next((each.sentence() for each in found if each.severity == "blocking"), None)
+
+
+def look_at_suspend(request: SuspendRequest, *, force: bool = False) -> tuple[selection.FoundJob, PreparedSuspend]:
+    """The job and what its suspend would find, while no other gpucr works on it. Changes nothing; raises as `suspend`.
+
+    The work is closed.
+    """
+    require_possible(request.gpu_state)
+    with selection.claimed_job(request.job, only=request.only, force=force) as found:
+        found.require_cuda()
+        prepared = prepare_suspend(found, request, Protection())
+        prepared.work.close()
+        return found, prepared
+
 
 def prepare_suspend(
-    found: selection.FoundJob,
-    protection: Protection,
-    *,
-    gpu_state: GpuState = "auto",
-    only: bool = False,
-    pace: float = PACE,
-    deadline: float | None = None,
+    found: selection.FoundJob, request: SuspendRequest, protection: Protection, deadline: float | None = None
 ) -> PreparedSuspend:
     """Inspect a job that uses CUDA. Changes nothing; `CudaWork.close` ends it. The one way, also for a dry run.
 
-    Raises Unsupported if its device memory cannot leave as ``gpu_state`` insists.
+    Raises Unsupported if its device memory cannot leave as the request insists.
     """
+    gpu_state = request.gpu_state
     if may_be_interposed(gpu_state):
         require_free(member.pid for member in found.job.gang)
     uses = gpu_processes()
@@ -164,18 +189,14 @@ def prepare_suspend(
         *preflight.check_left_locked(found.job),
         *findings_of_traps(found.job, found.driver, uses, may_share=may_be_interposed(gpu_state)),
     ]
-    host = ToHostMemory(pace)
+    host = ToHostMemory(request.pace)
     work = cuda_work(
         found.driver,
         found.job,
         protection,
         held,
         None,
-        deadline=deadline,
-        gpu_state=gpu_state,
-        to_host=True,
-        whole_tree=not only,
-        early=host.writer,
+        Purpose(deadline, gpu_state=gpu_state, to_host=True, whole_tree=not request.only, early=host.writer),
     )
     return PreparedSuspend(
         work=work,
@@ -207,11 +228,15 @@ def resume(
     Raises InvalidRequest, NotACudaProcess, Unsupported (nothing was changed); DriverError, Interrupted,
     DeadlineExceeded (all undone); JobDamaged.
     """  # fmt: skip
-    with operation("resume", pid, on_progress=on_progress, cancel=cancel) as running, contextlib.ExitStack() as opened:
-        deadline = selection.deadline_after(timeout_s)
-        request = GpuRequest.of(gpu_map, gpu)
-        taken = opened.enter_context(taken_job(running, pid, TO_CHANGE, only=only, force=force))
-        return _resume(taken, deadline, request, running, force=force)
+    request = ResumeRequest(pid, GpuRequest.of(gpu_map, gpu), only)
+    return run_resume(request, Terms(timeout_s, force, on_progress, cancel))
+
+
+def run_resume(request: ResumeRequest, terms: Terms = AS_USUAL) -> ChangeReport:
+    """See `resume`."""
+    with operation("resume", request.job, terms) as running, contextlib.ExitStack() as opened:
+        taken = opened.enter_context(taken_job(running, request.job, TO_CHANGE, only=request.only))
+        return _resume(taken, request, running)
 
 
 def resume_left_behind(pid: int | str) -> bool:
@@ -223,7 +248,7 @@ def resume_left_behind(pid: int | str) -> bool:
     gang = selection.find_job(pid, looks_only=True).job.gang
     if not any(map(_is_left_behind, gang)):
         return False
-    resume(pid)
+    run_resume(ResumeRequest(pid))
     return True
 
 
@@ -232,15 +257,13 @@ def _is_left_behind(member: GangMember) -> bool:
     return member.found is CudaState.LOCKED or (is_checkpointed and suspended.recall(member.id) is None)
 
 
-def _resume(
-    taken: TakenJob, deadline: float | None, request: GpuRequest, running: Operation, *, force: bool
-) -> ChangeReport:
+def _resume(taken: TakenJob, request: ResumeRequest, running: Operation) -> ChangeReport:
     (found, protection), roll = taken.cuda(), taken.roll
-    prepared = prepare_resume(found, request)
-    preflight.require_no_blocking(prepared.findings, force=force)
+    prepared = prepare_resume(found, request.gpus)
+    preflight.require_no_blocking(prepared.findings, force=running.force)
     records, away, placement = prepared.records, prepared.away, prepared.placement
     before_suspend, choice = prepared.before_suspend, placement.choice
-    gang = Gang(prepared.driver, found.job.gang, deadline=deadline)
+    gang = Gang(prepared.driver, found.job.gang, deadline=running.deadline)
     steps: list[Step] = []  # none for a running job: do not announce what is not done
     maps = placement.maps(gang)
     ids = {member.pid: member.id for member in gang.members}
@@ -266,7 +289,7 @@ def _resume(
             staging.keep_file(member.pid, kept)
         guarded.members(gang.members)
         suspended_blocks.start(member.pid for member in away)
-        phases = running.run(steps, roll=roll, deadline=gang.deadline, protection=protection)
+        phases = running.run(steps)
         threading.Thread(target=kept.pop_all().close, name="free-staging").start()
     for member in gang.members:
         suspended.forget(member.id)
@@ -300,7 +323,7 @@ def prepare_resume(found: selection.FoundJob, request: GpuRequest) -> PreparedRe
 
     Raises InvalidRequest for a request that does not fit, Unsupported if its memory cannot come back here.
     """
-    assert found.driver is not None  # noqa: S101 - it has processes with CUDA
+    driver = found.require_cuda()
     members = found.job.gang
     records = {member.pid: suspended.recall(member.id) for member in members}
     away = tuple(
@@ -317,9 +340,9 @@ def prepare_resume(found: selection.FoundJob, request: GpuRequest) -> PreparedRe
         *preflight.check_room(needed_with_carrier(choice.needed_bytes, pids), placement.here, choice.gpu_map),
     ]
     if choice.gpu_map is not None:
-        findings += preflight.check_driver(found.driver.capabilities(), choice.gpu_map)
+        findings += preflight.check_driver(driver.capabilities(), choice.gpu_map)
     require_free(member.pid for member in members)
-    return PreparedResume(found.driver, away, records, placement, tuple(findings))
+    return PreparedResume(driver, away, records, placement, tuple(findings))
 
 
 def _before_suspend(record: suspended.SuspendedRecord | None) -> CudaState:

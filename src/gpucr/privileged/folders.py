@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import secrets
 import shutil
@@ -10,6 +11,8 @@ import stat
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+
+from blake3 import blake3
 
 from gpucr.helper.messages import SIGNATURE_NAME
 from gpucr.linux import locks, proc_text, trusted_paths
@@ -54,7 +57,6 @@ def _file_system(fd: int) -> str:
 
 def require_log(fd: int) -> None:
     """Raise Refused unless it is a regular file that the peer has opened for writing."""
-    import fcntl
 
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode) or fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
@@ -195,8 +197,6 @@ def copy_verified(users_fd: int, files: tuple[SignedFile, ...], folder: Path, ch
 def _hashed(
     name: str, source_fd: int, target_fd: int | None, check: Check, limit_bytes: int | None = None
 ) -> SignedFile:
-    from blake3 import blake3  # missing in the wheel's build, which loads every command
-
     digest, size_bytes = blake3(max_threads=blake3.AUTO), 0
     buffer = memoryview(bytearray(_BLOCK_BYTES))
     with contextlib.ExitStack() as opened:

@@ -23,7 +23,7 @@ from msgspec import Struct
 
 from gpucr.errors import InvalidRequest, NotPermitted
 from gpucr.helper.messages import MAX_REQUESTS_PER_USER, Connection, Failed, HungUp
-from gpucr.linux import own_python, processes, trusted_paths
+from gpucr.linux import capabilities, own_process, trusted_paths
 from gpucr.privileged import limits, peer
 from gpucr.privileged.served import Settings
 
@@ -35,7 +35,7 @@ _FIRST_PASSED_FD = 3  # SD_LISTEN_FDS_START
 
 def require_root() -> None:
     """Raise NotPermitted unless the caller has the privileges that root's CRIU needs."""
-    if os.geteuid() != 0 or not processes.can_checkpoint_processes():
+    if os.geteuid() != 0 or not capabilities.can_checkpoint_processes():
         raise NotPermitted("the privileged helper is root's", pid=os.getpid(), hint="run the same command with sudo -H")
 
 
@@ -132,13 +132,9 @@ class _Listener:
                 with contextlib.suppress(HungUp):
                     Connection(connected).send(Failed("refused", why_not))
                 return
-            started = subprocess.Popen(
-                own_python.command("gpucr.privileged.entry", self._settings.keys, self._settings.work),
-                stdin=connected.fileno(),
-                stdout=subprocess.DEVNULL,
-                env=own_python.environment(),
-                cwd="/",
-                start_new_session=True,
+            settings = self._settings
+            started = own_process.start(
+                "gpucr.privileged.entry", settings.keys, settings.work, stdin=connected.fileno(), stderr=None
             )
         self._at_work.append(_AtWork(uid, started))
 

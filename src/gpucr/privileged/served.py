@@ -161,8 +161,8 @@ class _Request:
 
     @staticmethod
     def _myself() -> Here:
-        stat = processes.read_stat(os.getpid())
-        return Here(copied_criu.find().version, os.getpid(), max(stat.start_time_ticks, 0) if stat is not None else 0)
+        me = processes.this_process()
+        return Here(copied_criu.find().version, me.pid, max(me.start_time_ticks, 0))
 
     # --- dump ---
 
@@ -260,9 +260,8 @@ class _Request:
                 with as_peer_with(self._peer, wanted | _to_enter(sandbox)):
                     root_pid = self._criu_in(sandbox, wanted).restore(
                         held.path,
-                        RestoreOptions(shell_job=joins, link_remap=False),
+                        RestoreOptions(shell_job=joins, link_remap=False, leave_stopped=request.leave_stopped),
                         log_path=log_path,
-                        leave_stopped=request.leave_stopped,
                         inherited=inherited,
                         on_notify=lambda hook, pid: self._on_restoring(hook, pid, sandbox),
                         check=self._check,

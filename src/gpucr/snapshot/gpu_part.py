@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from gpucr.errors import SnapshotError, SnapshotUnfinished, Unsupported
+from gpucr.errors import Busy, SnapshotError, SnapshotUnfinished
 from gpucr.linux import durable, locks
 from gpucr.snapshot import files
 from gpucr.snapshot.folder import (
@@ -40,10 +40,9 @@ def claimed(images: Path) -> Iterator[int]:
         try:
             locks.lock(fd)
         except BlockingIOError as e:
-            raise Unsupported(
+            raise Busy(
                 f"another checkpoint is being written to {images}",
                 hint="wait until it has finished, then try again",
-                code="GPUCR-BUSY",
             ) from e
         except OSError:  # a file system without locks
             pass

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, get_args
+from types import ModuleType
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, cast, get_args
 
 from msgspec import Struct
 
@@ -73,9 +74,7 @@ class InStore(Struct, frozen=True):
 
     def target(self, job: Job, device_bytes: int) -> DumpTarget:
         """A snapshot there. Raises InvalidRequest for an invalid name."""
-        from gpucr.snapshot.store_destination import StoreTarget
-
-        return StoreTarget(
+        target: DumpTarget = _stores().StoreTarget(
             self.store,
             self.name,
             compress=self.compress,
@@ -85,6 +84,7 @@ class InStore(Struct, frozen=True):
             device_bytes=device_bytes,
             part=self.part,
         )
+        return target
 
 
 def find_target(
@@ -134,9 +134,8 @@ def open_snapshot(place: Place, key: Secret | None = None) -> Snapshot | Snapsho
     location = _store_location(place)
     if location is None:
         return Snapshot.open(_folder_of(Path(place)))
-    from gpucr.snapshot.in_store import SnapshotInStore
-
-    return SnapshotInStore.open(_open(location, key), location.snapshot)
+    found: SnapshotInStore = _stores().SnapshotInStore.open(_open(location, key), location.snapshot)
+    return found
 
 
 def open_store(place: Place, key: Secret | None = None) -> Store:
@@ -146,9 +145,8 @@ def open_store(place: Place, key: Secret | None = None) -> Store:
 
 def place_of_store(place: Place) -> Location:
     """The location of a store, existing or not. Raises InvalidRequest."""
-    from gpucr.store import location
-
-    return location.parse(os.fspath(place))
+    found: Location = _stores().parse(os.fspath(place))
+    return found
 
 
 def place_of_whole_store(place: Place) -> Location:
@@ -177,15 +175,18 @@ def source_of(snapshot: JobSnapshot) -> RestoreSource:
     """
     if isinstance(snapshot, Snapshot):
         return FolderSource(snapshot)
-    from gpucr.snapshot.in_store import SnapshotInStore
-    from gpucr.snapshot.store_origin import StoreSource
-    from gpucr.store import sets, sharing
+    stored, stores = in_store(snapshot), _stores()
+    stores.require_may_keep_jobs(stored.store.backend)
+    stores.require_complete(stored.store, stored.stored)
+    source: RestoreSource = stores.StoreSource(stored)
+    return source
 
-    if not isinstance(snapshot, SnapshotInStore):
-        raise TypeError(f"{snapshot!r} is no snapshot")
-    sharing.require_may_keep_jobs(snapshot.store.backend)
-    sets.require_complete(snapshot.store, snapshot.stored)
-    return StoreSource(snapshot)
+
+def in_store(snapshot: JobSnapshot) -> SnapshotInStore:
+    """This snapshot, which is in a store. Raises TypeError if it is not."""
+    if isinstance(snapshot, Snapshot) or not isinstance(snapshot, _stores().SnapshotInStore):
+        raise TypeError(f"{snapshot!r} is in no store")
+    return cast("SnapshotInStore", snapshot)
 
 
 def _folder_of(path: Path) -> Path:
@@ -225,22 +226,23 @@ def _store_location(place: Place) -> Location | None:
         raise InvalidRequest("the place of the snapshot is empty", hint="name a folder, or STORE#NAME")
     if "://" not in text and "#" not in text and not os.path.exists(os.path.join(text, _STORE_FILE)):
         return None
-    from gpucr.store import location
-
-    found = location.parse(text)
+    found: Location = _stores().parse(text)
     return found if found.is_store else None
 
 
 def _open_for_jobs(location: Location, key: Secret | None) -> Store:
-    from gpucr.store import sharing
-
     store = _open(location, key)
-    sharing.require_may_keep_jobs(store.backend)
+    _stores().require_may_keep_jobs(store.backend)
     return store
 
 
 def _open(location: Location, key: Secret | None) -> Store:
-    from gpucr.store.location import backend_at
-    from gpucr.store.opened import Store
+    stores = _stores()
+    store: Store = stores.Store.open(stores.backend_at(location), key)
+    return store
 
-    return Store.open(backend_at(location), key)
+
+def _stores() -> ModuleType:
+    from gpucr.snapshot import stores  # its libraries take as long to load as all the rest
+
+    return stores

@@ -185,11 +185,11 @@ class SharedFiles:
     def _folder_of(self, name: str, record: SharedFileRecord | None = None) -> Iterator[int]:
         """The folder that holds ``name``. With a ``record`` it is made if missing, for the record's owner."""
         parents = Path(name).parts[:-1]
-        for depth in range(len(parents) if record is not None else 0):
-            assert record is not None  # noqa: S101 - otherwise the range is empty
-            with _folder_in(self._root, parents[:depth]) as above, contextlib.suppress(FileExistsError):
-                make_folder_in(above, parents[depth], mode=0o755, uid=record.uid, gid=record.gid)
-                self._made_folders.append("/".join(parents[: depth + 1]))
+        if record is not None:
+            for depth, name in enumerate(parents):
+                with _folder_in(self._root, parents[:depth]) as above, contextlib.suppress(FileExistsError):
+                    make_folder_in(above, name, mode=0o755, uid=record.uid, gid=record.gid)
+                    self._made_folders.append("/".join(parents[: depth + 1]))
         with _folder_in(self._root, parents) as folder:
             yield folder
 

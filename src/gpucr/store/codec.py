@@ -10,7 +10,8 @@ import threading
 from enum import IntEnum
 from typing import Any, Literal, NamedTuple, get_args
 
-from gpucr.store import extra, transform
+from gpucr import extras
+from gpucr.store import transform
 from gpucr.store.backend import Buffer
 from gpucr.store.crypto import Changed
 
@@ -56,7 +57,7 @@ class Codec:
     def __init__(self, compress: Compress) -> None:
         self.compress = compress
         self._own = threading.local()
-        self._zstd: Any = extra.load("zstandard", _PURPOSE) if compress != "none" else None
+        self._zstd: Any = extras.load("zstandard", _PURPOSE) if compress != "none" else None
 
     def choose(self, data: memoryview) -> Choice:
         """The encoding that a sample of the piece suggests."""
@@ -110,7 +111,7 @@ def decode(stored: Buffer, encoding: int, raw_length: int) -> Buffer:
         return stored
     if encoding not in (Encoding.ZSTD, Encoding.PLANES2, Encoding.PLANES4):
         raise Changed(f"encoding {encoding} is not one that this gpucr knows")
-    zstd = extra.load("zstandard", _PURPOSE)
+    zstd = extras.load("zstandard", _PURPOSE)
     try:
         # The size that a frame claims is allocated before anything is checked.
         if zstd.get_frame_parameters(stored).content_size != raw_length:

@@ -16,7 +16,7 @@ import struct
 from functools import lru_cache
 from typing import Any
 
-from gpucr.store import extra
+from gpucr import extras
 from gpucr.store.backend import Buffer
 
 KEY_BYTES = 32
@@ -46,9 +46,9 @@ class KeyRing:
     def __init__(self, master: bytes, store_id: bytes) -> None:
         self._master = master
         self._store_id = store_id
-        self._hashes = extra.load("cryptography.hazmat.primitives.hashes", _PURPOSE)
-        self._hkdf = extra.load("cryptography.hazmat.primitives.kdf.hkdf", _PURPOSE).HKDF
-        self._aead = extra.load("cryptography.hazmat.primitives.ciphers.aead", _PURPOSE).AESGCM
+        self._hashes = extras.load("cryptography.hazmat.primitives.hashes", _PURPOSE)
+        self._hkdf = extras.load("cryptography.hazmat.primitives.kdf.hkdf", _PURPOSE).HKDF
+        self._aead = extras.load("cryptography.hazmat.primitives.ciphers.aead", _PURPOSE).AESGCM
         self.pack = lru_cache(maxsize=256)(self._pack)
 
     @property
@@ -95,7 +95,7 @@ def _nonce(block: int) -> bytes:
 
 
 def _invalid_tag() -> type[Exception]:
-    found: type[Exception] = extra.load("cryptography.exceptions", _PURPOSE).InvalidTag
+    found: type[Exception] = extras.load("cryptography.exceptions", _PURPOSE).InvalidTag
     return found
 
 

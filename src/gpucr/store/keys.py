@@ -23,10 +23,9 @@ import msgspec
 from msgspec import Meta, Struct
 from msgspec.structs import replace
 
-from gpucr import records
+from gpucr import extras, records
 from gpucr.errors import InvalidRequest, Unsupported
 from gpucr.records import Count, Record, RecordError
-from gpucr.store import extra
 from gpucr.store.crypto import KEY_BYTES, NONCE_BYTES, TAG_BYTES
 
 FORMAT, VERSION = "gpucr-store-key", 1
@@ -53,6 +52,17 @@ class Secret(Struct, frozen=True):
                 hint=f"make one of {MIN_KEY_FILE_BYTES} random bytes: (umask 077; head -c 32 /dev/urandom > FILE)",
             )
         return cls("hkdf", content)
+
+    @classmethod
+    def in_file(cls, path: str | os.PathLike[str]) -> Secret:
+        """The key in this file. Raises InvalidRequest."""
+        try:
+            with open(path, "rb") as stream:
+                content = stream.read(MAX_KEY_FILE_BYTES + 1)
+        except OSError as e:
+            hint = "put it back, or name another one"
+            raise InvalidRequest(f"the key file {os.fspath(path)} cannot be read: {e.strerror}", hint=hint) from e
+        return cls.key_file(content)
 
     @classmethod
     def passphrase(cls, text: str) -> Secret:
@@ -84,7 +94,7 @@ class _KeyObject(Record, frozen=True):
     def key_of(self, secret: Secret) -> bytes:
         salt = bytes.fromhex(self.salt)
         if self.kdf == "scrypt":
-            kdf = extra.load("cryptography.hazmat.primitives.kdf.scrypt", _PURPOSE)
+            kdf = extras.load("cryptography.hazmat.primitives.kdf.scrypt", _PURPOSE)
             try:
                 derived = kdf.Scrypt(salt, KEY_BYTES, 1 << self.log2_n, self.r, self.p).derive(secret.value)
             except MemoryError as e:
@@ -93,8 +103,8 @@ class _KeyObject(Record, frozen=True):
                     hint="end other programs, raise the memory limit (ulimit -v), or use a key file",
                 ) from e
         else:
-            kdf = extra.load("cryptography.hazmat.primitives.kdf.hkdf", _PURPOSE)
-            hashes = extra.load("cryptography.hazmat.primitives.hashes", _PURPOSE)
+            kdf = extras.load("cryptography.hazmat.primitives.kdf.hkdf", _PURPOSE)
+            hashes = extras.load("cryptography.hazmat.primitives.hashes", _PURPOSE)
             derived = kdf.HKDF(hashes.SHA256(), KEY_BYTES, salt, b"gpucr-store 1: key file").derive(secret.value)
         return bytes(derived)
 
@@ -114,7 +124,7 @@ def unwrap(data: bytes, secret: Secret, store_id: bytes) -> bytes | None:
     key = _decode(data)
     if key.kdf != secret.kind:
         return None
-    invalid_tag: type[Exception] = extra.load("cryptography.exceptions", _PURPOSE).InvalidTag
+    invalid_tag: type[Exception] = extras.load("cryptography.exceptions", _PURPOSE).InvalidTag
     nonce, wrapped = bytes.fromhex(key.nonce), bytes.fromhex(key.wrapped)
     try:
         return bytes(_aead(key.key_of(secret)).decrypt(nonce, wrapped, key.bound_to(store_id)))
@@ -128,7 +138,7 @@ def check(data: bytes) -> str:
 
 
 def _aead(key: bytes) -> Any:
-    return extra.load("cryptography.hazmat.primitives.ciphers.aead", _PURPOSE).AESGCM(key)
+    return extras.load("cryptography.hazmat.primitives.ciphers.aead", _PURPOSE).AESGCM(key)
 
 
 def _canonical(members: Mapping[str, Any]) -> bytes:

@@ -68,12 +68,12 @@ def parse(text: str) -> Location:
 
 def backend_at(location: Location) -> Backend:
     """The place of a store. Raises InvalidRequest, BrokenInstall, StoreError."""
-    if location.url is not None:
+    if location.path is None:
+        url = location.url or ""
         try:
-            return ObjectsBackend(location.url)
+            return ObjectsBackend(url)
         except ValueError as e:
-            raise InvalidRequest(f"{location.url} cannot be opened: {e}", hint="correct the URL") from e
-    assert location.path is not None  # noqa: S101 - one of the two is set
+            raise InvalidRequest(f"{url} cannot be opened: {e}", hint="correct the URL") from e
     try:
         return LocalBackend(location.path)
     except FileNotFoundError as e:

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from msgspec import Struct
 
-from gpucr.store import extra
+from gpucr import extras
 from gpucr.store.backend import Buffer, Exists, Missing, ObjectInfo, as_parts, check_name
 from gpucr.store.upload import ObjectsSink
 
@@ -63,8 +63,8 @@ class ObjectsBackend:
 
     def __init__(self, url: str, *, patience: Patience | None = None, options: Mapping[str, Any] | None = None) -> None:
         purpose = f"the store {url}"
-        self._obstore = extra.load("obstore", purpose)
-        self._errors = extra.load("obstore.exceptions", purpose)
+        self._obstore = extras.load("obstore", purpose)
+        self._errors = extras.load("obstore.exceptions", purpose)
         self._url = url.rstrip("/")
         self._patience = patience or Patience()
         # Attempts are counted here, to know whether an object in the way may be our own.
@@ -87,7 +87,7 @@ class ObjectsBackend:
             "max_retries": max_retries,
             "retry_timeout": timedelta(seconds=self._patience.deadline_s) + timeouts["timeout"],
         }
-        stores = extra.load("obstore.store", f"the store {self._url}")
+        stores = extras.load("obstore.store", f"the store {self._url}")
         # Not all S3-compatible services support the bulk delete that obstore uses even for one object.
         settings: dict[str, Any] = {"disable_bulk_delete": True} if self._url.startswith("s3:") else {}
         settings |= {key: value for key, value in options.items() if key != "client_options"}

@@ -8,10 +8,11 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from gpucr import extras
 from gpucr.errors import StoreDamaged, StoreError, WrongKey
 from gpucr.records import RecordError
 from gpucr.store import config as configuration
-from gpucr.store import crypto, extra, keys, pieces
+from gpucr.store import crypto, keys, pieces
 from gpucr.store.backend import Backend, Buffer, Exists, Missing
 from gpucr.store.config import StoreConfig
 from gpucr.store.crypto import KeyRing
@@ -61,7 +62,7 @@ class Store:
         or the place does not work.
         """
         if hash_name is None:
-            hash_name = "blake3" if secret is not None or extra.is_installed("blake3") else "sha256"
+            hash_name = "blake3" if secret is not None or extras.is_installed("blake3") else "sha256"
         try:
             made = StoreConfig.new(
                 hash_name, encrypted=secret is not None, piece_bytes=piece_bytes, pack_bytes=pack_bytes

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby
 from typing import NamedTuple
 
+from gpucr import extras
 from gpucr.linux import libc
-from gpucr.store import extra
 from gpucr.store.backend import Buffer
 
 ID_BYTES = 32
@@ -58,7 +58,7 @@ def digest_function(hash_name: str, key: bytes | None) -> Digest:
         return lambda buffer: hashlib.sha256(buffer).digest()
     if hash_name != "blake3":
         raise ValueError(f"no such hash, or none with a key: {hash_name!r}")
-    blake3 = extra.load("blake3", "a store with BLAKE3 names").blake3
+    blake3 = extras.load("blake3", "a store with BLAKE3 names").blake3
     if key is None:
         return lambda buffer: bytes(blake3(buffer).digest())
     return lambda buffer: bytes(blake3(buffer, key=key).digest())

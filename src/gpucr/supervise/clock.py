@@ -7,7 +7,7 @@ import threading
 import time
 from typing import Literal, Protocol
 
-from gpucr.undo.cancellation import Cancellation
+from gpucr import Cancellation
 
 Wish = Literal["drain", "leave"]
 """``drain``: take a last dump, which ends the job, and exit. ``leave``: exit, and leave the job running."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import time
 
+from gpucr import Cancellation
 from gpucr.errors import DeadlineExceeded, InvalidRequest
 from gpucr.jobs.record import JobState
 from gpucr.jobs.registered import find_by_pid_or_name
 from gpucr.operations.end_job import GRACE_S, await_end, end_job
 from gpucr.supervise.folder import UNFINISHED, SupervisedFolder
 from gpucr.supervise.start import end_supervisors
-from gpucr.undo.cancellation import Cancellation
 
 _POLL_S = 0.1
 _RUNS = ("running", "suspended")

@@ -10,30 +10,25 @@ from typing import Literal, Protocol
 
 from msgspec import Struct
 
-from gpucr.driver.gpus import gpu_processes, list_gpus
+from gpucr import Cancellation, JobSnapshot, PruneRules, Secret, SnapshotInStore, open_snapshot
+from gpucr.driver.gpus import gpu_processes
 from gpucr.errors import GpucrError, InvalidRequest, StoreDamaged
-from gpucr.gpu_state.gpu_choice import GpuRequest
 from gpucr.jobs.record import JobRecord, JobState, state_of
 from gpucr.jobs.registered import registry
 from gpucr.linux import processes, trusted_paths
 from gpucr.model import ProcessId
 from gpucr.operations.dump import dump
 from gpucr.operations.end_job import end_processes
-from gpucr.operations.launch import run_job
+from gpucr.operations.launch import launch
+from gpucr.operations.places import where_it_was
 from gpucr.operations.rehearse import rehearse
+from gpucr.operations.requests import LaunchRequest
 from gpucr.operations.restore import restore
 from gpucr.operations.stores import list_snapshots, prune_store, verify_snapshots
 from gpucr.operations.suspend import resume_left_behind
-from gpucr.snapshot.gpus import place_snapshot
-from gpucr.snapshot.in_store import SnapshotInStore
-from gpucr.snapshot.job_snapshot import JobSnapshot
-from gpucr.snapshot.location import open_snapshot
-from gpucr.store.keys import Secret
-from gpucr.store.retention import PruneRules
 from gpucr.supervise.gpus import good_gpus
 from gpucr.supervise.reading import Reading
 from gpucr.supervise.settings import StartAgain, Supervision
-from gpucr.undo.cancellation import Cancellation
 
 
 class Look(Struct, frozen=True):
@@ -229,16 +224,18 @@ class RegisteredJob:
     def start_again(self, how: StartAgain) -> None:
         """Its log is kept and continued."""
         log = self._record().log
-        run_job(
-            how.command,
-            name=self._name,
-            isolate=how.isolated,
-            network=how.network,
-            cwd=how.cwd,
-            environment=how.environment,
-            interpose=how.interposed,
-            priority=how.priority,
-            log=log,
+        launch(
+            LaunchRequest(
+                how.command,
+                self._name,
+                how.isolated,
+                how.network,
+                log,
+                how.cwd,
+                how.environment,
+                how.interposed,
+                how.priority,
+            )
         )
 
     def mark(self, text: str) -> None:
@@ -297,7 +294,6 @@ def _gpus_for(snapshot: JobSnapshot, bad: Collection[str]) -> str | None:
     """The job's new GPUs, for `restore`; None: unchanged. Raises Unsupported if there are too few good ones."""
     if not snapshot.manifest.has_gpu_state:
         return None
-    here = list_gpus()
-    choice = place_snapshot(snapshot.manifest, GpuRequest(), here, ()).choice
+    choice, here = where_it_was(snapshot)
     used = [gpu for gpu in choice.had if gpu.uuid in choice.needed_bytes]
     return good_gpus(used, choice.needed_bytes, here, bad)

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from gpucr import extras
 from gpucr.errors import GpucrError, InvalidRequest
 from gpucr.jobs.registered import registry
 from gpucr.linux import durable
-from gpucr.store import extra
 from gpucr.supervise.folder import SupervisedFolder, SupervisedState, supervised
 
 _FILES = Path(__file__).parent / "prometheus"
@@ -34,7 +34,7 @@ class JobsCollector:
     """A collector for prometheus_client. Raises BrokenInstall without it."""
 
     def __init__(self) -> None:
-        self._core = extra.load("prometheus_client.core", "metrics")
+        self._core = extras.load("prometheus_client.core", "metrics")
 
     def collect(self) -> Iterator[Any]:
         """The current metric families. A job whose state cannot be read has only ``gpucr_job_info``."""
@@ -97,7 +97,7 @@ def samples() -> list[tuple[str, dict[str, str], float]]:
 
 def as_text() -> bytes:
     """All metrics in Prometheus's text format. Raises BrokenInstall."""
-    text: bytes = extra.load("prometheus_client", "metrics").generate_latest(_registry())
+    text: bytes = extras.load("prometheus_client", "metrics").generate_latest(_registry())
     return text
 
 
@@ -124,10 +124,10 @@ def write_textfile(path: Path) -> None:
 
 def application() -> Any:
     """Serves them over HTTP: a WSGI application (PEP 3333). Raises BrokenInstall."""
-    return extra.load("prometheus_client", "metrics").make_wsgi_app(_registry())
+    return extras.load("prometheus_client", "metrics").make_wsgi_app(_registry())
 
 
 def _registry() -> Any:
-    registry = extra.load("prometheus_client", "metrics").CollectorRegistry()
+    registry = extras.load("prometheus_client", "metrics").CollectorRegistry()
     registry.register(JobsCollector())
     return registry

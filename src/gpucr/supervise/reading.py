@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import threading
 
+from gpucr import Cancellation, Secret
 from gpucr.errors import GpucrError
+from gpucr.operations.places import CHECK_KNOWN_S
 from gpucr.operations.stores import verify_snapshots
-from gpucr.store import CHECK_KNOWN_S
-from gpucr.store.keys import Secret
-from gpucr.undo.cancellation import Cancellation
 
 PACE = 0.1
 """The share of the time in which it reads: the job reads and writes too."""

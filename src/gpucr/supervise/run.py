@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import random
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
+from gpucr import Secret
 from gpucr.driver.gpu_failures import watched_gpu_failures
 from gpucr.driver.gpus import are_busy
-from gpucr.errors import InvalidRequest
 from gpucr.linux import processes
-from gpucr.model import ProcessId
-from gpucr.store.keys import MAX_KEY_FILE_BYTES, Secret
 from gpucr.supervise.clock import ORDERS, Clock, MachineClock, Stop
 from gpucr.supervise.folder import Phase, SupervisedFolder
 from gpucr.supervise.job import RegisteredJob
@@ -30,16 +26,7 @@ _OF_TERMINALS = (signal.SIGINT, signal.SIGHUP)
 
 def read_key(settings: Supervision) -> Secret | None:
     """The key that opens the store. Raises InvalidRequest if the key file cannot be read."""
-    if settings.key_file is None:
-        return None
-    try:
-        with Path(settings.key_file).open("rb") as stream:
-            return Secret.key_file(stream.read(MAX_KEY_FILE_BYTES + 1))
-    except OSError as e:
-        raise InvalidRequest(
-            f"the key file {settings.key_file} cannot be read: {e.strerror}",
-            hint="put it back, or supervise the job again",
-        ) from e
+    return None if settings.key_file is None else Secret.in_file(settings.key_file)
 
 
 def supervise(
@@ -61,7 +48,7 @@ def supervise(
         job.require_here()
         clock = clock or MachineClock()
         journal = Journal(folder, clock.wall_s, settings.on_event)
-        journal.update(supervisor=_this_process())
+        journal.update(supervisor=processes.this_process())
         on_ready()
         return _supervise(job, settings, journal, stop or Stop(), clock)
 
@@ -74,12 +61,6 @@ def _supervise(job: RegisteredJob, settings: Supervision, journal: Journal, stop
             clock=clock, random=random.random, stop=stop, gpu_failures=gpu_failures,
         )  # fmt: skip
         return supervisor.run()
-
-
-def _this_process() -> ProcessId:
-    stat = processes.read_stat(os.getpid())
-    assert stat is not None  # noqa: S101 - this process is alive
-    return ProcessId(os.getpid(), stat.start_time_ticks)
 
 
 def supervise_with_signals(name: str, on_ready: Callable[[], None] = lambda: None) -> Phase:

@@ -10,20 +10,19 @@ from collections.abc import Sequence
 from msgspec import Struct
 from msgspec.structs import replace
 
-from gpucr.diagnosis import preflight
+from gpucr import Secret
 from gpucr.errors import BrokenInstall, DeadlineExceeded, GpucrError, InvalidRequest, StoreError
 from gpucr.jobs.names import check_name as check_job_name
 from gpucr.jobs.record import Network
 from gpucr.jobs.registered import find_by_pid_or_name
 from gpucr.linux import own_python, processes, trusted_paths
-from gpucr.operations.engines import require_possible_rehearsal
-from gpucr.operations.launch import StartedJob, run_job
+from gpucr.operations.engines import require_possible_rehearsal, require_privileges
+from gpucr.operations.launch import StartedJob, launch
+from gpucr.operations.places import check_snapshot_name, is_store, open_store_for_jobs, place_of_store
+from gpucr.operations.requests import LaunchRequest
 from gpucr.operations.stores import init_store
 from gpucr.quantities import whole_number
 from gpucr.records import DEFAULT_PRIORITY
-from gpucr.snapshot.location import is_store, open_store_for_jobs, place_of_store
-from gpucr.store.keys import Secret
-from gpucr.store.snapshots import check_name
 from gpucr.supervise.clock import ORDERS, Wish
 from gpucr.supervise.folder import UNFINISHED, SupervisedFolder, supervised
 from gpucr.supervise.settings import StartAgain, Supervision
@@ -62,7 +61,7 @@ def _check(settings: Supervision) -> None:
 def prepare(name: str, settings: Supervision) -> SupervisedFolder:
     """Store how the job will be supervised. Raises InvalidRequest if it has a supervisor already, Unsupported."""
     _check(settings)
-    check_name(name)
+    check_snapshot_name(name)
     folder = SupervisedFolder(name)
     with folder.held():
         folder.write_settings(settings)
@@ -104,22 +103,20 @@ def run_supervised(
 
     If the supervisor cannot be started, the job runs without one, and BrokenInstall is raised.
     """
-    _check(settings)
-    preflight.require_privileges(os.getpid())
-    if name is not None:
-        check_name(check_job_name(name))
-        with SupervisedFolder(name).held():
-            pass  # refuse now rather than when the job runs
-    started = run_job(
-        command,
-        name=name,
-        isolate=isolate,
-        network=network,
-        log=log,
-        cwd=cwd,
-        interpose=interpose,
-        priority=priority,
+    return launch_supervised(
+        LaunchRequest(command, name, isolate, network, log, cwd, interpose=interpose, priority=priority), settings
     )
+
+
+def launch_supervised(request: LaunchRequest, settings: Supervision) -> SupervisedStart:
+    """See `run_supervised`."""
+    _check(settings)
+    require_privileges()
+    if request.name is not None:
+        check_snapshot_name(check_job_name(request.name))
+        with SupervisedFolder(request.name).held():
+            pass  # refuse now rather than when the job runs
+    started = launch(request)
     record = started.record
     again = StartAgain(
         command=record.command,
@@ -128,7 +125,7 @@ def run_supervised(
         isolated=record.isolated,
         network=record.network,
         interposed=started.plan.interposer is not None,
-        priority=priority,
+        priority=request.priority,
     )
     try:
         prepare(record.name, replace(settings, start_again=again))
@@ -146,7 +143,7 @@ def supervise_job(job: int | str, settings: Supervision) -> int:
     Raises InvalidRequest if gpucr has not started it, it does not run, or it has a supervisor; NotPermitted without
     root; and errors of the supervisor's start.
     """
-    preflight.require_privileges(os.getpid())
+    require_privileges()
     name = require_running(job)
     prepare(name, settings)
     return start_supervisor(name)

@@ -232,7 +232,8 @@ class AdaptFiles:
 
     def _change(self, folder: RestoreImages, image: FilesImage) -> None:
         if image.is_changed:
-            folder.made_in_view = self._site.value.shared_root if self._in_view else None
+            if self._in_view:
+                folder.use_view(self._site.value.shared_root)
             folder.change(image)
 
     def undo(self) -> None:

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
 
 from gpucr.errors import BrokenInstall
-from gpucr.linux import own_python
+from gpucr.linux import own_process
 from gpucr.model import ProcessId
 from gpucr.undo import guard_process
 from gpucr.undo.guard_process import DESCRIPTORS_A_MESSAGE, MESSAGE_LIMIT_BYTES, RECORD_LIMIT_BYTES
@@ -248,19 +248,7 @@ def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
 def _start(socket_fd: int, output_fd: int) -> subprocess.Popen[bytes]:
     operation_fd = os.pidfd_open(os.getpid())
     try:
-        return _spawn(socket_fd, operation_fd, output_fd)
+        fds = (socket_fd, operation_fd)
+        return own_process.start(guard_process.__name__, *fds, os.getpid(), pass_fds=fds, stderr=output_fd)
     finally:
         os.close(operation_fd)
-
-
-def _spawn(socket_fd: int, operation_fd: int, output_fd: int) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        own_python.command(guard_process.__name__, socket_fd, operation_fd, os.getpid()),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=output_fd,
-        pass_fds=[socket_fd, operation_fd],
-        start_new_session=True,
-        cwd="/",
-        env=own_python.environment(),
-    )

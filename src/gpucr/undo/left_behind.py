@@ -45,9 +45,7 @@ def forget(guard: ProcessId) -> None:
 
 def forget_own() -> None:
     """`forget` for the guard that calls it."""
-    stat = processes.read_stat(os.getpid())
-    if stat is not None:
-        forget(ProcessId(os.getpid(), stat.start_time_ticks))
+    forget(processes.this_process())
 
 
 def remove_left_behind() -> None:

@@ -10,9 +10,11 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
-from gpucr.errors import JobChanged, Unsupported
+from gpucr.errors import InvalidRequest, JobChanged, Unsupported
 from gpucr.linux import descriptor_limit, processes
 from gpucr.linux.descriptor_limit import OUT_OF_DESCRIPTORS, Reserve
 from gpucr.undo.cancellation import Cancellation
@@ -30,15 +32,49 @@ Measured with 2, 8 and 16 processes: 4.1 and 12.1 (a dump to a folder) for each,
 """
 
 _IN_ALL, _TO_UNDO = 24, 3
+LONGEST_TIMEOUT_S = 1e6
+
+
+@dataclass(frozen=True)
+class Terms:
+    """On which terms an operation runs.
+
+    ``timeout_s``: its time limit, from its begin (None: none). ``force``: blocking findings do not stop it.
+    ``on_progress`` hears of its steps; ``cancel`` ends it from another thread.
+    """
+
+    timeout_s: float | None = None
+    force: bool = False
+    on_progress: OnProgress | None = None
+    cancel: Cancellation | None = None
+
+    def within(self, deadline: float | None) -> Terms:
+        """The same for a part of the operation that ends at this deadline."""
+        return replace(self, timeout_s=None if deadline is None else max(deadline - time.monotonic(), 0.001))
+
+
+AS_USUAL = Terms()
 
 
 class Operation:
-    """A running operation. Made by `operation`."""
+    """A running operation. Made by `operation`.
 
-    def __init__(self, listener: Listener, interrupts: Interrupts) -> None:
+    ``deadline``: its end as a value of time.monotonic() (None: none). ``force``: whether blocking findings count.
+    """
+
+    def __init__(self, listener: Listener, interrupts: Interrupts, terms: Terms) -> None:
         self.interrupts = interrupts
+        self.terms = terms
+        self.deadline = deadline_after(terms.timeout_s)
+        self.force = terms.force
         self._listener = listener
         self._reserve: Reserve | None = None
+        self._roll: Roll | None = None
+        self._protection: Protection | None = None
+
+    def works_on(self, roll: Roll | None, protection: Protection | None) -> None:
+        """From now on a failed step leads to an undo of all of ``roll``, which the guard of ``protection`` repeats."""
+        self._roll, self._protection = roll, protection
 
     def require_descriptors(self, processes: int, cuda_processes: int, each: int) -> None:
         """Reserve descriptors for steps and undo of a job with that many processes; ``each``: per CUDA process.
@@ -56,19 +92,9 @@ class Operation:
                 raise
             raise _too_few(f"a job of {processes} processes takes {count + for_undo} more") from e
 
-    def run(
-        self,
-        steps: Sequence[Step],
-        *,
-        roll: Roll | None = None,
-        deadline: float | None = None,
-        protection: Protection | None = None,
-        begun_before: Sequence[Step] = (),
-    ) -> tuple[Phase, ...]:
-        """Like `run_steps`. When it returns, the operation has succeeded and signals have no effect.
-
-        The undo does not need the guard of ``protection``.
-        """
+    def run(self, steps: Sequence[Step], *, begun_before: Sequence[Step] = ()) -> tuple[Phase, ...]:
+        """Like `run_steps`. When it returns, the operation has succeeded and signals have no effect."""
+        protection = self._protection
 
         def before_undo() -> None:
             self.release()
@@ -78,8 +104,8 @@ class Operation:
         try:
             return run_steps(
                 steps,
-                roll=roll,
-                deadline=deadline,
+                roll=self._roll,
+                deadline=self.deadline,
                 listener=self._listener,
                 interrupts=self.interrupts,
                 begun_before=begun_before,
@@ -96,27 +122,32 @@ class Operation:
             self._reserve = None
 
 
+def deadline_after(timeout_s: float | None) -> float | None:
+    """The time.monotonic() value at which ``timeout_s`` seconds from now are over. Raises InvalidRequest."""
+    if timeout_s is None:
+        return None
+    if not 0 < timeout_s <= LONGEST_TIMEOUT_S:
+        raise InvalidRequest(
+            f"a timeout of {timeout_s} s cannot be met",
+            hint=f"give a number of seconds above 0 and up to {LONGEST_TIMEOUT_S:.0f}, or none at all",
+        )
+    return time.monotonic() + timeout_s
+
+
 @contextlib.contextmanager
-def operation(
-    name: str,
-    subject: object,
-    *,
-    on_progress: OnProgress | None = None,
-    cancel: Cancellation | None = None,
-    is_undo: bool = False,
-) -> Iterator[Operation]:
-    """The block is the whole operation. Raises Interrupted, Unsupported (no open files left) and JobChanged.
+def operation(name: str, subject: object, terms: Terms = AS_USUAL, *, is_undo: bool = False) -> Iterator[Operation]:
+    """The block is the whole operation. Raises Interrupted, InvalidRequest, Unsupported (no open files), JobChanged.
 
     ``name`` and ``subject`` are for its events (events.py). With ``is_undo`` it cannot be interrupted.
     """
     remove_left_behind()
-    listener = Listener(on_progress, name, subject)
+    listener = Listener(terms.on_progress, name, subject)
     with (
         descriptor_limit.raised(),
-        Interrupts(listener.report_ignored, cancel=cancel) as interrupts,
+        Interrupts(listener.report_ignored, cancel=terms.cancel) as interrupts,
         listener.announced(),
     ):
-        running = Operation(listener, interrupts)
+        running = Operation(listener, interrupts, terms)
         try:
             if is_undo:
                 interrupts.commit()

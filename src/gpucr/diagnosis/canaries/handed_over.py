@@ -11,7 +11,7 @@ from gpucr.driver.custom_storage import Begun, CustomStorage
 from gpucr.driver.gpus import list_gpus, visible_gpus
 from gpucr.errors import Unsupported
 from gpucr.interposer.vault import Vault
-from gpucr.linux import processes
+from gpucr.linux import capabilities
 from gpucr.linux.buffers import at_address, copy
 
 
@@ -20,7 +20,7 @@ class HandedOver:
 
     def __init__(self, pid: int) -> None:
         """Raises Impossible if the driver has no custom storage, or this user cannot use it; VaultFailed."""
-        if not processes.can_checkpoint_processes():
+        if not capabilities.can_checkpoint_processes():
             raise Impossible("custom storage is for root alone")
         try:
             self._storage = CustomStorage(load_driver())

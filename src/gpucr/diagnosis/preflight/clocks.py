@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gpucr.diagnosis.preflight.findings import Finding
 from gpucr.diagnosis.preflight.support import machine as facts
-from gpucr.linux import namespaces, processes
+from gpucr.linux import capabilities, namespaces
 
 
 def check_clocks(*, are_in_images: bool) -> list[Finding]:
@@ -13,8 +13,8 @@ def check_clocks(*, are_in_images: bool) -> list[Finding]:
         return [facts.CLOCKS_JUMP.seen("this kernel has no time namespaces (CONFIG_TIME_NS)")]
     if not are_in_images:
         return [facts.CLOCKS_JUMP.seen("the kernel of the dump had no time namespaces (CONFIG_TIME_NS)")]
-    if processes.can_set_clocks():
+    if capabilities.can_set_clocks():
         return []
-    if not processes.can_checkpoint_processes():
+    if not capabilities.can_checkpoint_processes():
         return [facts.CLOCKS_JUMP.seen("only root can create the time namespace that would continue them")]
     return [facts.CLOCKS.seen("CAP_SYS_TIME is missing")]

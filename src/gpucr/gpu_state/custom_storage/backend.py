@@ -17,7 +17,7 @@ from gpucr.gpu_state.custom_storage.spool import Spool, SpoolFile
 from gpucr.gpu_state.source import FileSource, Saver, Source
 from gpucr.gpu_state.ways import CUSTOM, GpuState, refused
 from gpucr.interposer.vault import VAULT_BYTES
-from gpucr.linux import memory, processes
+from gpucr.linux import capabilities, memory, processes
 from gpucr.linux.tmpfs import KEPT_NAME, StagingFile
 from gpucr.model import CudaState, DevicePart, GangMember, Gpu, GpuMap, ProcessId, StagedExtent
 from gpucr.quantities import format_bytes
@@ -312,7 +312,7 @@ class CustomStorages:
             return self._failed
         if not self._driver.capabilities().custom_storage:
             return "this driver has none (it came with driver 615)"
-        if not processes.can_checkpoint_processes():
+        if not capabilities.can_checkpoint_processes():
             return "gpucr would have to run as root"
         if self._gpu_state == "auto" and self._is_interposed(pid):
             return "it has an interposer"

@@ -17,7 +17,7 @@ from gpucr.driver.libcuda import NOT_SUPPORTED
 from gpucr.errors import CustomStorageError, DriverError, NotSupportedByDriver
 from gpucr.gpu_state.custom_storage import carrier
 from gpucr.gpu_state.custom_storage.messages import LANES, MESSAGE_BYTES, PASS, SLOT_BYTES, Answer, Ask
-from gpucr.linux import own_python, processes
+from gpucr.linux import own_process, processes
 from gpucr.linux.buffers import copy
 from gpucr.model import GpuMap, ProcessId
 from gpucr.records import UNREADABLE, decoder
@@ -82,16 +82,8 @@ class Carrier:
                     self._lanes.put(_Lane(ours, slots[(number - 1) * SLOT_BYTES : number * SLOT_BYTES]))
             self._control = self._sockets[0]
             control_fd, *lanes = [each.fileno() for each in theirs]
-            return subprocess.Popen(
-                own_python.command(carrier.__name__, control_fd, operation_fd, slots_fd, *lanes),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                pass_fds=[control_fd, operation_fd, slots_fd, *lanes],
-                start_new_session=True,
-                cwd="/",
-                env=own_python.environment(),
-            )
+            fds = (control_fd, operation_fd, slots_fd, *lanes)
+            return own_process.start(carrier.__name__, *fds, pass_fds=fds)
         finally:
             os.close(operation_fd)
             for each in theirs:

@@ -120,29 +120,28 @@ class Holding:
 
     def checkpoint(self, storage: CustomStorage) -> None:
         """LOCKED → CHECKPOINTING."""
-        self._begun = storage.checkpoint(self.process.pid)
+        begun = self._begun = storage.checkpoint(self.process.pid)
         self.phase = Phase.CHECKPOINTING
-        self._find_parts(storage)
+        self._find_parts(storage, begun)
 
     def restore(self, storage: CustomStorage, gpu_map: GpuMap | None) -> None:
         """CHECKPOINTED → RESTORING. Does nothing if it is RESTORING."""
         if self.phase is Phase.RESTORING:
             return
         wanted = [part.size_bytes for part in self.parts]
-        self._begun = storage.restore(self.process.pid, gpu_map)
+        begun = self._begun = storage.restore(self.process.pid, gpu_map)
         self.phase = Phase.RESTORING
-        self._find_parts(storage)
+        self._find_parts(storage, begun)
         if wanted and wanted != [part.size_bytes for part in self.parts]:
             raise CustomStorageError(
                 f"the driver wants other memory back of process {self.process.pid} than it gave",
                 hint="report it, with the output of `gpucr doctor`",
             )
 
-    def _find_parts(self, storage: CustomStorage) -> None:
-        assert self._begun is not None  # noqa: S101
+    def _find_parts(self, storage: CustomStorage, begun: Begun) -> None:
         found: list[Part] = []
         offset = 0
-        for shown in self._begun.shown:
+        for shown in begun.shown:
             uuid, vault = self._vaults(storage.ordinal(self.process.pid, shown))
             found.append(Part(vault, uuid, shown.address, offset, shown.size_bytes))
             offset += whole_pages(shown.size_bytes)
@@ -194,7 +193,8 @@ class Holding:
 
     def copy(self) -> None:
         """Copy all device memory to its place."""
-        assert self.place is not None  # noqa: S101
+        if self.place is None:
+            raise CustomStorageError(f"the device memory of process {self.process.pid} has no place")
         self._copy_to(self.place)
         self.is_whole = True
 

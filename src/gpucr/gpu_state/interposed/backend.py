@@ -7,6 +7,7 @@ import mmap
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from gpucr.driver.api import Driver
 from gpucr.errors import GpucrError
@@ -36,6 +37,17 @@ _CAPTURE_S, _CAPTURE_POLL_S = 2.0, 0.02
 """How long a first pass waits for the end of a stream's capture."""
 
 
+class Goes(NamedTuple):
+    """Where memory goes: ``to_host``, to memory that the process keeps; ``keeping``: where it waits to be saved.
+
+    ``moves``: in the end to other GPUs.
+    """
+
+    to_host: bool
+    keeping: Keeping | None
+    moves: bool
+
+
 class Interposed:
     """See `Backend`. ``uuids``: the GPUs that the process sees, in its order.
 
@@ -58,10 +70,8 @@ class Interposed:
         vaults: Vaults,
         guarded: Guarded,
         *,
-        to_host: bool,
-        keeping: Keeping | None = None,
+        goes: Goes,
         saver: Saver | None = None,
-        moves: bool = False,
         before_first: Callable[[], None] = lambda: None,
     ) -> None:
         self.part = part
@@ -72,14 +82,14 @@ class Interposed:
         self._uuids = tuple(uuids)
         self._vaults = vaults
         self._guarded = guarded
-        self._to_host = to_host
+        self._to_host = goes.to_host
         self.carries: dict[str, int] = {}
-        self._keeping = keeping
+        self._keeping = goes.keeping
         self._saver = saver
         self._deciding: Work[None] | None = None
         self._changes: Changes | None = None
         self.was_shown = False
-        self._moves = moves
+        self._moves = goes.moves
         self._before_first = before_first
         self._may_start = threading.Event()
         self._is_readable = False
@@ -91,7 +101,7 @@ class Interposed:
         self._room: StagingFile | None = None
         self._preparing: threading.Thread | None = None
         self._failure: GpucrError | OSError | None = None
-        self._copying: Work[None] | None = None
+        self._copying: Work[StagingFile] | None = None
         self._is_out = False
         self._is_back = False
 
@@ -210,18 +220,18 @@ class Interposed:
             for batch in agent.export():
                 self._held += batch
             self._guarded.blocks(pid, self._uuids, self._held)
-            self._source = BlocksSource(self.part, self._held, self._uuids, self._vaults)
-            self.extents = self._source.extents
+            source = self._source = BlocksSource(self.part, self._held, self._uuids, self._vaults)
+            self.extents = source.extents
             self._is_out = True
             agent.drop(imported_too=True)  # if it fails midway, `give_back` returns what is away
-        meter.note(f"process {pid}: {format_bytes(self._source.size_bytes)} taken out by its interposer")
+        meter.note(f"process {pid}: {format_bytes(source.size_bytes)} taken out by its interposer")
         if self._keeping is not None and self._way is not None:
             meter.note(self._keeping.choice().reason)
         if self._to_host or self._way is Way.IN_HOST_MEMORY:
-            self._copying = Work(self._copy_to_host)
-        elif self.was_shown or self._way is Way.CHANGES:
-            changes = self._changes = Changes(self._source)
-            self._deciding = Work(lambda: self._decide(changes))
+            self._copying = Work(lambda: self._copy_to_host(source))
+        elif (saver := self._saver) is not None and (self.was_shown or self._way is Way.CHANGES):
+            changes = self._changes = Changes(source)
+            self._deciding = Work(lambda: self._decide(source, saver, changes))
         else:
             self._is_readable = self._vaults.try_all(self._needed)
 
@@ -234,20 +244,18 @@ class Interposed:
             self._may_start.wait()
             self._vaults.start_all(self._needed)
 
-    def _differing(self, source: BlocksSource, saved_from: Source) -> list[Stretch]:
+    def _differing(self, source: BlocksSource, saver: Saver, saved_from: Source) -> list[Stretch]:
         """What is not saved as it is now. ``saved_from``: the source for what the saver reads from now on."""
-        assert self._saver is not None  # noqa: S101 - it has saved some of it
-        saver, piece_bytes = self._saver, self._saver.piece_bytes
+        piece_bytes = saver.piece_bytes
         saver.add(saved_from)
         with contextlib.suppress(VaultFailed):  # no room for digests: then all of it differs
             saver.look(self.part, source.digests(piece_bytes, saver.digest_key))
         return stretches(saver.differing(self.part), piece_bytes, source.size_bytes)
 
-    def _decide(self, changes: Changes) -> None:
+    def _decide(self, source: BlocksSource, saver: Saver, changes: Changes) -> None:
         """What differs from what the first pass saved, by digests of the memory as it stands still; and keep that."""
-        assert self._source is not None  # noqa: S101 - begin has made it
         self._start_vaults()
-        kept = self._differing(self._source, changes)
+        kept = self._differing(source, saver, changes)
         if self._way is not Way.CHANGES or self._keeping is None:
             self._is_readable = True
             return
@@ -257,23 +265,27 @@ class Interposed:
         else:
             changes.keep(kept, self._vaults.of(self._uuids[0]) if way is Way.ON_GPU else None)
 
-    def _copy_to_host(self) -> None:
-        assert self._source is not None  # noqa: S101 - begin has made it
+    def _copy_to_host(self, source: BlocksSource) -> StagingFile:
+        """The file with the copy, which then has its size."""
         self._start_vaults()
-        size_bytes = self._source.size_bytes
+        size_bytes = source.size_bytes
         file = self.room_of(size_bytes)
         if not size_bytes:
-            return
+            file.resize(0)
+            return file
         # Only what a first pass has put into this very file counts.
-        differing = self._differing(self._source, self._source) if self.was_shown and self._to_host else None
+        saver = self._saver if self.was_shown and self._to_host else None
+        differing = self._differing(source, saver, source) if saver is not None else None
         room = HostRoom(file, max(size_bytes, mmap.PAGESIZE))
         try:
             if differing is None:
-                self._source.copy_to(room.address)
+                source.copy_to(room.address)
             else:
-                self._source.copy_these(differing, room.address)
+                source.copy_these(differing, room.address)
         finally:
             room.close()
+        file.resize(size_bytes)
+        return file
 
     def complete(self, meter: Meter) -> None:
         """The driver has the rest. With ``to_host`` the process keeps the bytes, and its GPU memory is freed."""
@@ -285,16 +297,13 @@ class Interposed:
             self._vaults.start_all(self._needed)
             self._is_readable = True
         if self._copying is not None:
-            self._copying.wait()
-            assert self._room is not None  # noqa: S101 - the copy's file
-            assert self._source is not None  # noqa: S101
-            self._room.resize(self._source.size_bytes)
+            file = self._copying.wait()
             if self._to_host:
                 with spoken(pid, "keep its memory"):
-                    self.line.agent.keep(self._room.fd)
+                    self.line.agent.keep(file.fd)
                 self._let_go()
             else:
-                self._copy = FileSource(self.part, self._room.fd, self._source.size_bytes)
+                self._copy = FileSource(self.part, file.fd, file.size_bytes)
         self.line.hang_up()  # CRIU cannot dump a connection to us
 
     def abort(self) -> None:
@@ -371,8 +380,8 @@ class Interposed:
 
     def _let_go(self) -> None:
         """The bytes are elsewhere: close the descriptors, which frees the GPU memory."""
-        assert self._source is not None  # noqa: S101 - the bytes were read
-        self._source.close()
+        if self._source is not None:
+            self._source.close()
         self._guarded.blocks(self.part.pid, self._uuids, ())
         while self._held:
             self._held.pop().close()

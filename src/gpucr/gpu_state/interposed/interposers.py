@@ -9,7 +9,7 @@ from gpucr.driver.api import Driver
 from gpucr.errors import InterposerError, Unsupported
 from gpucr.gang import uses_gpu
 from gpucr.gpu_state.backend import INTERPOSED
-from gpucr.gpu_state.interposed.backend import Interposed
+from gpucr.gpu_state.interposed.backend import Goes, Interposed
 from gpucr.gpu_state.interposed.guarded import Guarded
 from gpucr.gpu_state.interposed.host_copy import HostCopy
 from gpucr.gpu_state.interposed.keeping import Keeping
@@ -175,10 +175,8 @@ class Interposers:
             uuids,
             self._vaults,
             self._guarded,
-            to_host=self._to_host,
-            keeping=self.keeping,
+            goes=Goes(self._to_host, self.keeping, self._moves),
             saver=self._saver,
-            moves=self._moves,
             before_first=self._before_first,
         )
         try:

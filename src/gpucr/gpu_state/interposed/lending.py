@@ -32,7 +32,7 @@ class Lending:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with theirs:
             self._sockets.append(ours)
-            self._selector.register(ours, selectors.EVENT_READ)
+            self._selector.register(ours, selectors.EVENT_READ, ours)
             agent.lend(theirs.fileno())
         if self._thread.ident is None:
             self._thread.start()
@@ -42,8 +42,8 @@ class Lending:
             for key, _ in self._selector.select():
                 if key.fileobj is self._wake or key.fd == self._wake:
                     return
-                assert isinstance(key.fileobj, socket.socket)  # noqa: S101 - nothing else is registered
-                if self._is_asked(key.fileobj):
+                asking: socket.socket = key.data
+                if self._is_asked(asking):
                     self.was_called = True
                     with contextlib.suppress(Exception):  # what cannot be freed is reported where it is used
                         self._let_go()

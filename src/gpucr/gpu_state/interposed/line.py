@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Iterator
 
 from gpucr.driver.api import Driver
-from gpucr.errors import DeadlineExceeded, InterposerError, JobChanged, Unsupported, reason_of
+from gpucr.errors import Busy, DeadlineExceeded, InterposerError, JobChanged, reason_of
 from gpucr.gang.holdable import DriverLock
 from gpucr.interposer.client import Agent
 from gpucr.interposer.presence import is_interposed
@@ -46,12 +46,11 @@ def require_free(pids: Iterable[int]) -> None:
             continue
 
 
-def held_by_another(pid: int) -> Unsupported:
+def held_by_another(pid: int) -> Busy:
     """The agent refuses to work for us: its client has closed the gate."""
-    return Unsupported(
+    return Busy(
         f"another program holds process {pid} at the gate of its interposer",
         hint="wait until it has finished, or end it: `ss -xp | grep gpucr-interposer` shows who is connected",
-        code="GPUCR-BUSY",
     )
 
 

@@ -33,11 +33,17 @@ class Started(Struct, frozen=True):
     root: ProcessId
 
 
+class Program(Struct, frozen=True):
+    """What is started: ``command``, which begins with a path, in the folder ``cwd`` with exactly this environment."""
+
+    command: Sequence[str]
+    cwd: str
+    environment: Mapping[str, str]
+
+
 def start(
-    command: Sequence[str],
+    program: Program,
     *,
-    cwd: str,
-    environment: Mapping[str, str],
     log_path: str,
     status_path: str,
     network: Network = "own",
@@ -51,9 +57,9 @@ def start(
 
     It keeps running when the calling process ends; with ``ends_with_caller`` it is killed then.
 
-    ``command`` begins with the path of a program. It gets exactly ``environment``, a session of its own, nothing to
-    read, and the file ``log_path`` (appended to; mode 0600 where it is made) for its output; no other descriptor. How
-    it ended is written to ``status_path``: ``{"exit_code": N, "ended": TIME}``, or ``signal`` instead of ``exit_code``.
+    The program gets a session of its own, nothing to read, and the file ``log_path`` (appended to; mode 0600 where it
+    is made) for its output; no other descriptor. How it ended is written to ``status_path``: ``{"exit_code": N,
+    "ended": TIME}``, or ``signal`` instead of ``exit_code``.
     ``isolate`` needs CAP_SYS_ADMIN, or the privileged ``helper`` makes the sandbox, in which nobody gains rights from
     setuid programs; ``refuse_io_uring`` what `gpucr.linux.seccomp` says; anything else needs nothing.
     ``before_run`` is called when both processes are there and nothing of the program has run.
@@ -66,9 +72,9 @@ def start(
             log_path,
             status_path,
             ends_with_caller,
-            command=list(command),
-            cwd=cwd,
-            environment=dict(environment),
+            command=list(program.command),
+            cwd=program.cwd,
+            environment=dict(program.environment),
             network=network if isolate else "host",
             isolate=isolate,
             refuse_io_uring=refuse_io_uring,

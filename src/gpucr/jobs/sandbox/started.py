@@ -17,7 +17,7 @@ from gpucr.errors import BrokenInstall, GpucrError, InvalidRequest, Unsupported
 from gpucr.jobs.sandbox import known_keepers
 from gpucr.jobs.sandbox.keeper import FIRST_LAST_PID, MESSAGE_LIMIT_BYTES
 from gpucr.json_text import parse
-from gpucr.linux import descriptor_limit, own_python, processes
+from gpucr.linux import descriptor_limit, own_process, processes
 from gpucr.model import ProcessId
 
 ANSWER_LIMIT_S = 60.0
@@ -195,15 +195,13 @@ class StartedKeeper:
         with self._fds(socket_fd) as fds:
             own_session = self._specification["own_session"]
             try:
-                starter = subprocess.Popen(
-                    own_python.command("gpucr.jobs.sandbox.keeper", *fds),
-                    stdin=subprocess.DEVNULL if own_session else None,
-                    stdout=subprocess.DEVNULL,
-                    stderr=self._output_fd,
+                starter = own_process.start(
+                    "gpucr.jobs.sandbox.keeper",
+                    *fds,
                     pass_fds=fds,
-                    start_new_session=own_session,
-                    cwd="/",
-                    env=own_python.environment(),
+                    stdin=subprocess.DEVNULL if own_session else None,
+                    stderr=self._output_fd,
+                    own_session=own_session,
                 )
                 return starter.wait
             except OSError as e:

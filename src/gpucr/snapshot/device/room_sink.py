@@ -19,7 +19,7 @@ _THERE = b"\xff" * 32
 class RoomSink:
     """See `DeviceSink`. Nothing of it becomes a snapshot: the processes are given the files.
 
-    ``room_of`` returns the file for a part of this size; set it before the first `add`.
+    `use_rooms` comes before the first `add`.
     """
 
     keeps_files = False
@@ -28,8 +28,12 @@ class RoomSink:
     piece_bytes = PIECE_BYTES
 
     def __init__(self) -> None:
-        self.room_of: Callable[[DevicePart, int], StagingFile] | None = None
+        self._room_of: Callable[[DevicePart, int], StagingFile] | None = None
         self._rooms: dict[DevicePart, FileDestination] = {}
+
+    def use_rooms(self, room_of: Callable[[DevicePart, int], StagingFile]) -> None:
+        """``room_of`` returns the file for a part of this size."""
+        self._room_of = room_of
 
     def files(self, part: DevicePart) -> Sequence[int]:
         """Not offered."""
@@ -37,9 +41,9 @@ class RoomSink:
 
     def add(self, part: DevicePart, size_bytes: int) -> None:
         """Ask for the file, which is empty."""
-        if self.room_of is None:
+        if self._room_of is None:
             raise ValueError("nobody says where pieces go")
-        self._rooms[part] = FileDestination(part, self.room_of(part, size_bytes).fd, size_bytes)
+        self._rooms[part] = FileDestination(part, self._room_of(part, size_bytes).fd, size_bytes)
 
     def grow(self, part: DevicePart, size_bytes: int) -> None:
         """The file's owner changes its size."""

@@ -1,0 +1,102 @@
+"""Sockets of other processes in repair mode, and ends of connections that nobody has any more."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from gpucr.linux import sock_diag, tcp_repair
+from gpucr.linux.sock_diag import TcpSocket
+from gpucr.linux.tcp_reset import reset_peer
+from gpucr.model import Connection, Endpoint
+from tests.children import Child, python
+from tests.own_network import own_network
+
+pytestmark = pytest.mark.root
+
+SERVER = """
+import os, signal, socket
+family, address = {}, {!r}
+listener = socket.create_server((address, 0), family=family)  # which sets SO_REUSEADDR, and its connections have it too
+other = socket.socketpair(), socket.socket(type=socket.SOCK_DGRAM), open(os.devnull)
+print(listener.getsockname()[1], flush=True)
+connection, _ = listener.accept()
+print("accepted", flush=True)
+signal.pause()
+"""
+
+
+@pytest.fixture(autouse=True)
+def network() -> Iterator[None]:
+    with own_network():
+        yield
+
+
+@contextlib.contextmanager
+def served(family: socket.AddressFamily = socket.AF_INET) -> Iterator[tuple[Child, socket.socket, TcpSocket]]:
+    """A server, a client here, and the server's end."""
+    address = "::1" if family == socket.AF_INET6 else "127.0.0.1"
+    with (
+        python(SERVER.format(int(family), address)) as child,
+        socket.create_connection((address, child.numbers[0])) as client,
+    ):
+        assert child.line() == "accepted"
+        (end,) = [each for each in sock_diag.sockets_of([child.pid]) if each.is_connection]
+        client.settimeout(60)
+        yield child, client, end
+
+
+def test_a_socket_is_usable_again_as_it_was() -> None:
+    with served() as (child, client, end):
+        assert tcp_repair.is_possible()
+        assert end.inode in tcp_repair.reusing([child.id])
+        tcp_repair.begin([child.id], {end.inode})
+        assert tcp_repair.end([child.id], (end.inode,)) == 1
+        assert tcp_repair.end([child.id], (end.inode,)) == 0
+        assert end.inode in tcp_repair.reusing([child.id])
+        client.sendall(b"x")
+        assert sock_diag.sockets_of([child.pid])[0].inode
+
+
+def test_a_process_that_has_ended_has_no_sockets() -> None:
+    with served() as (child, _, end):
+        known = child.id
+        os.kill(child.pid, signal.SIGKILL)
+        child.reap()
+        tcp_repair.begin([known], {end.inode})
+        assert tcp_repair.end([known], ()) == 0
+
+
+@pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
+def test_the_other_end_learns_that_nobody_is_there(family: socket.AddressFamily) -> None:
+    """It was ended without a word, as CRIU ends what it has dumped."""
+    with served(family) as (child, client, end):
+        tcp_repair.begin([child.id], {end.inode})
+        os.kill(child.pid, signal.SIGKILL)
+        child.reap()
+        client.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            client.recv(1)
+        reset_peer(end.connection)
+        client.settimeout(60)
+        with pytest.raises(ConnectionResetError):
+            client.recv(1)
+
+
+def test_an_address_of_another_machine_is_left_alone() -> None:
+    reset_peer(Connection(Endpoint("192.0.2.1", 80), Endpoint("127.0.0.1", 81)))
+
+
+@pytest.mark.parametrize("is_failing", [True, False])
+def test_sockets_after_a_dump(is_failing: bool) -> None:
+    with served() as (child, _, end):
+        with contextlib.suppress(ZeroDivisionError), tcp_repair.sockets_released([child.id]):
+            tcp_repair.begin([child.id], {end.inode})
+            if is_failing:
+                raise ZeroDivisionError
+        assert tcp_repair.end([child.id], ()) == (not is_failing)

@@ -1,0 +1,191 @@
+"""Jobs with TCP sockets: ports, connections inside the job and to the outside. With real CRIU."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import gpucr
+from gpucr.linux import sock_diag
+from tests.counter import out_of_time
+from tests.own_network import own_network
+from tests.stepping import Job, StartJob
+
+pytestmark = pytest.mark.criu
+
+
+@pytest.fixture(autouse=True)
+def network() -> Iterator[None]:
+    with own_network():
+        yield
+
+
+NETWORK = """
+import socket
+listener = socket.socket()  # without SO_REUSEADDR: what is left of closed connections has the port
+listener.bind(("127.0.0.1", lasting_port()))
+listener.listen()
+port = listener.getsockname()[1]
+def pair():
+    client = socket.create_connection(("127.0.0.1", port))
+    return client, listener.accept()[0]
+inside, inside_server = pair()
+for _ in range(3):  # the server closes first: TIME_WAIT is on its side
+    client, server = pair()
+    server.close()
+    assert client.recv(1) == b""
+    client.close()
+outside = socket.create_connection(("127.0.0.1", int(open("port").read()))) if os.path.exists("port") else None
+done(port)
+while True:
+    step()
+    inside.sendall(b"x")
+    assert inside_server.recv(1) == b"x"
+    client, server = pair()
+    server.close()
+    client.close()
+    said = "inside"
+    if outside is not None:
+        try:
+            outside.sendall(b"x")
+            said += " outside " + outside.recv(1).decode()
+        except OSError as e:
+            said += f" {type(e).__name__}"
+    done(said)
+"""
+
+
+def time_waits(port: int) -> int:
+    return sum(s.is_left_over and s.local.port == port for s in sock_diag.tcp_sockets())
+
+
+def test_a_restore_right_after_the_dump_does_not_wait_for_closed_connections(start: StartJob, tmp_path: Path) -> None:
+    job = start(NETWORK)
+    port = int((job.folder / "done-0").read_text())
+    job.dump_and_end(tmp_path / "s")
+    assert time_waits(port) == 3, "without them this test shows nothing"
+    report = gpucr.restore(tmp_path / "s")
+    assert [phase.name for phase in report.phases] == ["verify", "keeper", "ports", "criu", "release", "keep"]
+    assert job.go_on() == "inside"
+
+
+def test_closed_connections_the_kernel_cannot_destroy_are_waited_for(
+    start: StartJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = start(NETWORK)
+    port = int((job.folder / "done-0").read_text())
+    job.dump_and_end(tmp_path / "s")
+    destroy, asked, notes = sock_diag.destroy, [], []
+
+    def refuse(left_over: Any) -> None:
+        asked.append(left_over)
+        raise OSError(95, os.strerror(95))
+
+    def listen(progress: gpucr.Progress) -> None:
+        if progress.event == "note":
+            notes.append(progress.description)
+            destroy(asked[0])  # the minute is over
+
+    monkeypatch.setattr(sock_diag, "destroy", refuse)
+    out_of_time(
+        lambda limit_s: gpucr.restore(tmp_path / "s", timeout_s=limit_s),
+        "closed connections still had the job's ports",
+        (0.5, 4, 16),
+    )
+    assert time_waits(port) == 3
+    gpucr.restore(tmp_path / "s", on_progress=listen)
+    assert notes == ["3 closed connections have the job's ports; the kernel frees them in a minute"]
+    assert job.go_on() == "inside"
+
+
+def test_a_port_in_use_is_reported_before_anything_starts(start: StartJob, tmp_path: Path) -> None:
+    job = start(NETWORK)
+    port = int((job.folder / "done-0").read_text())
+    job.dump_and_end(tmp_path / "s")
+    sock_diag.destroy([s for s in sock_diag.tcp_sockets() if s.is_left_over and s.local.port == port])
+    with (
+        socket.create_server(("127.0.0.1", port)),
+        pytest.raises(gpucr.Unsupported, match=rf"127\.0\.0\.1:{port} is in use \(by process {os.getpid()}\)"),
+    ):
+        gpucr.restore(tmp_path / "s")
+
+
+@pytest.fixture
+def peer(tmp_path: Path) -> Iterator[socket.socket]:
+    """A program outside the job that it connects to."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener
+
+
+def start_connected(tmp_path: Path, start: StartJob, peer: socket.socket) -> tuple[Job, socket.socket]:
+    port = peer.getsockname()[1]
+    job = start(f"open('port', 'w').write('{port}')\n" + NETWORK)
+    return job, peer.accept()[0]
+
+
+def test_connections_to_the_outside_are_closed_and_those_inside_are_kept(
+    start: StartJob, tmp_path: Path, peer: socket.socket
+) -> None:
+    job, accepted = start_connected(tmp_path, start, peer)
+    with accepted:
+        dumped = job.dump_and_end(tmp_path / "s")
+        assert any("1 connection to programs outside it" in warning for warning in dumped.warnings)
+        (connection,) = dumped.snapshot.manifest.connections
+        assert connection.remote.port == peer.getsockname()[1]
+        accepted.settimeout(60)
+        assert accepted.recv(1) == b"", "the other end learns of it when the job has ended"
+        report = gpucr.restore(tmp_path / "s")
+        assert any("they are closed" in warning for warning in report.warnings)
+        assert job.go_on() == "inside BrokenPipeError"
+
+
+WAITS = """
+import select, socket
+outside = socket.create_connection(("127.0.0.1", int(open("port").read())))
+waiting = select.epoll()
+waiting.register(outside, select.EPOLLIN)
+done("waits")
+while True:
+    step()
+    found = [events for _, events in waiting.poll(0)]
+    done(f"{[bool(events & select.EPOLLIN) for events in found]} {outside.recv(1)}")
+"""
+
+
+def test_waiting_on_a_closed_connection_ends(start: StartJob, tmp_path: Path, peer: socket.socket) -> None:
+    """With an end of file, as when the other end closes it. Programs like Gloo check for nothing else."""
+    job = start(f"open('port', 'w').write('{peer.getsockname()[1]}')\n" + WAITS)
+    with peer.accept()[0]:
+        job.dump_and_end(tmp_path / "s")
+        gpucr.restore(tmp_path / "s")
+        assert job.go_on() == "[True] b''"
+
+
+def test_connections_to_the_outside_can_be_resumed(start: StartJob, tmp_path: Path, peer: socket.socket) -> None:
+    job, accepted = start_connected(tmp_path, start, peer)
+    with accepted:
+        job.dump_and_end(tmp_path / "s", tcp="keep")
+        accepted.sendall(b"y")
+        report = gpucr.restore(tmp_path / "s")
+        assert any("they are taken up again" in warning for warning in report.warnings)
+        assert job.go_on() == "inside outside y"
+        accepted.settimeout(60)
+        assert accepted.recv(1) == b"x"
+
+
+def test_connections_of_a_job_left_running_are_not_resumed(
+    start: StartJob, tmp_path: Path, peer: socket.socket
+) -> None:
+    job, accepted = start_connected(tmp_path, start, peer)
+    with accepted:
+        job.dump_and_end(tmp_path / "s", leave_running=True)
+        job.kill()
+    with pytest.raises(gpucr.Unsupported, match="which the dump did not keep"):
+        gpucr.restore(tmp_path / "s", tcp="keep")
+    gpucr.restore(tmp_path / "s")
+    assert job.go_on() == "inside BrokenPipeError"
