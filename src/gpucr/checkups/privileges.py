@@ -136,7 +136,8 @@ def _user_namespace(facts: PrivilegeFacts) -> list[Finding]:
 
 
 def _executable_memory(facts: PrivilegeFacts) -> list[Finding]:
-    if facts.has_executable_memory or facts.helper is not None:
+    by_helper = facts.helper is not None and not all(map(facts.own.has, _FOR_CRIU))
+    if facts.has_executable_memory or by_helper:
         return []
     return [replace(NO_EXECUTABLE_MEMORY.seen("tried it"), about=_ABOUT)]
 
