@@ -17,6 +17,7 @@ from gpucr.gpu_state.ways import GpuState, require_possible
 from gpucr.jobs import selection
 from gpucr.jobs.selector import JobSelector
 from gpucr.model import GpuMap
+from gpucr.operations.requests import PACE
 from gpucr.operations.suspend import ChangeReport, prepare_resume, prepare_suspend, resume, suspend
 from gpucr.undo.cancellation import Cancellation
 from gpucr.undo.events import OnProgress
@@ -58,6 +59,7 @@ def suspend_jobs(
     gpus: str | None = None,
     gpu_state: GpuState = "auto",
     timeout_s: float | None = None,
+    pace: float = PACE,
     force: bool = False,
     on_progress: OnProgress | None = None,
     cancel: Cancellation | None = None,
@@ -75,7 +77,13 @@ def suspend_jobs(
     return _each(
         chosen_jobs(jobs, gpus, running_on),
         lambda job: suspend(
-            job, gpu_state=gpu_state, timeout_s=timeout_s, force=force, on_progress=on_progress, cancel=cancel
+            job,
+            gpu_state=gpu_state,
+            timeout_s=timeout_s,
+            pace=pace,
+            force=force,
+            on_progress=on_progress,
+            cancel=cancel,
         ),
         timeout_s,
         cancel,

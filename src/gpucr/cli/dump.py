@@ -17,6 +17,7 @@ from gpucr.cli.options import (
     job_argument,
     json_option,
     only_option,
+    pace_option,
     quiet_option,
     runtime_option,
     runtime_root_option,
@@ -120,15 +121,7 @@ class _Options(TypedDict):
     is_flag=True,
     help="Before the job is ended, restore the snapshot once beside it; if that fails, the job keeps running.",
 )
-@click.option(
-    "--pace",
-    "pace_percent",
-    type=click.IntRange(0, 100),
-    default=50,
-    show_default=True,
-    metavar="PERCENT",
-    help="Of the GPU's and its threads' time, used to save device memory while the job still runs; 0: do not.",
-)
+@pace_option
 @key_file_option
 @click.option(
     "--dry-run",
@@ -157,7 +150,7 @@ def command(
     trust_store: bool,
     check_known_s: float,
     rehearse: bool,
-    pace_percent: int,
+    pace: float,
     key_file: Path | None,
     dry_run: bool,
     gpu_state: GpuState,
@@ -205,7 +198,7 @@ def command(
     options: _Options = {
         "leave_running": leave_running, "persist": persist, "tcp": tcp, "only": only, "gpu_state": gpu_state,
         "compress": compress, "encrypt": encrypt, "trust_store": trust_store, "rehearse": rehearse,
-        "pace": pace_percent / 100, "check_known_s": check_known_s,
+        "pace": pace, "check_known_s": check_known_s,
     }  # fmt: skip
     if dry_run:
         plan = with_key(key_file, lambda key: plan_dump(job, to, **options, key=key, force=force), place=to)

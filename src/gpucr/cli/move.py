@@ -12,6 +12,7 @@ from gpucr.cli.options import (
     job_argument,
     json_option,
     only_option,
+    pace_option,
     quiet_option,
     timeout_option,
     verbose_option,
@@ -27,6 +28,7 @@ from gpucr.operations.move import move, plan_move
 @gpu_option
 @gpu_map_option
 @dry_run_option
+@pace_option
 @only_option
 @timeout_option
 @force_option
@@ -39,6 +41,7 @@ def command(
     gpu: str | None,
     gpu_map: str | None,
     dry_run: bool,
+    pace: float,
     only: bool,
     timeout_s: float | None,
     force: bool,
@@ -60,5 +63,14 @@ def command(
         print_plan("move", plan, as_json=as_json, quiet=quiet, force=force)
         return
     on_progress = progress_printer(quiet=quiet or as_json, verbose=verbose)
-    report = move(job, gpu=gpu, gpu_map=gpu_map, only=only, timeout_s=timeout_s, force=force, on_progress=on_progress)
+    report = move(
+        job,
+        gpu=gpu,
+        gpu_map=gpu_map,
+        only=only,
+        timeout_s=timeout_s,
+        pace=pace,
+        force=force,
+        on_progress=on_progress,
+    )
     print_change("move", report, as_json=as_json, quiet=quiet)

@@ -12,6 +12,7 @@ from gpucr.cli.options import (
     job_argument,
     json_option,
     only_option,
+    pace_option,
     quiet_option,
     timeout_option,
     verbose_option,
@@ -35,6 +36,7 @@ from gpucr.operations.suspend import suspend
 @click.option("--all", "every_job", is_flag=True, help="Instead of PID: all your jobs that use a GPU.")
 @dry_run_option
 @gpu_state_option
+@pace_option
 @only_option
 @timeout_option
 @force_option
@@ -48,6 +50,7 @@ def command(
     every_job: bool,
     dry_run: bool,
     gpu_state: GpuState,
+    pace: float,
     only: bool,
     timeout_s: float | None,
     force: bool,
@@ -69,7 +72,13 @@ def command(
     on_progress = progress_printer(quiet=quiet or as_json, verbose=verbose)
     if len(jobs) == 1 and gpus is None and not every_job and not dry_run:
         report = suspend(
-            jobs[0], gpu_state=gpu_state, only=only, timeout_s=timeout_s, force=force, on_progress=on_progress
+            jobs[0],
+            gpu_state=gpu_state,
+            only=only,
+            timeout_s=timeout_s,
+            pace=pace,
+            force=force,
+            on_progress=on_progress,
         )
         print_change("suspend", report, as_json=as_json, quiet=quiet)
         return
@@ -83,6 +92,12 @@ def command(
         print_outlooks("suspend", outlooks, as_json=as_json, quiet=quiet, force=force)
         return
     outcomes = suspend_jobs(
-        chosen, gpus=gpus, gpu_state=gpu_state, timeout_s=timeout_s, force=force, on_progress=on_progress
+        chosen,
+        gpus=gpus,
+        gpu_state=gpu_state,
+        timeout_s=timeout_s,
+        pace=pace,
+        force=force,
+        on_progress=on_progress,
     )
     print_outcomes("suspend", outcomes, as_json=as_json, quiet=quiet)
