@@ -17,7 +17,7 @@ from gpucr.gpu_state.ways import GpuState, require_possible
 from gpucr.jobs import selection
 from gpucr.jobs.selector import JobSelector
 from gpucr.model import GpuMap
-from gpucr.operations.requests import PACE
+from gpucr.operations.requests import AT_ONCE
 from gpucr.operations.suspend import ChangeReport, prepare_resume, prepare_suspend, resume, suspend
 from gpucr.undo.cancellation import Cancellation
 from gpucr.undo.events import OnProgress
@@ -59,7 +59,7 @@ def suspend_jobs(
     gpus: str | None = None,
     gpu_state: GpuState = "auto",
     timeout_s: float | None = None,
-    pace: float = PACE,
+    pace: float = AT_ONCE,
     force: bool = False,
     on_progress: OnProgress | None = None,
     cancel: Cancellation | None = None,

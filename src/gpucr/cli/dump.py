@@ -65,7 +65,7 @@ class _Options(TypedDict):
     encrypt: bool
     trust_store: bool
     rehearse: bool
-    pace: float
+    pace: float | None
     check_known_s: float
 
 
@@ -150,7 +150,7 @@ def command(
     trust_store: bool,
     check_known_s: float,
     rehearse: bool,
-    pace: float,
+    pace: float | None,
     key_file: Path | None,
     dry_run: bool,
     gpu_state: GpuState,

@@ -21,6 +21,7 @@ from gpucr.cli.progress import progress_printer
 from gpucr.cli.reports import print_change, print_plan
 from gpucr.jobs.selector import JobSelector
 from gpucr.operations.move import move, plan_move
+from gpucr.operations.requests import AT_ONCE
 
 
 @click.command("move")
@@ -41,7 +42,7 @@ def command(
     gpu: str | None,
     gpu_map: str | None,
     dry_run: bool,
-    pace: float,
+    pace: float | None,
     only: bool,
     timeout_s: float | None,
     force: bool,
@@ -69,7 +70,7 @@ def command(
         gpu_map=gpu_map,
         only=only,
         timeout_s=timeout_s,
-        pace=pace,
+        pace=AT_ONCE if pace is None else pace,
         force=force,
         on_progress=on_progress,
     )

@@ -219,10 +219,9 @@ verbose_option = click.option(
 pace_option = click.option(
     "--pace",
     type=Percent(),
-    default="50",
-    show_default=True,
     metavar="PERCENT",
-    help="Of a GPU's and its threads' time, used to save device memory while the job still runs; 0: do not.",
+    help="Of a GPU's and its threads' time, to save device memory while the job still runs; 0: do not. Without it 50 "
+    "for a job that is left running, else 100.",
 )
 timeout_option = click.option(
     "--timeout",

@@ -21,6 +21,7 @@ from gpucr.cli.progress import progress_printer
 from gpucr.cli.reports import print_change
 from gpucr.gpu_state.ways import GpuState
 from gpucr.jobs.selector import JobSelector
+from gpucr.operations.requests import AT_ONCE
 from gpucr.operations.suspend import suspend
 
 
@@ -50,7 +51,7 @@ def command(
     every_job: bool,
     dry_run: bool,
     gpu_state: GpuState,
-    pace: float,
+    pace: float | None,
     only: bool,
     timeout_s: float | None,
     force: bool,
@@ -76,7 +77,7 @@ def command(
             gpu_state=gpu_state,
             only=only,
             timeout_s=timeout_s,
-            pace=pace,
+            pace=AT_ONCE if pace is None else pace,
             force=force,
             on_progress=on_progress,
         )
@@ -96,7 +97,7 @@ def command(
         gpus=gpus,
         gpu_state=gpu_state,
         timeout_s=timeout_s,
-        pace=pace,
+        pace=AT_ONCE if pace is None else pace,
         force=force,
         on_progress=on_progress,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from gpucr.operations.requests import require_pace
 from gpucr.snapshot.device.writer import DeviceWriter
 from gpucr.undo.steps import Step
 
@@ -30,6 +31,7 @@ class ToHostMemory:
     def __init__(self, pace: float) -> None:
         from gpucr.snapshot.device.room_sink import RoomSink
 
+        require_pace(pace)
         self._pace = pace
         self._sink = RoomSink()
         self.writer = DeviceWriter(self._sink, share=pace or 1)

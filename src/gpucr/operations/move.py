@@ -22,7 +22,7 @@ from gpucr.linux import processes
 from gpucr.model import CudaState, GpuMap
 from gpucr.operations.first_pass import ToHostMemory
 from gpucr.operations.plan import Plan
-from gpucr.operations.requests import PACE
+from gpucr.operations.requests import AT_ONCE
 from gpucr.operations.suspend import ChangeReport, change_report
 from gpucr.undo.cancellation import Cancellation
 from gpucr.undo.events import OnProgress
@@ -39,7 +39,7 @@ def move(
     only: bool = False,
     timeout_s: float | None = None,
     force: bool = False,
-    pace: float = PACE,
+    pace: float = AT_ONCE,
     on_progress: OnProgress | None = None,
     cancel: Cancellation | None = None,
 ) -> ChangeReport:
@@ -120,7 +120,7 @@ def prepare(
     request: GpuRequest,
     *,
     only: bool,
-    pace: float = PACE,
+    pace: float = AT_ONCE,
     deadline: float | None,
 ) -> PreparedMove:
     """Inspect a job that uses CUDA. Changes nothing; `CudaWork.close` ends it. The one way, also for a dry run."""

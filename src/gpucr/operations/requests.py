@@ -15,7 +15,16 @@ Persist = Literal["background", "sync"]
 """When a dump with leave_running writes device memory: while the job runs again, or before."""
 
 PACE = 0.5
-"""The share of its threads' time and of the GPUs that a first pass may use."""
+"""The share of its threads' time and of a GPU's that a first pass may use, of a job that is left running."""
+
+AT_ONCE = 1.0
+"""The same of a job that is ended or suspended: it is wanted soon."""
+
+
+def require_pace(pace: float) -> None:
+    """Raise InvalidRequest unless it is a share."""
+    if not 0 <= pace <= 1:
+        raise InvalidRequest(f"pace is {pace!r}", hint="give a share between 0 and 1; 0: no first pass")
 
 
 @dataclass(frozen=True)
@@ -27,18 +36,22 @@ class DumpRequest:
     tcp: TcpMode = "close"
     only: bool = False
     gpu_state: GpuState = "auto"
-    pace: float = PACE
+    pace: float | None = None
 
     def __post_init__(self) -> None:
         _require("persist", self.persist, Persist)
         _require("tcp", self.tcp, TcpMode)
-        if not 0 <= self.pace <= 1:
-            raise InvalidRequest(f"pace is {self.pace!r}", hint="give a share between 0 and 1; 0: no first pass")
+        require_pace(self.share)
         if self.tcp == "keep" and self.leave_running:
             raise InvalidRequest(
                 "a job that is left running keeps its connections, and no restore can take them up",
                 hint="omit --tcp keep, or --leave-running",
             )
+
+    @property
+    def share(self) -> float:
+        """The pace that was asked for, or what fits the dump."""
+        return self.pace if self.pace is not None else PACE if self.leave_running else AT_ONCE
 
 
 @dataclass(frozen=True)

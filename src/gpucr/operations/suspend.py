@@ -34,7 +34,7 @@ from gpucr.jobs.selector import JobSelector
 from gpucr.jobs.taken import TakenJob, taken_job
 from gpucr.model import CudaState, GangLock, GangMember, GpuMap
 from gpucr.operations.first_pass import ToHostMemory
-from gpucr.operations.requests import PACE
+from gpucr.operations.requests import AT_ONCE
 from gpucr.undo.cancellation import Cancellation
 from gpucr.undo.events import OnProgress
 from gpucr.undo.operation import TO_CHANGE, Operation, operation
@@ -79,7 +79,7 @@ def suspend(
     gpu_state: GpuState = "auto",
     only: bool = False,
     timeout_s: float | None = None,
-    pace: float = PACE,
+    pace: float = AT_ONCE,
     force: bool = False,
     on_progress: OnProgress | None = None,
     cancel: Cancellation | None = None,
@@ -148,7 +148,7 @@ def prepare_suspend(
     *,
     gpu_state: GpuState = "auto",
     only: bool = False,
-    pace: float = PACE,
+    pace: float = AT_ONCE,
     deadline: float | None = None,
 ) -> PreparedSuspend:
     """Inspect a job that uses CUDA. Changes nothing; `CudaWork.close` ends it. The one way, also for a dry run.
