@@ -286,6 +286,28 @@ def test_most_of_what_is_copied_has_changed_meanwhile(
     assert saved(report, job.pid) == frozen[0]
 
 
+def test_a_frozen_job_is_saved_again(run: Callable[..., Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the store has by then is not read from the GPU."""
+    gpucr.init_store(tmp_path / "store")
+    read: list[int] = []
+    read_into = BlocksSource.read_into
+
+    def watched(self: BlocksSource, position: int, data: memoryview) -> bytes | None:
+        read.append(position)
+        return read_into(self, position, data)
+
+    monkeypatch.setattr(BlocksSource, "read_into", watched)
+    job = run(STANDS)
+    with gpucr.freeze(job.pid) as frozen:
+        first = frozen.save(f"{tmp_path / 'store'}#a")
+        assert read
+        read.clear()
+        second = frozen.save(f"{tmp_path / 'store'}#b")
+        assert read == []
+    assert saved(first, job.pid) == saved(second, job.pid)
+    job.go_on()
+
+
 def test_zeros_are_neither_read_nor_written(
     run: Callable[..., Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
