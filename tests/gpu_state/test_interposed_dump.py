@@ -303,9 +303,8 @@ def test_pieces_span_blocks(is_pinned: bool) -> None:
         buffer[MIB : 5 * MIB] = data
         into.write_from(MIB, buffer[MIB : 5 * MIB])
         buffer[:] = bytes(6 * MIB)
-        (made,) = (run.made for run in into._runs)
-        for number in range(3):
-            vault.read_into(made.address + 2 * MIB * number, buffer[2 * MIB * number : 2 * MIB * (number + 1)])
+        for number, run in enumerate(into._runs):
+            vault.read_into(run.made.address, buffer[2 * MIB * number : 2 * MIB * (number + 1)])
         assert buffer == bytes(MIB) + data + bytes(MIB)
         assert bool(vault._pinned) is not is_pinned  # the ring was not needed
         into.close()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import random
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from gpucr.gpu_state.interposed import first_pass, keeping
 from gpucr.gpu_state.interposed.backend import Interposed
 from gpucr.gpu_state.interposed.blocks import BlocksSource
 from gpucr.gpu_state.interposed.restored import BlocksDestination
+from gpucr.interposer.library import installed, preload_path
 from gpucr.interposer.vault import Vault
 from gpucr.linux import memory
 from gpucr.model import CudaState, DevicePart
@@ -30,6 +33,8 @@ from gpucr.undo.events import Progress
 from tests import command
 from tests.compiled import compiled_interposer
 from tests.conftest import MakeMachine
+from tests.counter import CounterFactory, wait_until
+from tests.scenarios.test_killed import is_claimed
 from tests.stepping import Job, StartJob
 from tests.storm import IS_STORM, later
 
@@ -281,6 +286,28 @@ def test_most_of_what_is_copied_has_changed_meanwhile(
     assert saved(report, job.pid) == frozen[0]
 
 
+def test_a_frozen_job_is_saved_again(run: Callable[..., Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the store has by then is not read from the GPU."""
+    gpucr.init_store(tmp_path / "store")
+    read: list[int] = []
+    read_into = BlocksSource.read_into
+
+    def watched(self: BlocksSource, position: int, data: memoryview) -> bytes | None:
+        read.append(position)
+        return read_into(self, position, data)
+
+    monkeypatch.setattr(BlocksSource, "read_into", watched)
+    job = run(STANDS)
+    with gpucr.freeze(job.pid) as frozen:
+        first = frozen.save(f"{tmp_path / 'store'}#a")
+        assert read
+        read.clear()
+        second = frozen.save(f"{tmp_path / 'store'}#b")
+        assert read == []
+    assert saved(first, job.pid) == saved(second, job.pid)
+    job.go_on()
+
+
 def test_zeros_are_neither_read_nor_written(
     run: Callable[..., Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -407,3 +434,67 @@ def test_a_damaged_snapshot_is_an_error_before_the_job_runs(run: Callable[..., J
     with pytest.raises(SnapshotDamaged, match="differs from what was written"):
         gpucr.restore(tmp_path / "s")
     assert job.pids() == []
+
+
+KILLED = """
+import itertools, os, random, signal, sys, gpucr
+from gpucr.gpu_state.interposed import first_pass, keeping
+from gpucr.gpu_state.interposed.changes import Changes
+from gpucr.interposer.client import Agent
+from gpucr.interposer.library import installed, preload_path
+from gpucr.interposer.vault import Vault
+from gpucr.snapshot.device.writer import DeviceWriter
+pid, to, last, operation = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4]
+first_pass.FEW_BYTES, first_pass.AGAIN_S = 0, 0.0
+if last % 2:
+    real = keeping.choose
+    keeping.choose = lambda needed, free, host, **options: real(needed, {}, host, **options)
+count = itertools.count(1)
+def watch(owner, name):
+    called = getattr(owner, name)
+    def watched(*arguments, **options):
+        if next(count) == last:
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = called(*arguments, **options)
+        return list(result) if name in ("show", "export") else result
+    setattr(owner, name, watched)
+for owner, names in ((Agent, "lend show close_gate export drop give_back keep"), (Changes, "keep"),
+                     (Vault, "see_all launch copy_on_device read_into read forget"),
+                     (DeviceWriter, "add look begin_early end_early differing complete sync")):
+    for name in names.split():
+        watch(owner, name)
+if operation == "suspend":
+    gpucr.suspend(pid)
+    gpucr.resume(pid)
+else:
+    gpucr.dump(pid, to, leave_running=True)
+print(next(count))
+"""
+KILLS = 300 if IS_STORM else 4
+
+
+@pytest.mark.parametrize("operation", ["dump", later("suspend")])
+def test_killed_in_and_around_both_passes(
+    counter: CounterFactory, driver: CudaDriver, tmp_path: Path, operation: str
+) -> None:
+    variables = {"LD_PRELOAD": preload_path(installed()), "GPUCR_INTERPOSER_DIR": str(tmp_path / "agents")}
+    job, store, chance = counter("--mib", "24", "--fork", "1", env=variables), tmp_path / "store", random.Random(1)  # noqa: S311
+    pids = job.processes()
+    gpucr.init_store(store)
+    calls = int(command.python(KILLED, job.pid, store, 0, operation).stdout)
+    for number in range(KILLS):
+        last = chance.randrange(1, calls)
+        done = command.python(KILLED, job.pid, f"{store}#s{number}", last, operation)
+        assert done.returncode in (0, -signal.SIGKILL), done.stderr
+        wait_until(lambda: not is_claimed(pids), "the guard to be done")
+        if operation == "suspend" and CudaState.RUNNING not in {driver.state(pid) for pid in pids}:
+            gpucr.resume(job.pid)
+        assert job.processes() == pids
+        assert {driver.state(pid) for pid in pids} == {CudaState.RUNNING}, f"killed in call {last}"
+        assert job.ask() == 101 + number
+        assert job.send("verify") == "ok"
+    whole = gpucr.dump(job.pid, store)
+    assert gpucr.verify_snapshots(store, deep=True).problems == {}
+    job.reap()
+    gpucr.restore(whole.snapshot.where)
+    assert job.send("verify") == "ok"

@@ -19,6 +19,7 @@ from gpucr.cli.options import (
     job_argument,
     only_option,
     operation_options,
+    pace_option,
     runtime_option,
     runtime_root_option,
 )
@@ -67,7 +68,7 @@ class _Options(TypedDict):
     encrypt: bool
     trust_store: bool
     rehearse: bool
-    pace: float
+    pace: float | None
     check_known_s: float
 
 
@@ -123,16 +124,7 @@ class _Options(TypedDict):
     is_flag=True,
     help="Before the job is ended, restore the snapshot once beside it; if that fails, the job keeps running.",
 )
-@click.option(
-    "--pace",
-    "pace",
-    type=click.IntRange(0, 100),
-    default=50,
-    show_default=True,
-    callback=lambda _context, _parameter, percent: percent / 100,
-    metavar="PERCENT",
-    help="Of the GPU's and its threads' time, used to save device memory while the job still runs; 0: do not.",
-)
+@pace_option
 @key_file_option
 @click.option(
     "--dry-run",

@@ -11,6 +11,7 @@ from gpucr.cli.options import (
     job_argument,
     only_option,
     operation_options,
+    pace_option,
 )
 from gpucr.cli.output import Output
 from gpucr.cli.reports import print_change, print_plan
@@ -23,6 +24,7 @@ from gpucr.undo.operation import Terms
 @job_argument()
 @gpu_target_options
 @dry_run_option
+@pace_option
 @only_option
 @operation_options
 @as_one("request", MoveRequest)

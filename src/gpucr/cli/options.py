@@ -24,6 +24,23 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+class Percent(click.ParamType):  # type: ignore[type-arg]  # click 8.1 knows no arguments
+    """A whole number from 0 to 100, or from ``least``: a share between 0 and 1."""
+
+    name = "percent"
+
+    def __init__(self, least: int = 0) -> None:
+        self._least = least
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Raises click's usage error if it is none."""
+        if isinstance(value, float):
+            return value
+        if not str(value).isascii() or not str(value).isdigit() or not self._least <= int(value) <= 100:
+            self.fail(f"{value!r} is not a whole number from {self._least} to 100", param, ctx)
+        return int(value) / 100
+
+
 class JobTarget(click.ParamType):  # type: ignore[type-arg]  # click 8.1 knows no arguments
     """A pid, or the name of a job that gpucr started (of another user's: USER/NAME): an int or a str."""
 
@@ -214,6 +231,13 @@ force_option = click.option(
 quiet_option = click.option("--quiet", "-q", is_flag=True, help="Print errors only (and the JSON of --json).")
 verbose_option = click.option(
     "--verbose", "-v", is_flag=True, help="Explain on stderr why each step is done the way it is."
+)
+pace_option = click.option(
+    "--pace",
+    type=Percent(),
+    metavar="PERCENT",
+    help="Of a GPU's and its threads' time, to save device memory while the job still runs; 0: do not. Without it 50 "
+    "for a job that is left running, else 100.",
 )
 timeout_option = click.option(
     "--timeout",

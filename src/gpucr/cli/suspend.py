@@ -11,6 +11,7 @@ from gpucr.cli.options import (
     job_argument,
     only_option,
     operation_options,
+    pace_option,
 )
 from gpucr.cli.output import Output
 from gpucr.cli.reports import print_change
@@ -33,6 +34,7 @@ from gpucr.undo.operation import Terms
 @click.option("--all", "every_job", is_flag=True, help="Instead of PID: all your jobs that use a GPU.")
 @dry_run_option
 @gpu_state_option
+@pace_option
 @only_option
 @operation_options
 def command(
@@ -42,6 +44,7 @@ def command(
     every_job: bool,
     dry_run: bool,
     gpu_state: GpuState,
+    pace: float | None,
     only: bool,
     terms: Terms,
     output: Output,
@@ -58,7 +61,7 @@ def command(
       gpucr suspend --gpu 0,1 --dry-run
     """
     if len(jobs) == 1 and gpus is None and not every_job and not dry_run:
-        print_change("suspend", run_suspend(SuspendRequest(jobs[0], gpu_state, only), terms), output)
+        print_change("suspend", run_suspend(SuspendRequest(jobs[0], gpu_state, only, pace), terms), output)
         return
     from gpucr.cli import several  # one job alone needs none of it
 
@@ -68,4 +71,4 @@ def command(
         outlooks = several.plan_of_suspends(chosen, gpu_state, only=only, force=terms.force)
         several.print_outlooks("suspend", outlooks, output, force=terms.force)
     else:
-        several.print_outcomes("suspend", several.run_suspends(chosen, gpu_state, terms), output)
+        several.print_outcomes("suspend", several.run_suspends(chosen, gpu_state, terms, pace), output)

@@ -9,7 +9,7 @@ import click
 
 from gpucr.cli.durations import Duration
 from gpucr.cli.keys import key_file_option, with_key
-from gpucr.cli.options import complete_place, json_option, quiet_option, timeout_option
+from gpucr.cli.options import Percent, complete_place, json_option, quiet_option, timeout_option
 from gpucr.cli.output import print_json, printable, say
 from gpucr.cli.places import open_place
 from gpucr.cli.progress import progress_printer
@@ -33,7 +33,7 @@ from gpucr.snapshot.location import is_store
 )
 @click.option(
     "--pace",
-    type=click.IntRange(1, 100),
+    type=Percent(1),
     metavar="PERCENT",
     help="With --deep: the share of the time in which each thread reads.",
 )
@@ -47,7 +47,7 @@ def command(
     snapshot: str,
     deep: bool,
     older_than_s: float | None,
-    pace: int | None,
+    pace: float | None,
     rehearse: bool,
     timeout_s: float | None,
     key_file: Path | None,
@@ -77,7 +77,7 @@ def command(
     if timeout_s is not None:
         raise click.UsageError("--timeout is for --rehearse")
     if is_store(snapshot):
-        deeply = _Deeply(older_than_s or 0.0, (pace or 100) / 100) if deep else None
+        deeply = _Deeply(older_than_s or 0.0, pace or 1.0) if deep else None
         _verify_store(snapshot, deeply, key_file=key_file, as_json=as_json, quiet=quiet)
         return
     problems: dict[str, list[str]] = {}

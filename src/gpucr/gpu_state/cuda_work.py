@@ -175,7 +175,7 @@ def cuda_work(
     wait_saved = saver.wait if saver is not None and save_gently else None
     interposers = Interposers(
         driver, uuids_of, guarded, to_host=to_host, moves=moves, gpu_state=gpu_state, wait_saved=wait_saved,
-        saver=saver or early,
+        saver=saver, early=early,
     )  # fmt: skip
     interposers.require(job.gang, held)
     custom = CustomStorages(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from mmap import PAGESIZE
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from msgspec import Struct
 
@@ -35,6 +35,14 @@ class Source(Protocol):
         Returns the digest of what was read, if the source has one: as in `Saver.look`. Raises Gone if its process runs,
         and it is not to be read any more.
         """
+
+
+@runtime_checkable
+class NamesItself(Protocol):
+    """A source that can tell the digests of its pieces faster than they can be read."""
+
+    def digests(self, piece_bytes: int, key: bytes | None) -> Sequence[bytes | None]:
+        """For `Saver.look`. Raises GpucrError."""
 
 
 class Gone(Exception):

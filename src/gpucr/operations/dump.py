@@ -33,7 +33,7 @@ from gpucr.operations.engines import criu_for_dump, require_possible_rehearsal
 from gpucr.operations.first_pass import first_pass
 from gpucr.operations.freeze_steps import findings_of_spool, steps_to_freeze
 from gpucr.operations.plan import Plan
-from gpucr.operations.requests import PACE, DumpRequest, Persist
+from gpucr.operations.requests import DumpRequest, Persist
 from gpucr.snapshot.destination import DumpCounts, repairs_of
 from gpucr.snapshot.device.writer import DeviceWriter
 from gpucr.snapshot.job_snapshot import JobSnapshot
@@ -116,7 +116,7 @@ def dump(
     encrypt: bool = False,
     trust_store: bool = False,
     rehearse: bool = False,
-    pace: float = PACE,
+    pace: float | None = None,
     check_known_s: float = CHECK_KNOWN_S,
     key: Secret | None = None,
     timeout_s: float | None = None,
@@ -148,7 +148,8 @@ def dump(
 
     What an interposer takes of device memory is saved while the job still runs if it does not change, and what a store
     has is not moved at all: the job stands still for digests of all of it, and for what differs. This first pass uses
-    at most the share ``pace`` of a GPU and of its threads' time (0: there is none).
+    at most the share ``pace`` of a GPU and of its threads' time (None: half of it, and all for a job that is ended; 0:
+    there is none).
 
     ``to`` is a folder that does not exist or is empty, or a store (``STORE#NAME``; the name is optional). Data that a
     store already has is not stored again. What was last read longer ago than ``check_known_s`` is read and compared,
@@ -198,7 +199,7 @@ def plan_dump(
     encrypt: bool = False,
     trust_store: bool = False,
     rehearse: bool = False,
-    pace: float = PACE,
+    pace: float | None = None,
     check_known_s: float = CHECK_KNOWN_S,
     key: Secret | None = None,
     force: bool = False,
@@ -286,7 +287,7 @@ def prepare(
     held_bytes = sum(sum(by_gpu.values()) for by_gpu in held.values()) + kept_bytes
     target = place.target(job, held_bytes)
     criu = criu_for_dump(found)
-    writer = DeviceWriter(target.sink, share=request.pace or 1)
+    writer = DeviceWriter(target.sink, share=request.share or 1)
     cuda = frozen_cuda
     if job.gang and not is_frozen:
         from gpucr.gpu_state.cuda_work import Purpose, cuda_work  # jobs without CUDA start without it
@@ -361,7 +362,7 @@ def _steps(context: OwnDump, request: DumpRequest, *, is_frozen: bool) -> tuple[
         return [prepare, SaveDevice(context), Block(network), criu, Unblock(network, refuses_new=True), save], save
     begin: list[Step] = [prepare]
     if cuda is not None:
-        begin += first_pass(cuda, context.writer, request.pace, context.deadline)
+        begin += first_pass(cuda, context.writer, request.share, context.deadline)
         begin.append(cuda.allocate(leave_running=context.leave_running))
     thaw: list[Step] = []
     if context.is_frozen:

@@ -19,6 +19,7 @@ from gpucr.criu.options import DumpOptions
 from gpucr.criu.recovery import EndDump
 from gpucr.driver.gpus import driver_version
 from gpucr.errors import CriuError, CudaStarted, DeadlineExceeded, GpucrError, JobChanged, JobDamaged
+from gpucr.gpu_state.source import NamesItself
 from gpucr.jobs import selection
 from gpucr.jobs.recorded import process_record, sandbox_record
 from gpucr.jobs.registered import DumpNote
@@ -167,8 +168,12 @@ class SaveDevice:
         if self._context.cuda is not None:
             for each in self._context.cuda.staging.saved():
                 if (source := each.source) is not None:
-                    self._context.writer.add(source)
-                    self._context.writer.complete(each.part)
+                    writer = self._context.writer
+                    writer.add(source)
+                    if isinstance(source, NamesItself):
+                        with contextlib.suppress(GpucrError):  # then all of it is read
+                            writer.look(each.part, source.digests(writer.piece_bytes, writer.digest_key))
+                    writer.complete(each.part)
         return 0
 
     def undo(self) -> None:

@@ -22,7 +22,7 @@ from gpucr.linux import capabilities
 from gpucr.model import CudaState, GpuMap
 from gpucr.operations.first_pass import ToHostMemory
 from gpucr.operations.plan import Plan
-from gpucr.operations.requests import PACE, MoveRequest
+from gpucr.operations.requests import MoveRequest
 from gpucr.operations.suspend import ChangeReport, change_report
 from gpucr.undo.cancellation import Cancellation
 from gpucr.undo.events import OnProgress
@@ -39,7 +39,7 @@ def move(
     only: bool = False,
     timeout_s: float | None = None,
     force: bool = False,
-    pace: float = PACE,
+    pace: float | None = None,
     on_progress: OnProgress | None = None,
     cancel: Cancellation | None = None,
 ) -> ChangeReport:
@@ -136,7 +136,7 @@ def prepare(
         *preflight.check_room(choice.needed_bytes, placement.here, choice.gpu_map),
     ]
     to_host = not goes_from_gpu_to_gpu(choice)
-    host = ToHostMemory(request.pace)
+    host = ToHostMemory(request.share)
     work = cuda_work(
         found.driver,
         job,

@@ -27,18 +27,34 @@ if TYPE_CHECKING:
 Persist = Literal["background", "sync"]
 """When a dump with leave_running writes device memory: while the job runs again, or before."""
 PACE = 0.5
-"""The share of its threads' time and of the GPUs that a first pass may use."""
+"""The share of its threads' time and of a GPU's that a first pass may use, of a job that is left running."""
+
+AT_ONCE = 1.0
+"""The same of a job that is ended or suspended: it is wanted soon."""
 _ANYWHERE = GpuRequest()
+
+
+def _require_pace(pace: float) -> None:
+    if not 0 <= pace <= 1:
+        raise InvalidRequest(f"pace is {pace!r}", hint="give a share between 0 and 1; 0: no first pass")
 
 
 @dataclass(frozen=True)
 class SuspendRequest:
-    """See `suspend`."""
+    """See `suspend`. Raises InvalidRequest for a pace that is no share."""
 
     job: int | str | JobSelector
     gpu_state: GpuState = "auto"
     only: bool = False
-    pace: float = PACE
+    pace: float | None = None
+
+    def __post_init__(self) -> None:
+        _require_pace(self.share)
+
+    @property
+    def share(self) -> float:
+        """The pace that was asked for, or all of the time."""
+        return AT_ONCE if self.pace is None else self.pace
 
 
 @dataclass(frozen=True)
@@ -52,18 +68,24 @@ class ResumeRequest:
 
 @dataclass(frozen=True)
 class MoveRequest:
-    """See `move`. Raises InvalidRequest without GPUs to go to."""
+    """See `move`. Raises InvalidRequest without GPUs to go to, and for a pace that is no share."""
 
     job: int | str | JobSelector
     gpus: GpuRequest
     only: bool = False
-    pace: float = PACE
+    pace: float | None = None
 
     def __post_init__(self) -> None:
+        _require_pace(self.share)
         if not self.gpus:
             raise InvalidRequest(
                 "nothing says where the job goes", hint="give --gpu or --gpu-map", code="GPUCR-BAD-GPU"
             )
+
+    @property
+    def share(self) -> float:
+        """The pace that was asked for, or all of the time."""
+        return AT_ONCE if self.pace is None else self.pace
 
 
 @dataclass(frozen=True)
@@ -90,19 +112,23 @@ class DumpRequest:
     trust_store: bool = False
     rehearse: bool = False
     key: Secret | None = field(default=None, repr=False)
-    pace: float = PACE
+    pace: float | None = None
     check_known_s: float = CHECK_KNOWN_S
 
     def __post_init__(self) -> None:
         _require("persist", self.persist, Persist)
         _require("tcp", self.tcp, TcpMode)
-        if not 0 <= self.pace <= 1:
-            raise InvalidRequest(f"pace is {self.pace!r}", hint="give a share between 0 and 1; 0: no first pass")
+        _require_pace(self.share)
         if self.tcp == "keep" and self.leave_running:
             raise InvalidRequest(
                 "a job that is left running keeps its connections, and no restore can take them up",
                 hint="omit --tcp keep, or --leave-running",
             )
+
+    @property
+    def share(self) -> float:
+        """The pace that was asked for, or what fits the dump."""
+        return self.pace if self.pace is not None else PACE if self.leave_running else AT_ONCE
 
 
 @dataclass(frozen=True)

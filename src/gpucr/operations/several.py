@@ -57,6 +57,7 @@ def suspend_jobs(
     gpus: str | None = None,
     gpu_state: GpuState = "auto",
     timeout_s: float | None = None,
+    pace: float | None = None,
     force: bool = False,
     on_progress: OnProgress | None = None,
     cancel: Cancellation | None = None,
@@ -71,13 +72,15 @@ def suspend_jobs(
     Raises InvalidRequest for missing GPUs, DriverUnavailable. What happens to a job is in its outcome.
     """
     terms = Terms(timeout_s, force, on_progress, cancel)
-    return run_suspends(Chosen(jobs, gpus), gpu_state, terms)
+    return run_suspends(Chosen(jobs, gpus), gpu_state, terms, pace)
 
 
-def run_suspends(chosen: Chosen, gpu_state: GpuState, terms: Terms) -> tuple[JobOutcome, ...]:
+def run_suspends(
+    chosen: Chosen, gpu_state: GpuState, terms: Terms, pace: float | None = None
+) -> tuple[JobOutcome, ...]:
     """See `suspend_jobs`."""
     require_possible(gpu_state)
-    return _each(chosen, running_on, lambda job: run_suspend(SuspendRequest(job, gpu_state), terms), terms)
+    return _each(chosen, running_on, lambda job: run_suspend(SuspendRequest(job, gpu_state, pace=pace), terms), terms)
 
 
 def resume_jobs(

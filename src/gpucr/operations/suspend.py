@@ -35,7 +35,7 @@ from gpucr.jobs.selector import JobSelector
 from gpucr.jobs.taken import TakenJob, taken_job
 from gpucr.model import CudaState, GangLock, GangMember, GpuMap
 from gpucr.operations.first_pass import ToHostMemory
-from gpucr.operations.requests import PACE, ResumeRequest, SuspendRequest
+from gpucr.operations.requests import ResumeRequest, SuspendRequest
 from gpucr.undo.cancellation import Cancellation
 from gpucr.undo.events import OnProgress
 from gpucr.undo.operation import AS_USUAL, TO_CHANGE, Operation, Terms, operation
@@ -80,7 +80,7 @@ def suspend(
     gpu_state: GpuState = "auto",
     only: bool = False,
     timeout_s: float | None = None,
-    pace: float = PACE,
+    pace: float | None = None,
     force: bool = False,
     on_progress: OnProgress | None = None,
     cancel: Cancellation | None = None,
@@ -189,7 +189,7 @@ def prepare_suspend(
         *preflight.check_left_locked(found.job),
         *findings_of_traps(found.job, found.driver, uses, may_share=may_be_interposed(gpu_state)),
     ]
-    host = ToHostMemory(request.pace)
+    host = ToHostMemory(request.share)
     work = cuda_work(
         found.driver,
         found.job,

@@ -52,8 +52,9 @@ class Interposed:
     """See `Backend`. ``uuids``: the GPUs that the process sees, in its order.
 
     ``to_host``: at `complete` the bytes are in host memory, which the process itself holds for a later resume.
-    ``keeping``: the process runs again before its memory is saved. ``saver``: saves it, and after a first pass (`show`)
-    knows what has changed since. ``moves``: it comes back on other GPUs.
+    ``keeping``: the process runs again before its memory is saved. ``saver``: after a first pass (`show`) it knows what
+    has changed since; ``looks``: it saves all of it when it stands still, by digests. ``moves``: it comes back on other
+    GPUs.
     ``before_first``: called before any memory leaves; from then on `Interposers.share_again` follows `give_back`.
 
     gpucr's own contexts need 523 MiB on each GPU. They start while the process runs if that leaves it enough, otherwise
@@ -72,6 +73,7 @@ class Interposed:
         *,
         goes: Goes,
         saver: Saver | None = None,
+        looks: bool = False,
         before_first: Callable[[], None] = lambda: None,
     ) -> None:
         self.part = part
@@ -86,9 +88,11 @@ class Interposed:
         self.carries: dict[str, int] = {}
         self._keeping = goes.keeping
         self._saver = saver
+        self._looks = looks
         self._deciding: Work[None] | None = None
         self._changes: Changes | None = None
         self.was_shown = False
+        self._note = ""
         self._moves = goes.moves
         self._before_first = before_first
         self._may_start = threading.Event()
@@ -229,7 +233,7 @@ class Interposed:
             meter.note(self._keeping.choice().reason)
         if self._to_host or self._way is Way.IN_HOST_MEMORY:
             self._copying = Work(lambda: self._copy_to_host(source))
-        elif (saver := self._saver) is not None and (self.was_shown or self._way is Way.CHANGES):
+        elif self._looks and (saver := self._saver) is not None:
             changes = self._changes = Changes(source)
             self._deciding = Work(lambda: self._decide(source, saver, changes))
         else:
@@ -256,6 +260,8 @@ class Interposed:
         """What differs from what the first pass saved, by digests of the memory as it stands still; and keep that."""
         self._start_vaults()
         kept = self._differing(source, saver, changes)
+        if self.was_shown:
+            self._note = f"{format_bytes(sum(each.size_bytes for each in kept))} differ from the first pass"
         if self._way is not Way.CHANGES or self._keeping is None:
             self._is_readable = True
             return
@@ -264,6 +270,7 @@ class Interposed:
             self._is_readable = True
         else:
             changes.keep(kept, self._vaults.of(self._uuids[0]) if way is Way.ON_GPU else None)
+            self._note += f", and are kept {way.value}"
 
     def _copy_to_host(self, source: BlocksSource) -> StagingFile:
         """The file with the copy, which then has its size."""
@@ -293,6 +300,8 @@ class Interposed:
         self._may_start.set()
         if self._deciding is not None:
             self._deciding.wait()
+            if self._note:
+                meter.note(f"process {pid}: {self._note}")
         elif self._copying is None and not self._is_readable:
             self._vaults.start_all(self._needed)
             self._is_readable = True

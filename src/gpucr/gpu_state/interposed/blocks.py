@@ -215,9 +215,12 @@ class BlocksSource:
                 self._map()
             return self._runs
 
+    def _place_of(self, held: Held) -> tuple[Vault, bool]:
+        return vault_of(self._vaults, held.block, self._uuids), held.block.location_type == ON_DEVICE
+
     def _map(self) -> None:
         start = 0
-        for vault, group in itertools.groupby(self._held, lambda held: vault_of(self._vaults, held.block, self._uuids)):
+        for (vault, _), group in itertools.groupby(self._held, self._place_of):
             shown = vault.see_all([(each.descriptor, each.block.size_bytes) for each in group])
             self._runs.append(_Run(start, vault, shown))
             start += shown.size_bytes

@@ -73,7 +73,7 @@ class FirstPass:
         return f"save device memory while the job runs, in at most {self._share:.0%} of the time"
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
-        """Save. Returns how many bytes were saved, or known. What ends it early is only noted.
+        """Save. Returns how many bytes it looked at. What ends it early is only noted.
 
         Raises what the saver raises.
         """
@@ -95,7 +95,7 @@ class FirstPass:
             f"the first pass: {format_bytes(known_bytes)} known, {format_bytes(copied_bytes)} copied, "
             f"{format_bytes(self._left_bytes())} left"
         )
-        return known_bytes + copied_bytes
+        return sum(each.size_bytes for part, each in self._shown.items() if part in self._seen)
 
     def undo(self) -> None:
         """Let go of the memory; what was saved is its owner's to discard."""
@@ -104,8 +104,9 @@ class FirstPass:
             for each in self._interposers.over(pid):
                 each.line.hang_up()
 
-    def _threads(self) -> int:
-        return max(1, min(MOST_THREADS, int(len(os.sched_getaffinity(0)) * self._share)))
+    def _threads(self) -> int | None:
+        """None: all there are."""
+        return None if self._share == 1 else max(1, min(MOST_THREADS, int(len(os.sched_getaffinity(0)) * self._share)))
 
     def _has_room(self, backends: Sequence[Interposed], meter: Meter) -> bool:
         """Start contexts on their GPUs, if that leaves the job enough."""

@@ -42,8 +42,8 @@ class Interposers:
 
     ``gpu_state``: the way that a user insists on. ``moves``: the processes come back on other GPUs. ``why_not``: by
     pid, why a process goes another way. ``wait_saved``: set if they run again before their memory is saved; waits for
-    that. ``saver``: saves their memory. ``lending``: what ends if their programs need device memory while they run.
-    ``shares``: the memory that they share, found when they were stopped.
+    that. ``saver``: saves their memory; ``early``: only in a first pass. ``lending``: what ends if their programs need
+    device memory while they run. ``shares``: the memory that they share, found when they were stopped.
     """
 
     def __init__(
@@ -57,6 +57,7 @@ class Interposers:
         gpu_state: GpuState = "auto",
         wait_saved: Callable[[], object] | None = None,
         saver: Saver | None = None,
+        early: Saver | None = None,
     ) -> None:
         self._driver = driver
         self._uuids_of = uuids_of
@@ -64,7 +65,8 @@ class Interposers:
         self._to_host = to_host
         self._moves = moves
         self.vaults = self._vaults = Vaults()
-        self._saver = saver
+        self._saver = saver or early
+        self._looks = saver is not None and saver.piece_bytes > 0
         self.lending: Lending | None = None
         self.keeping = Keeping(self._vaults, wait_saved) if wait_saved is not None else None
         self._backends: dict[int, Interposed | None] = {}
@@ -177,6 +179,7 @@ class Interposers:
             self._guarded,
             goes=Goes(self._to_host, self.keeping, self._moves),
             saver=self._saver,
+            looks=self._looks,
             before_first=self._before_first,
         )
         try:

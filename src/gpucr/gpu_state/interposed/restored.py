@@ -51,7 +51,7 @@ class BlocksDestination:
         self._sealed: list[int] = []
         try:
             both = zip(extents, places, strict=True)
-            for vault, group in itertools.groupby(both, lambda each: each[1][0]):
+            for (vault, _), group in itertools.groupby(both, lambda each: each[1]):
                 wanted = [(extent.size_bytes, on_host, extent.offset) for extent, (_, on_host) in group]
                 made = vault.make_all([(size_bytes, on_host) for size_bytes, on_host, _ in wanted])
                 self._runs.append(_Run(wanted[0][2], vault, made))

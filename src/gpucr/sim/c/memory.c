@@ -299,8 +299,12 @@ enum result memory_read(void *to, uint64_t pointer, uint64_t size_bytes) {
 }
 
 enum result memory_write(uint64_t pointer, const void *from, uint64_t size_bytes) {
-    uint64_t offset;
+    uint64_t offset, first = in_one_view(pointer, size_bytes);
     int fd;
+    if (first < size_bytes) {
+        enum result result = memory_write(pointer, from, first);
+        return result == SUCCESS ? memory_write(pointer + first, (const char *)from + first, size_bytes - first) : result;
+    }
     if (is_managed(pointer, size_bytes) || host_memory_holds(pointer, size_bytes)) {
         memcpy((void *)(uintptr_t)pointer, from, size_bytes);
         return SUCCESS;
