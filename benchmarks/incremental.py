@@ -1,4 +1,4 @@
-"""Dumps, suspends and restores of jobs of which little changes, beside the same without a first pass, in one run."""
+"""Dumps, suspends and restores of jobs in which little changes, beside the same without a first pass, in one run."""
 
 from __future__ import annotations
 

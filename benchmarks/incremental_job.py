@@ -1,4 +1,4 @@
-"""A job whose device memory changes as it is told: python incremental_job.py FOLDER MIB UNIQUE_MIB.
+"""A job whose device memory changes on command: python incremental_job.py FOLDER MIB UNIQUE_MIB.
 
 In FOLDER it reads ``orders``: a number, a share and a number of steps, in JSON. It changes one number in each piece of
 that share, and says ``done`` with the order's number. A share with steps of 0 is a training: it changes so much in each
@@ -58,7 +58,7 @@ OVER:
 
 
 class Memory:
-    """Device memory in blocks, every piece of which is different from `unique` others."""
+    """Device memory in blocks, in pieces that differ from `unique` others."""
 
     def __init__(self, mib: int, unique_mib: int) -> None:
         self._cuda = ctypes.CDLL("libcuda.so.1")
