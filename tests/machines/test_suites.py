@@ -9,7 +9,10 @@ from tests.machines.images import BOOKWORM, TESTS, TRIXIE, Release
 from tests.machines.machine import Hardware, Machine
 
 _HYBRID = "systemd.unified_cgroup_hierarchy=0"
-_EVERYWHERE = "tests/linux/test_cgroups.py tests/scenarios/test_memory_limit.py tests/network/test_connections.py tests/conformance"
+_EVERYWHERE = (
+    "tests/linux/test_cgroups.py tests/scenarios/test_memory_limit.py tests/network/test_connections.py "
+    "tests/conformance"
+)
 _ONCE = (
     f"{_EVERYWHERE} tests/operations/test_dump_restore.py tests/operations/test_freeze.py"  # takes four times as long
 )
