@@ -100,7 +100,7 @@ def _user_namespace(facts: PrivilegeFacts) -> list[Finding]:
 
 
 def _executable_memory(facts: PrivilegeFacts) -> list[Finding]:
-    by_helper = facts.helper is not None and not all(map(facts.own.has, capabilities.FOR_CRIU))
+    by_helper = facts.helper is not None and not facts.own.has_all(*capabilities.FOR_CRIU)
     if facts.has_executable_memory or by_helper:
         return []
     return [replace(NO_EXECUTABLE_MEMORY.seen("tried it"), about=_ABOUT)]
