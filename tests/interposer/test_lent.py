@@ -72,7 +72,7 @@ def test_it_waits_until_memory_was_let_go(start: Start) -> None:
     lending.end()
 
 
-def test_who_dies_lets_go(start: Start) -> None:
+def test_the_other_end_is_closed(start: Start) -> None:
     program = Program(start, **FULL_ONCE)
     ours, theirs = socket.socketpair()
     with Agent(program.pid) as agent:

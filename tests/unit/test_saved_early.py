@@ -96,7 +96,7 @@ def test_only_what_differs_is_read_again(tmp_path: Path) -> None:
     assert [each and bytes.fromhex(each) for each in data.blake3] == digests_of(still.memory)
 
 
-def test_what_was_read_and_not_what_was_looked_at_counts(tmp_path: Path) -> None:
+def test_memory_changes_twice_between_looks(tmp_path: Path) -> None:
     """A when it is looked at, B while it is copied, A when it stands still."""
     writer, memory = writer_to(tmp_path), some_memory(8)
     source = Changing(memory)
@@ -161,7 +161,7 @@ def test_nothing_is_read_where_only_what_is_known_is_wanted(tmp_path: Path) -> N
     writer.cancel()
 
 
-def test_a_first_pass_over_what_changes_gives_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_first_pass_gives_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gpucr.snapshot.device.writer._FEW", 4)
     writer, source = writer_to(tmp_path), Changing(some_memory(200))
     writer.add(source)
