@@ -14,6 +14,7 @@ from gpucr.cli.output import JsonWanted
 from gpucr.gpu_state.ways import GpuState
 from gpucr.jobs.names import is_name
 from gpucr.jobs.selector import JobSelector
+from gpucr.quantities import whole_number
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -33,9 +34,10 @@ class Percent(click.ParamType):  # type: ignore[type-arg]  # click 8.1 knows no 
         """Raises click's usage error if it is none."""
         if isinstance(value, float):
             return value
-        if not str(value).isascii() or not str(value).isdigit() or not self._least <= int(value) <= 100:
+        number = whole_number(str(value))
+        if number is None or not self._least <= number <= 100:
             self.fail(f"{value!r} is not a whole number from {self._least} to 100", param, ctx)
-        return int(value) / 100
+        return number / 100
 
 
 class JobTarget(click.ParamType):  # type: ignore[type-arg]  # click 8.1 knows no arguments

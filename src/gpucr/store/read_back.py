@@ -45,7 +45,7 @@ Key = tuple[bytes, int]
 """A piece's pack, and its first block there."""
 
 
-class _ReadBack(Record, frozen=True):
+class ReadBack(Record, frozen=True):
     """One reading. ``began``: when, by the reader's clock. ``packs``: the first blocks of the pieces, by pack."""
 
     began: Moment
@@ -71,10 +71,10 @@ def note(store: Store, places: Iterable[Place], *, why: Why, began_s: float) -> 
     if not packs or sharing.is_shared(store.backend):
         return
     blocks = {pack: tuple(sorted(found)) for pack, found in packs.items()}
-    _create(store, _ReadBack(began_s, store.backend.identity, platform.node(), why, blocks))
+    _create(store, ReadBack(began_s, store.backend.identity, platform.node(), why, blocks))
 
 
-def _create(store: Store, made: _ReadBack) -> bool:
+def _create(store: Store, made: ReadBack) -> bool:
     name, data = f"{PREFIX}{os.urandom(16).hex()}", records.encode(made)
     if len(data) > _MAX_BYTES:
         return False
@@ -105,11 +105,16 @@ def recent(store: Store, within_s: float, now_s: float) -> frozenset[Key]:
     return frozenset(found)
 
 
-def _read(store: Store, info: ObjectInfo) -> _ReadBack | None:
+def decode(body: bytes) -> ReadBack:
+    """The inverse of `records.encode`. Raises RecordError."""
+    return records.decode(body, ReadBack)
+
+
+def _read(store: Store, info: ObjectInfo) -> ReadBack | None:
     if info.size_bytes > _MAX_BYTES + 4096:
         return None
     try:
-        return records.decode(store.unseal(info.name, store.backend.read(info.name)), _ReadBack)
+        return decode(store.unseal(info.name, store.backend.read(info.name)))
     except (StoreDamaged, RecordError, Missing):
         return None
 
@@ -138,6 +143,6 @@ def _join(store: Store, infos: Sequence[ObjectInfo]) -> None:
                 blocks.setdefault(pack, set()).update(found)
         began_s = min(min(made.began, info.modified_s) for info, made in here)
         packs = {pack: tuple(sorted(found)) for pack, found in blocks.items()}
-        if len(here) > 1 and _create(store, _ReadBack(began_s, place, platform.node(), "joined", packs)):
+        if len(here) > 1 and _create(store, ReadBack(began_s, place, platform.node(), "joined", packs)):
             for info, _ in here:
                 store.backend.delete(info.name)

@@ -6,8 +6,8 @@ import contextlib
 import threading
 
 from gpucr.errors import GpucrError
+from gpucr.model import CHECK_KNOWN_S
 from gpucr.operations.stores import verify_snapshots
-from gpucr.store import CHECK_KNOWN_S
 from gpucr.store.keys import Secret
 from gpucr.undo.cancellation import Cancellation
 
