@@ -184,6 +184,9 @@ class StagedExtent(Struct, frozen=True, omit_defaults=True):
         return self.address + self.size_bytes
 
 
+CHECK_KNOWN_S = 24 * 3600.0
+"""A dump reads what it relies on in a store if that was last done longer ago (`store/read_back.py`)."""
+
 KIND_NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
 """Pattern of a backend kind's name (see gpu_state/backend.py)."""
 

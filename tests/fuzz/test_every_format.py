@@ -97,6 +97,7 @@ _READERS: Mapping[str, str] = {
     "store/pack.py decode_trailer": "pack",
     "store/pack.py iter_entries": "pack",
     "store/pieces.py decode_list": "pieces",
+    "store/read_back.py decode": "read",
     "store/retired.py _read_ids": "batch",
     "store/sets.py decode": "set",
     "store/stored_snapshot.py decode": "snapshot",

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from gpucr.gpu_state.interposed.keeping import Way, choose
+from gpucr.gpu_state.interposed import keeping
+from gpucr.gpu_state.interposed.keeping import Keeping, Way, choose
+from gpucr.interposer.vault import Vaults
+from gpucr.linux import memory
 
 GIB, MIB = 1 << 30, 1 << 20
 
@@ -31,3 +34,26 @@ def test_the_reason_names_what_is_full() -> None:
     reason = choose({"GPU-7": 24 * GIB}, {"GPU-7": 3 * GIB}, 5 * GIB).reason
     assert "GPU GPU-7 has 3.0 GiB free" in reason
     assert "5.0 GiB of host memory" in reason
+
+
+def test_after_a_first_pass_only_changes_are_kept() -> None:
+    assert choose({"a": 24 * GIB}, {"a": 3 * GIB}, 0, after_first_pass=True).way is Way.CHANGES
+    assert choose({"a": 24 * GIB}, {"a": 26 * GIB}, 0, after_first_pass=True).way is Way.ON_GPU
+
+
+def test_changes_are_kept_where_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keeping, "list_gpus", list)
+    monkeypatch.setattr(memory, "available_bytes", lambda: 4 * GIB)
+    made = Keeping(Vaults(), lambda: None)
+    made.need({"a": 32 * GIB})
+    made.after_first_pass = True
+    assert made.choice().way is Way.CHANGES
+    made._free = {"a": 5 * GIB}
+    assert made.place("a", 0) is Way.ON_GPU
+    assert not made.is_on_gpu
+    assert made.place("a", 2 * GIB) is Way.ON_GPU
+    assert made.is_on_gpu
+    assert made.place("a", 2 * GIB) is Way.IN_HOST_MEMORY, "a sixteenth of what the job has stays free"
+    assert not made.job_waits
+    assert made.place("a", 2 * GIB) is Way.JOB_WAITS
+    assert made.job_waits

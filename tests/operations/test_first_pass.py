@@ -458,7 +458,7 @@ def watch(owner, name):
         result = called(*arguments, **options)
         return list(result) if name in ("show", "export") else result
     setattr(owner, name, watched)
-for owner, names in ((Agent, "lend show close_gate export drop give_back keep"), (Changes, "keep"),
+for owner, names in ((Agent, "lend show close_gate export drop give_back keep"), (Changes, "keep_on_gpu keep_on_host"),
                      (Vault, "see_all launch copy_on_device read_into read forget"),
                      (DeviceWriter, "add look begin_early end_early differing complete sync")):
     for name in names.split():

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gpucr import records
 from gpucr.errors import GpucrError
 from gpucr.records import RecordError
 from gpucr.snapshot.manifest import decode as decode_manifest
 from gpucr.snapshot.manifest import encode as encode_manifest
-from gpucr.store import config, index, keys, pieces, retired, sets, stored_snapshot, writers
+from gpucr.store import config, index, keys, pieces, read_back, retired, sets, stored_snapshot, writers
 from gpucr.store.crypto import Changed, CutShort, seal, unseal
 from gpucr.store.keys import Secret
 from gpucr.store.opened import Store
@@ -147,6 +148,15 @@ FORMATS = {
     "set": Format(
         lambda: sets.encode(sets.StoredSet("cd" * 16, "name", (_SNAPSHOT_ID, "ef" * 16))),
         lambda data: sets.decode("cd" * 16, data),
+        (RecordError,),
+        json.loads,
+        as_json,
+    ),
+    "read": Format(
+        lambda: records.encode(
+            read_back.ReadBack(1.5, "1:2", "host", "verify", {new_pack_id().hex(): (0, 7), "ab" * 16: ()})
+        ),
+        read_back.decode,
         (RecordError,),
         json.loads,
         as_json,

@@ -194,6 +194,21 @@ def test_old_records_are_pruned(place: MemoryBackend) -> None:
     assert place.names("read/") == []
 
 
+def test_many_records_are_joined(place: MemoryBackend) -> None:
+    """What they say counts for as long as the oldest of them did."""
+    store = new_store(place)
+    place.clock_s = place.clock_s // 3600 * 3600 + 60
+    for number in range(1, 11):
+        dump(store, {"a": content(*range(1, number + 1))})
+        place.clock_s += 1
+    before = read_back.recent(store, DAY_S, place.clock_s)
+    assert len(place.names("read/")) == 9
+    prune(store, PruneRules())
+    assert len(place.names("read/")) == 1
+    assert read_back.recent(store, DAY_S, place.clock_s) == before
+    assert read_back.recent(store, 5.0, place.clock_s) == frozenset()
+
+
 def test_reading_between_checkpoints(tmp_path: Path) -> None:
     (tmp_path / "s").mkdir(mode=0o700)
     store = new_store(LocalBackend(tmp_path / "s"))

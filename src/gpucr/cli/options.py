@@ -16,6 +16,7 @@ from gpucr.gpu_state.gpu_choice import GpuRequest
 from gpucr.gpu_state.ways import GpuState
 from gpucr.jobs.names import is_name
 from gpucr.jobs.selector import JobSelector
+from gpucr.quantities import whole_number
 from gpucr.undo.operation import Terms
 
 if TYPE_CHECKING:
@@ -36,9 +37,10 @@ class Percent(click.ParamType):  # type: ignore[type-arg]  # click 8.1 knows no 
         """Raises click's usage error if it is none."""
         if isinstance(value, float):
             return value
-        if not str(value).isascii() or not str(value).isdigit() or not self._least <= int(value) <= 100:
+        number = whole_number(str(value))
+        if number is None or not self._least <= number <= 100:
             self.fail(f"{value!r} is not a whole number from {self._least} to 100", param, ctx)
-        return int(value) / 100
+        return number / 100
 
 
 class JobTarget(click.ParamType):  # type: ignore[type-arg]  # click 8.1 knows no arguments

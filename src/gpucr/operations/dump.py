@@ -17,7 +17,7 @@ from gpucr.gpu_state.ways import GpuState, may_be_interposed, require_possible
 from gpucr.jobs import registered, selection
 from gpucr.jobs.selector import JobSelector
 from gpucr.jobs.taken import taken_job
-from gpucr.model import GangLock
+from gpucr.model import CHECK_KNOWN_S, GangLock
 from gpucr.network.lock import IN_FLIGHT, JobNetwork
 from gpucr.network.steps import IN_FLIGHT_LIMIT_S, Block, CloseConnections, Quiet, Unblock
 from gpucr.operations.dump_steps import (
@@ -39,7 +39,6 @@ from gpucr.snapshot.device.writer import DeviceWriter
 from gpucr.snapshot.job_snapshot import JobSnapshot
 from gpucr.snapshot.location import Compress, Place, TargetPlace, find_target
 from gpucr.snapshot.manifest import OverruledFinding
-from gpucr.store import CHECK_KNOWN_S
 from gpucr.undo.cancellation import Cancellation
 from gpucr.undo.events import OnProgress
 from gpucr.undo.operation import AS_USUAL, TO_MOVE, Operation, Terms, deadline_after, operation

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, cast, get_args
 from msgspec import Struct
 
 from gpucr.errors import InvalidRequest, StoreError
-from gpucr.model import Job
+from gpucr.model import CHECK_KNOWN_S, Job
 from gpucr.snapshot.folder import (
     CONTAINER_RECORD_NAME,
     GPU_PART_NAME,
@@ -26,7 +26,6 @@ from gpucr.snapshot.folder import (
 from gpucr.snapshot.gpu_part import GpuPart
 from gpucr.snapshot.job_snapshot import JobSnapshot
 from gpucr.snapshot.origin import FolderSource, RestoreSource
-from gpucr.store import CHECK_KNOWN_S
 
 if TYPE_CHECKING:
     from gpucr.snapshot.destination import DumpTarget

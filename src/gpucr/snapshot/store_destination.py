@@ -15,7 +15,7 @@ from gpucr.criu import page_images
 from gpucr.diagnosis import preflight
 from gpucr.diagnosis.preflight.support import machine as facts
 from gpucr.linux import memory
-from gpucr.model import DevicePart, Job, StagedExtent
+from gpucr.model import CHECK_KNOWN_S, DevicePart, Job, StagedExtent
 from gpucr.snapshot.destination import DumpCounts
 from gpucr.snapshot.device.crew import THREADS, PieceBuffer, buffers_bytes
 from gpucr.snapshot.device.sink import DeviceSink
@@ -26,7 +26,7 @@ from gpucr.snapshot.job_snapshot import JobSnapshot
 from gpucr.snapshot.manifest import DeviceData, FileRecord, Manifest, encode
 from gpucr.snapshot.recovery import RemoveWorkingFolder, discard_folder
 from gpucr.snapshot.working_folder import WorkingFolder
-from gpucr.store import CHECK_KNOWN_S, snapshots
+from gpucr.store import snapshots
 from gpucr.store.checks import Checks
 from gpucr.store.codec import Compress
 from gpucr.store.local import LocalBackend

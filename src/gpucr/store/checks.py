@@ -11,7 +11,8 @@ import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
-from gpucr.store import CHECK_KNOWN_S, read_back
+from gpucr.model import CHECK_KNOWN_S
+from gpucr.store import read_back
 from gpucr.store.memory import AlignedBuffer
 from gpucr.store.opened import Store
 from gpucr.store.pack import Place

@@ -348,7 +348,7 @@ class _Prune:
         for info in listing.tombstones:
             if self._now_s - info.modified_s > _TOMBSTONE_S:
                 backend.delete(info.name)
-        read_back.remove_old(self._store, self._now_s)
+        read_back.tidy(self._store, self._now_s)
         used = {each.part.set_id for each in listing.snapshots if each.part is not None}
         for set_id, modified_s in sets.all_ids(self._store).items():
             if set_id not in used and self._now_s - modified_s > _TOMBSTONE_S:

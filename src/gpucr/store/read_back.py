@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Literal
 
 from msgspec import Meta
@@ -22,7 +22,7 @@ from gpucr import records
 from gpucr.errors import StoreDamaged
 from gpucr.records import Count, Moment, Record, RecordError, Text
 from gpucr.store import sharing
-from gpucr.store.backend import Missing
+from gpucr.store.backend import Missing, ObjectInfo
 from gpucr.store.opened import Store
 from gpucr.store.pack import PACK_ID_BYTES, Place
 
@@ -34,13 +34,18 @@ _MAX_BYTES = 64 << 20
 _AHEAD_S = 300.0
 """A clock may be so far ahead; what was read later than that is no time at all."""
 
-Why = Literal["dump", "copy", "verify"]
+_MOST_READ = 1024
+"""A writer reads so many records, the youngest ones: of what others say it reads the data."""
+
+_JOINED_FROM = 8
+
+Why = Literal["dump", "copy", "verify", "joined"]
 PackId = Annotated[str, Meta(pattern=rf"\A[0-9a-f]{{{2 * PACK_ID_BYTES}}}\Z")]
 Key = tuple[bytes, int]
 """A piece's pack, and its first block there."""
 
 
-class _ReadBack(Record, frozen=True):
+class ReadBack(Record, frozen=True):
     """One reading. ``began``: when, by the reader's clock. ``packs``: the first blocks of the pieces, by pack."""
 
     began: Moment
@@ -66,14 +71,18 @@ def note(store: Store, places: Iterable[Place], *, why: Why, began_s: float) -> 
     if not packs or sharing.is_shared(store.backend):
         return
     blocks = {pack: tuple(sorted(found)) for pack, found in packs.items()}
-    made = _ReadBack(began_s, store.backend.identity, platform.node(), why, blocks)
-    name = f"{PREFIX}{os.urandom(16).hex()}"
-    data = records.encode(made)
-    if len(data) <= _MAX_BYTES:
-        try:
-            store.backend.create(name, store.seal(name, data))
-        except OSError:
-            return
+    _create(store, ReadBack(began_s, store.backend.identity, platform.node(), why, blocks))
+
+
+def _create(store: Store, made: ReadBack) -> bool:
+    name, data = f"{PREFIX}{os.urandom(16).hex()}", records.encode(made)
+    if len(data) > _MAX_BYTES:
+        return False
+    try:
+        store.backend.create(name, store.seal(name, data))
+    except OSError:
+        return False
+    return True
 
 
 def recent(store: Store, within_s: float, now_s: float) -> frozenset[Key]:
@@ -85,10 +94,9 @@ def recent(store: Store, within_s: float, now_s: float) -> frozenset[Key]:
     found: set[Key] = set()
     if within_s <= 0 or sharing.is_shared(store.backend):
         return frozenset()
-    for info in list(store.backend.list(PREFIX)):
-        if now_s - info.modified_s > within_s or info.size_bytes > _MAX_BYTES + 4096:
-            continue
-        made = _read(store, info.name)
+    listed = [info for info in store.backend.list(PREFIX) if now_s - info.modified_s <= within_s]
+    for info in sorted(listed, key=lambda each: -each.modified_s)[:_MOST_READ]:
+        made = _read(store, info)
         if made is None or made.place != store.backend.identity:
             continue
         read_s = min(made.began, info.modified_s)
@@ -97,15 +105,44 @@ def recent(store: Store, within_s: float, now_s: float) -> frozenset[Key]:
     return frozenset(found)
 
 
-def _read(store: Store, name: str) -> _ReadBack | None:
+def decode(body: bytes) -> ReadBack:
+    """The inverse of `records.encode`. Raises RecordError."""
+    return records.decode(body, ReadBack)
+
+
+def _read(store: Store, info: ObjectInfo) -> ReadBack | None:
+    if info.size_bytes > _MAX_BYTES + 4096:
+        return None
     try:
-        return records.decode(store.unseal(name, store.backend.read(name, 0, _MAX_BYTES + 4096)), _ReadBack)
+        return decode(store.unseal(info.name, store.backend.read(info.name)))
     except (StoreDamaged, RecordError, Missing):
         return None
 
 
-def remove_old(store: Store, now_s: float) -> None:
-    """Remove records that nobody relies on. Raises OSError."""
+def tidy(store: Store, now_s: float) -> None:
+    """Remove records that nobody relies on, and join many that are of one hour and place. Raises OSError."""
+    by_hour: dict[int, list[ObjectInfo]] = {}
     for info in list(store.backend.list(PREFIX)):
         if now_s - info.modified_s > KEPT_S:
             store.backend.delete(info.name)
+        else:
+            by_hour.setdefault(int(info.modified_s // 3600), []).append(info)
+    for infos in by_hour.values():
+        if len(infos) >= _JOINED_FROM:
+            _join(store, infos)
+
+
+def _join(store: Store, infos: Sequence[ObjectInfo]) -> None:
+    """What they say together counts from the earliest of their times: never for longer than it did."""
+    read = [(info, made) for info in infos if (made := _read(store, info)) is not None]
+    for place in {made.place for _, made in read}:
+        here = [(info, made) for info, made in read if made.place == place]
+        blocks: dict[str, set[int]] = {}
+        for _, made in here:
+            for pack, found in made.packs.items():
+                blocks.setdefault(pack, set()).update(found)
+        began_s = min(min(made.began, info.modified_s) for info, made in here)
+        packs = {pack: tuple(sorted(found)) for pack, found in blocks.items()}
+        if len(here) > 1 and _create(store, ReadBack(began_s, place, platform.node(), "joined", packs)):
+            for info, _ in here:
+                store.backend.delete(info.name)

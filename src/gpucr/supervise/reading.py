@@ -7,7 +7,7 @@ import threading
 
 from gpucr import Cancellation, Secret
 from gpucr.errors import GpucrError
-from gpucr.operations.places import CHECK_KNOWN_S
+from gpucr.model import CHECK_KNOWN_S
 from gpucr.operations.stores import verify_snapshots
 
 PACE = 0.1

@@ -265,12 +265,14 @@ class Interposed:
         if self._way is not Way.CHANGES or self._keeping is None:
             self._is_readable = True
             return
-        way = self._keeping.place(self._uuids[0], sum(each.size_bytes for each in kept))
-        if way is Way.JOB_WAITS:
-            self._is_readable = True
-        else:
-            changes.keep(kept, self._vaults.of(self._uuids[0]) if way is Way.ON_GPU else None)
-            self._note += f", and are kept {way.value}"
+        size_bytes = sum(each.size_bytes for each in kept)
+        way = self._keeping.place(self._uuids[0], size_bytes)
+        if way is Way.ON_GPU and not changes.keep_on_gpu(kept, self._vaults.of(self._uuids[0])):
+            way = self._keeping.place_on_host(size_bytes)
+        if way is Way.IN_HOST_MEMORY:
+            changes.keep_on_host(kept)
+        self._is_readable = way is Way.JOB_WAITS
+        self._note += f", and are kept {way.value}" if not self._is_readable else ""
 
     def _copy_to_host(self, source: BlocksSource) -> StagingFile:
         """The file with the copy, which then has its size."""

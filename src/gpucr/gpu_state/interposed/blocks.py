@@ -155,7 +155,7 @@ class BlocksSource:
         for run, named in looked_at:
             first, last = -(-run.start // piece_bytes), run.end // piece_bytes
             end = self.size_bytes if run.end == self.size_bytes else last * piece_bytes
-            step = max(1, _LOOK_BYTES // piece_bytes) * piece_bytes
+            step = max(1, (_LOOK_BYTES if self._changes else self.size_bytes) // piece_bytes) * piece_bytes
             for start in range(first * piece_bytes, end, step):
                 begin = time.monotonic()
                 number = start // piece_bytes

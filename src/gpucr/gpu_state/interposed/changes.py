@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 import functools
+import itertools
 import mmap
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -54,46 +56,47 @@ class Changes:
         self._on_gpu: tuple[Vault, Shown] | None = None
         self._on_host: mmap.mmap | None = None
 
-    def keep(self, kept: Sequence[Stretch], vault: Vault | None) -> None:
-        """Copy these to memory of this vault; without one, or if another GPU has some of them, to host memory.
+    def keep_on_gpu(self, kept: Sequence[Stretch], vault: Vault) -> bool:
+        """Copy these to memory of this vault. False: it has no room, or another GPU has some of them."""
+        source = self._begin(kept)
+        places = [source.on_one_gpu(*each) for each in kept]
+        if any(place is None or place[0] is not vault for place in places):
+            return False
+        if kept:
+            try:
+                room = vault.make(self._in_copy[-1])
+            except VaultFailed:
+                return False
+            self._on_gpu = vault, room
+            in_parallel([
+                functools.partial(vault.copy_on_device, room.address + to, place[1], each.size_bytes)
+                for each, place, to in zip(kept, places, self._in_copy, strict=False)
+                if place is not None
+            ])  # fmt: skip
+        self._source = None
+        return True
 
-        Raises VaultFailed, OSError.
-        """
-        source = self._source
-        if source is None:
+    def keep_on_host(self, kept: Sequence[Stretch]) -> None:
+        """Copy these to host memory. Raises VaultFailed, OSError."""
+        source = self._begin(kept)
+        if kept:
+            self._on_host = mmap.mmap(-1, self._in_copy[-1], mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            with contextlib.suppress(OSError):  # a kernel without huge pages: only slower
+                self._on_host.madvise(mmap.MADV_HUGEPAGE)
+            address = address_of(memoryview(self._on_host))
+            in_parallel([
+                functools.partial(source.copy_some, each.start, each.size_bytes, address + to)
+                for each, to in zip(kept, self._in_copy, strict=False)
+            ])  # fmt: skip
+        self._source = None
+
+    def _begin(self, kept: Sequence[Stretch]) -> BlocksSource:
+        if self._source is None:
             raise ValueError("the changes are kept already")
         self._kept = tuple(kept)
         self._starts = [each.start for each in kept]
-        for each in kept:
-            self._in_copy.append(self._in_copy[-1] + each.size_bytes)
-        if kept and (vault is None or not self._copy_on_gpu(source, vault)):
-            self._copy_to_host(source)
-        self._source = None
-
-    def _copy_on_gpu(self, source: BlocksSource, vault: Vault) -> bool:
-        places = [source.on_one_gpu(*each) for each in self._kept]
-        if any(place is None or place[0] is not vault for place in places):
-            return False
-        try:
-            room = vault.make(self._in_copy[-1])
-        except VaultFailed:
-            return False
-        self._on_gpu = vault, room
-        in_parallel([
-            functools.partial(vault.copy_on_device, room.address + to, place[1], each.size_bytes)
-            for each, place, to in zip(self._kept, places, self._in_copy, strict=False)
-            if place is not None
-        ])  # fmt: skip
-        return True
-
-    def _copy_to_host(self, source: BlocksSource) -> None:
-        self._on_host = mmap.mmap(-1, self._in_copy[-1], mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self._on_host.madvise(mmap.MADV_HUGEPAGE)
-        address = address_of(memoryview(self._on_host))
-        in_parallel([
-            functools.partial(source.copy_some, each.start, each.size_bytes, address + to)
-            for each, to in zip(self._kept, self._in_copy, strict=False)
-        ])  # fmt: skip
+        self._in_copy = [0, *itertools.accumulate(each.size_bytes for each in kept)]
+        return self._source
 
     def read_into(self, position: int, data: memoryview) -> None:
         """From the source, or the copy. Raises ValueError for a piece that was not kept."""

@@ -123,6 +123,11 @@ class Keeping:
                 self._free[uuid] -= changed_bytes
                 self.is_on_gpu = self.is_on_gpu or changed_bytes > 0
                 return Way.ON_GPU
+        return self.place_on_host(changed_bytes)
+
+    def place_on_host(self, changed_bytes: int) -> Way:
+        """As `place`, of what cannot be on one GPU."""
+        with self._lock:
             if _with_reserve(changed_bytes) <= memory.available_bytes() - self._on_host_bytes:
                 self._on_host_bytes += changed_bytes
                 return Way.IN_HOST_MEMORY
