@@ -108,7 +108,7 @@ def test_a_dump_within_the_memory_that_preflight_demands(tmp_path: Path, job: st
     assert is_running(job)
 
 
-# --- memory of the machine, which has 512 MiB ------------------------------------------------------------------
+# --- memory of the machine -------------------------------------------------------------------------------------
 
 _CHECKS = """
 import os, time, zlib

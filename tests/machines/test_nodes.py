@@ -36,14 +36,13 @@ _A_DAY_S = 86400
 
 @pytest.fixture
 def nodes(boot: Boot, wire: Wire) -> tuple[Machine, Machine]:
-    """Linux 6.1 and 6.12; root may log in from the second on the first. The second's uid 1000 is another user."""
+    """Linux 6.1 and 6.12; root may log in from the second on the first."""
     wired = dataclasses.replace(USUAL, wires=(wire,))
     first = boot(TRIXIE, wired, kernel="6.1")
     second = boot(TRIXIE, wired, kernel="6.12")
     for machine, address, name in ((first, _FIRST, "first"), (second, _SECOND, "second")):
         machine.join(0, address)
         machine.run(f"hostname {name}")
-    second.run("usermod --uid 2000 user && useradd --create-home --uid 1000 other")
     key = second.run("ssh-keygen -q -t ed25519 -N '' -f /root/.ssh/id_ed25519; cat /root/.ssh/id_ed25519.pub").stdout
     first.write("/root/.ssh/authorized_keys", key, mode=0o600)
     first.run("systemctl start ssh")

@@ -6,7 +6,7 @@ import pytest
 
 from tests.machines.conftest import Boot
 from tests.machines.images import BOOKWORM, TESTS, TRIXIE, Release
-from tests.machines.machine import Hardware, Machine
+from tests.machines.machine import Machine
 
 _HYBRID = "systemd.unified_cgroup_hierarchy=0"
 _EVERYWHERE = (
@@ -47,7 +47,7 @@ def test_the_main_operations(boot: Boot, release: Release, kernel: str, options:
 
 
 def test_shortage(boot: Boot) -> None:
-    _passes(boot(hardware=Hardware(memory_mib=512)), "tests/inside/test_shortage.py", GPUCR_INSIDE="1")
+    _passes(boot(), "tests/inside/test_shortage.py", GPUCR_INSIDE="1")
 
 
 @pytest.mark.parametrize("release", [BOOKWORM, TRIXIE], ids=lambda release: release.name)

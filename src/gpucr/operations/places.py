@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from gpucr.driver.gpus import list_gpus
 from gpucr.gpu_state.gpu_choice import GpuChoice, GpuRequest
-from gpucr.model import Gpu
+from gpucr.model import CHECK_KNOWN_S, Gpu
 from gpucr.snapshot.gpus import count_used_gpus, place_snapshot
 from gpucr.snapshot.job_snapshot import JobSnapshot
 from gpucr.snapshot.location import in_store, is_store, open_store_for_jobs, place_of_store
-from gpucr.store import CHECK_KNOWN_S
 from gpucr.store.snapshots import check_name as check_snapshot_name
 
 __all__ = [

@@ -15,8 +15,8 @@ from gpucr.errors import InvalidRequest
 from gpucr.gpu_state.gpu_choice import GpuRequest
 from gpucr.gpu_state.ways import GpuState
 from gpucr.jobs.selector import JobSelector
+from gpucr.model import CHECK_KNOWN_S
 from gpucr.records import DEFAULT_PRIORITY
-from gpucr.store import CHECK_KNOWN_S
 
 if TYPE_CHECKING:
     from gpucr.jobs.record import Network
