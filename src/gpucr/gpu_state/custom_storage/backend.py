@@ -343,7 +343,7 @@ class CustomStorages:
             spool=self.spool,
             to_process=self._to_process,
             on_begun=on_begun,
-            before=self._before,
+            before=lambda: self._before(carrier),
             wait_all_saved=self._wait_saved,
         )
         self._backends[part.pid] = made
@@ -363,9 +363,8 @@ class CustomStorages:
                 self._failed = e.message
         return self._carrier
 
-    def _before(self) -> None:
-        assert self._carrier is not None  # noqa: S101 - a backend has it
-        self._tell_guard(self._carrier.id, self._backends)
+    def _before(self, carrier: Carrier) -> None:
+        self._tell_guard(carrier.id, self._backends)
 
     def _wait_saved(self) -> None:
         """Wait until all bytes of all of them are in their final place: none is completed before."""
