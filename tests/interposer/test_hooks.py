@@ -86,7 +86,7 @@ def test_a_suspend_and_a_resume(program: StartProgram) -> None:
     job = program()
     report = gpucr.suspend(job.pid)
     assert job.lines() == TOLD[:2]
-    assert [phase.name for phase in report.phases][:2] == ["before-freeze", "lock"]
+    assert [phase.name for phase in report.phases][:3] == ["first-pass", "before-freeze", "lock"]
     assert report.warnings == ()
     resumed = gpucr.resume(job.pid)
     assert job.lines() == TOLD
