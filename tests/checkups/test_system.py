@@ -164,6 +164,15 @@ def test_ptrace_scope(own: Capabilities, scope: int | None, severity: str) -> No
     assert one.repair is None, "it would lower the machine's security"
 
 
+@pytest.mark.parametrize("helper", [None, Path("/run/gpucr-helper/socket")])
+@pytest.mark.parametrize("own", [ROOT, USER])
+def test_no_executable_memory(own: Capabilities, helper: Path | None) -> None:
+    """The helper's CRIU is in a security context of its own."""
+    facts = replace(PRIVILEGES, own=own, ptrace_scope=0, has_executable_memory=False, helper=helper)
+    found = [each.severity for each in privileges.check(facts) if "executable" in each.what]
+    assert found == ([] if own is USER and helper is not None else ["blocking"])
+
+
 @pytest.mark.parametrize("mode", [1, 2, None])
 def test_system_call_filters(mode: int | None) -> None:
     one = only(privileges.check(replace(PRIVILEGES, seccomp=mode)))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import random
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -25,7 +26,10 @@ _LOOK = Path("/mnt/look")
 _MIB = 300
 _SECTORS = _MIB * 2048
 _COMMAND_LIMIT_S = 900
-_SNAPSHOTS, _STORE, _COPIES, _SUPERVISED = "snapshots", "store", "copies", "supervised"
+_REQUEUE = 99
+_SNAPSHOTS, _STORE, _COPIES, _BATCH, _SUPERVISED = "snapshots", "store", "copies", "batch", "supervised"
+_STATE = "state/gpucr"
+_RESTORED = "restored"
 _JOB = (
     "import itertools, time\nblock = bytearray(2 << 20)\nfor number in itertools.count(1):\n"
     "    block[number % len(block)] = number % 251\n    print(number, flush=True)\n    time.sleep(0.02)\n"
@@ -77,16 +81,17 @@ def _work() -> list[str]:
         if done.returncode != 0:
             raise RuntimeError(f"gpucr {shlex.join(words)}: {done.stderr}")
         if reports_as:
-            _sh("dmsetup", "message", "logged", "0", "mark", reports_as)
-            reports.append(reports_as)
+            reports.append(_mark(reports_as))
 
     gpucr_does("run", "--name", "job", "--log", "/tmp/job.log", "--", "python3", "-c", _JOB)
     _sh("sync")
-    _sh("dmsetup", "message", "logged", "0", "mark", "begin")
+    _mark("begin")
     for number in range(2):
         gpucr_does(
             "dump", "job", "--leave-running", "--to", str(_AT / _SNAPSHOTS / str(number)), reports_as=f"folder:{number}"
         )
+    for store in (_STORE, _COPIES):
+        gpucr_does("store", "init", str(_AT / store), reports_as=f"made:{store}")
     for number in range(3):
         gpucr_does(
             *("dump", "job", "--leave-running", "--to", f"{_AT / _STORE}#s{number}"), reports_as=f"stored:s{number}"
@@ -94,18 +99,46 @@ def _work() -> list[str]:
     gpucr_does("copy", str(_AT / _STORE), str(_AT / _COPIES), reports_as="copied:")
     gpucr_does("rm", f"{_AT / _STORE}#s0", reports_as="removed:s0")
     gpucr_does("prune", str(_AT / _STORE))
+    _batch(environment)
+    reports.append(_mark("batch:"))
     gpucr_does("supervise", "job", "--every", "3s", "--to", str(_AT / _SUPERVISED))
-    events = _AT / "state/gpucr/supervise/job/events.jsonl"
     seen = 0
+    deadline = time.monotonic() + _COMMAND_LIMIT_S
     while seen < 2:
-        checkpoints = [line for line in events.read_text().splitlines() if '"checkpoint"' in line]
-        for line in checkpoints[seen:]:
-            _sh("dmsetup", "message", "logged", "0", "mark", f"supervised:{json.loads(line)['snapshot']}")
-            reports.append(f"supervised:{json.loads(line)['snapshot']}")
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"two checkpoints take more than {_COMMAND_LIMIT_S} s")
+        checkpoints = _checkpoints()
+        reports += [_mark(f"supervised:{snapshot}") for snapshot in checkpoints[seen:]]
         seen = len(checkpoints)
         time.sleep(0.2)
     gpucr_does("supervise", "job", "--drain", reports_as="drained:")
+    reports.append(_mark(f"supervised:{_checkpoints()[-1]}"))
     return reports
+
+
+def _mark(report: str) -> str:
+    """Note in the log that this was reported."""
+    _sh("dmsetup", "message", "logged", "0", "mark", report)
+    return report
+
+
+def _batch(environment: dict[str, str]) -> None:
+    """A job whose allocation ends: it is dumped, and asks for another start."""
+    words = ("batch", "--to", _AT / _BATCH, "--id", "batch", "--grace", "10m", "--", "python3", "-c", _JOB)
+    batch = command.start(*words, env=environment)
+    assert batch.stdout is not None
+    first = batch.stdout.readline()
+    batch.send_signal(signal.SIGUSR1)
+    _, said = batch.communicate(timeout=_COMMAND_LIMIT_S)
+    if batch.returncode != _REQUEUE:
+        raise RuntimeError(f"gpucr batch: exit code {batch.returncode} after {first!r}: {said}")
+
+
+def _checkpoints() -> list[str]:
+    """The supervised snapshots that the supervisor has reported."""
+    events = _AT / _STATE / "supervise/job/events.jsonl"
+    lines = [json.loads(line) for line in events.read_text().splitlines()] if events.exists() else []
+    return [line["snapshot"] for line in lines if line["event"] == "checkpoint"]
 
 
 def _look(kind: str, log: WriteLog, flushed: int, cut: int, reported: list[str], chance: random.Random) -> list[str]:
@@ -119,7 +152,7 @@ def _look(kind: str, log: WriteLog, flushed: int, cut: int, reported: list[str],
         _sh("mount", "/dev/mapper/look", str(_LOOK), *(["-o", "nouuid"] if kind == "xfs" else []))
         try:
             known = [report for report in reported if log.marks[report] <= flushed]
-            faults = [f"{kind}: {fault}" for fault in _faults(known)]
+            faults = [f"{kind}: {fault}" for fault in _faults(known, chance)]
         finally:
             _sh("umount", str(_LOOK))
     finally:
@@ -127,41 +160,92 @@ def _look(kind: str, log: WriteLog, flushed: int, cut: int, reported: list[str],
     return faults
 
 
-def _faults(known: list[str]) -> list[str]:
+def _faults(known: list[str], chance: random.Random) -> list[str]:
+    """What is not as it was reported, or not whole."""
+    places = _places(known)
     found: list[str] = []
-    removed = {report.partition(":")[2] for report in known if report.startswith("removed")}
-    for report in known:
-        what, _, name = report.partition(":")
-        try:
-            if what == "folder":
-                gpucr.open_snapshot(_LOOK / _SNAPSHOTS / name).verify()
-            elif what == "stored" and name not in removed:
-                _verify(f"{_LOOK / _STORE}#{name}")
-            elif what == "copied":
-                _verify(str(_LOOK / _COPIES))
-            elif what == "supervised":
-                pass  # older ones may be removed: the last one is looked at below
-        except (GpucrError, OSError) as e:
-            found.append(f"{report}: {e}")
-    checkpoints = [report.partition(":")[2] for report in known if report.startswith("supervised")]
-    for place, needed in ((_STORE, ""), (_COPIES, ""), (_SUPERVISED, checkpoints[-1] if checkpoints else "")):
-        store = _LOOK / place
-        if not (store / "gpucr-store.json").exists():
-            if any(
-                report.startswith({_STORE: "stored", _COPIES: "copied", _SUPERVISED: "supervised"}[place])
-                for report in known
-            ):
-                found.append(f"the store {place} is absent")
+    for store in (_STORE, _COPIES, _BATCH, _SUPERVISED):
+        at = _LOOK / store
+        if not (at / "gpucr-store.json").exists():  # nothing, or one that nobody was told of
+            found += [f"the store {store} is absent" for place in places if place.startswith(str(at))][:1]
             continue
         try:
-            if needed:
-                _verify(f"{store}#{needed}")
-            _verify(str(store))
-            gpucr.prune_store(store)
-            _verify(str(store))
+            _verify(str(at))
+            gpucr.prune_store(at)
+            _verify(str(at))
+        except (GpucrError, OSError) as e:
+            found.append(f"{store}: {type(e).__name__} {e}")
+    for folder in (_LOOK / _SNAPSHOTS).iterdir() if (_LOOK / _SNAPSHOTS).exists() else ():
+        found += _half(folder, is_known=str(folder) in places)
+    for place in places:
+        try:
+            if not place.startswith(str(_LOOK / _SNAPSHOTS)):
+                _verify(place)
+            elif not Path(place).exists():
+                found.append(f"{place} is absent")
         except (GpucrError, OSError) as e:
             found.append(f"{place}: {type(e).__name__} {e}")
+    listed = command.run("jobs", "--all", env={"XDG_STATE_HOME": str(_LOOK / "state")})
+    if listed.returncode != 0:
+        found.append(f"gpucr jobs: {listed.stderr}")
+    snapshots = [
+        place
+        for place in places
+        if ("#" in place and not place.endswith("#batch")) or place.startswith(str(_LOOK / _SNAPSHOTS))
+    ]
+    if snapshots and not found:
+        found += _restore(chance.choice(snapshots))
     return found
+
+
+def _half(folder: Path, *, is_known: bool) -> list[str]:
+    """A folder that opens is whole; one that nobody was told of may be refused."""
+    try:
+        snapshot = gpucr.open_snapshot(folder)
+    except GpucrError as e:
+        return [f"{folder}: {e}"] if is_known else []
+    try:
+        snapshot.verify()
+    except GpucrError as e:
+        return [f"{folder} opens, and is not whole: {e}"]
+    return []
+
+
+def _places(known: list[str]) -> list[str]:
+    """Where a command has reported a snapshot, or a store, that must be there."""
+    places: list[str] = []
+    for what, _, name in (report.partition(":") for report in known):
+        if what == "folder":
+            places.append(str(_LOOK / _SNAPSHOTS / name))
+        elif what == "made":
+            places.append(str(_LOOK / name))
+        elif what == "stored":
+            places.append(f"{_LOOK / _STORE}#{name}")
+        elif what == "removed":
+            places.remove(f"{_LOOK / _STORE}#{name}")
+        elif what == "copied":
+            places += [f"{_LOOK / _COPIES}#s{number}" for number in range(3)]
+        elif what == "batch":
+            places.append(f"{_LOOK / _BATCH}#batch")
+        elif what == "supervised":  # an older one may be removed once there is this one
+            places = [place for place in places if not place.startswith(str(_LOOK / _SUPERVISED))]
+            places.append(f"{_LOOK / _SUPERVISED}#{name}")
+    return places
+
+
+def _restore(place: str) -> list[str]:
+    """The job of this snapshot, brought back: it counts on."""
+    restored = command.run("restore", place, "--clone", "--name", _RESTORED)
+    if restored.returncode != 0:
+        return [f"restore of {place}: {restored.stderr}"]
+    before = command.run("logs", _RESTORED).stdout
+    deadline = time.monotonic() + _COMMAND_LIMIT_S
+    while command.run("logs", _RESTORED).stdout == before:
+        if time.monotonic() > deadline:
+            return [f"the job restored from {place} does not run"]
+        time.sleep(0.2)
+    command.run("kill", _RESTORED)
+    return []
 
 
 def _verify(place: str) -> None:

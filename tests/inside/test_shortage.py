@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests import command
+from tests.counter import wait_until
 from tests.inside.conftest import is_running, sh
 
 _MIB = 1 << 20
@@ -23,8 +27,13 @@ def full(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
     kind = request.param
     sh(
         f"truncate --size {_SMALLEST_MIB[kind]}M {image}; mkfs.{kind} -q {image}; mount -o loop {image} {place}; "
-        f"mkdir {place}/state; dd if=/dev/zero of={place}/filler bs=64K 2>/dev/null || true; sync"
+        f"mkdir {place}/state"
     )
+    assert command.run("store", "init", place / "store").returncode == 0
+    sh(f"dd if=/dev/zero of={place}/filler bs=64K 2>/dev/null || true; sync")
+    with contextlib.suppress(OSError):  # btrfs has small files elsewhere
+        for number in itertools.count():
+            (place / f"filler-{number}").write_bytes(bytes(1500))
     yield place
     sh(f"umount {place}")
 
@@ -97,3 +106,95 @@ def test_a_dump_within_the_memory_that_preflight_demands(tmp_path: Path, job: st
     )
     assert done.returncode == 0, done.stderr
     assert is_running(job)
+
+
+# --- memory of the machine -------------------------------------------------------------------------------------
+
+_CHECKS = """
+import os, time, zlib
+data = os.urandom(48 << 20)
+expected = zlib.crc32(data)
+number = 0
+while True:
+    assert zlib.crc32(data) == expected
+    number += 1
+    print(number, flush=True)
+    time.sleep(0.5)
+"""
+_FILLS = """
+import sys, time
+held = []
+def available():
+    return next(int(line.split()[1]) for line in open("/proc/meminfo") if line.startswith("MemAvailable:"))
+while available() > 60 << 10:
+    held.append(b"1" * (4 << 20))
+print("filled", flush=True)
+time.sleep(3600)
+"""
+
+
+def test_a_machine_without_memory_refuses_a_dump(tmp_path: Path, job: str) -> None:
+    with subprocess.Popen([sys.executable, "-c", _FILLS], stdout=subprocess.PIPE, text=True) as filler:
+        try:
+            assert filler.stdout is not None
+            assert filler.stdout.readline() == "filled\n"
+            done = command.run("dump", job, "--to", tmp_path / "snapshot")
+        finally:
+            filler.kill()
+    assert done.returncode == 3, done.stderr
+    assert "GPUCR-HOST-MEMORY" in done.stderr
+    assert is_running(job)
+
+
+def test_the_kernel_kills_a_dump_for_lack_of_memory(tmp_path: Path, job: str) -> None:
+    """What preflight would refuse, forced: gpucr and CRIU are killed with all that they have started."""
+    done = subprocess.run(
+        [
+            *("systemd-run", "--quiet", "--collect", "--pipe", "--wait", "--property=MemoryMax=16M"),
+            *("--property=MemorySwapMax=0", f"--setenv=PATH={sh('echo -n $PATH')}", "--setenv=HOME=/root"),
+            *("gpucr", "dump", job, "--force", "--to", str(tmp_path / "snapshot")),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode != 0, done.stdout
+    wait_until(lambda: is_running(job), "the job to run on", timeout_s=120)
+    count = len(command.run("logs", job).stdout.split())
+    wait_until(lambda: len(command.run("logs", job).stdout.split()) > count, "the job to count on", timeout_s=120)
+
+
+@pytest.fixture(params=["file", "zram"])
+def swap(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Somewhere to swap to."""
+    if request.param == "file":
+        sh("dd if=/dev/zero of=/swap bs=1M count=256 status=none; chmod 600 /swap; mkswap -q /swap; swapon /swap")
+        device = "/swap"
+    else:
+        sh("modprobe zram; echo 256M >/sys/block/zram0/disksize; mkswap -q /dev/zram0; swapon /dev/zram0")
+        device = "/dev/zram0"
+    yield device
+    sh(f"swapoff {device}")
+
+
+def test_a_job_in_swap_is_dumped_and_restored(swap: str, tmp_path: Path) -> None:
+    assert command.run("run", "--name", "swapped", "--", sys.executable, "-c", _CHECKS).returncode == 0
+    wait_until(lambda: "1" in command.run("logs", "swapped").stdout.split(), "the job's data", timeout_s=120)
+    [found] = [each for each in command.run_json("jobs")["jobs"] if each["name"] == "swapped"]
+    pid = found["pid"]
+    sh(f"kill -STOP {pid}")
+    group = Path(f"/proc/{pid}/cgroup").read_text().strip().rpartition(":")[2]
+    # what cannot be reclaimed is an error, the rest is swapped
+    sh(
+        f"echo 512M swappiness=200 >/sys/fs/cgroup{group}/memory.reclaim || "
+        f"echo 512M >/sys/fs/cgroup{group}/memory.reclaim || true"
+    )
+    swapped = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmSwap"))
+    assert int(swapped.split()[1]) > 20 << 10, swapped
+    sh(f"kill -CONT {pid}")
+    for words in (("dump", "swapped", "--to", tmp_path / "swapped"), ("restore", tmp_path / "swapped")):
+        done = command.run(*words)
+        assert done.returncode == 0, done.stderr
+    count = len(command.run("logs", "swapped").stdout.split())
+    wait_until(lambda: len(command.run("logs", "swapped").stdout.split()) > count, "it counts on", timeout_s=120)
+    command.run("kill", "swapped")

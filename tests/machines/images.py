@@ -46,6 +46,7 @@ _PACKAGES = (
     # the system
     *("systemd-sysv", "udev", "dbus", "dbus-user-session", "libpam-systemd", "systemd-container", "kmod", "procps"),
     *("qemu-guest-agent", "iproute2", "nftables", "sudo", "ca-certificates", "apparmor", "util-linux-extra"),
+    *("selinux-basics", "selinux-policy-default"),
     # gpucr, its simulator, CRIU
     *("python3", "python3-venv", "gcc", "libc6-dev"),
     *("libnftables1", "libnl-3-200", "libnet1", "libprotobuf-c1", "libcap2"),
@@ -59,6 +60,7 @@ _WITH_GPUCR = (
     *("prometheus-client", "obstore", "localbucket", "numpy"),
 )
 
+_READ_BY_TESTS = ("pyproject.toml", "constraints.txt")
 _USER = 1000
 _CACHES = (Path("/root/.cache/gpucr"), Path("/home/user/.cache/gpucr"))
 _COMPILE = """
@@ -306,7 +308,7 @@ def _compile(root: Path, site: Path) -> None:
 
 def _tracked() -> list[str]:
     listed = _run("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", cwd=REPOSITORY).split("\0")
-    wanted = ("src/", "tests/", "docs/", "pyproject.toml", "hatch_build.py", "README.md", "constraints.txt")
+    wanted = ("src/", "tests/", "benchmarks/", "docs/", "hatch_build.py", "README.md", *_READ_BY_TESTS)
     left_out = "tests/machines/"  # what is outside of machines
     return [p for p in listed if p.startswith(wanted) and not p.startswith(left_out) and (REPOSITORY / p).is_file()]
 
@@ -330,7 +332,8 @@ def _pack_gpucr(home: Path, release: Release, files: list[str], disk: Path) -> N
     drop_in = (REPOSITORY / "scripts/cuda-checkpoint").read_text().partition("\n")[2]
     _write_command(root / packed[1].relative_to("/"), drop_in)
     _compile(root, root / inside.relative_to("/"))
-    _run("chroot", str(root), str(GPUCR / "bin/python3"), "-c", _COMPILE)
+    own = ("env", "-i", "HOME=/root", "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin")
+    _run("chroot", str(root), *own, str(GPUCR / "bin/python3"), "-c", _COMPILE)
     made, also = (root / path.relative_to("/") for path in _CACHES)
     shutil.rmtree(also, ignore_errors=True)
     shutil.copytree(made, also, symlinks=True)

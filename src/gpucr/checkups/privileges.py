@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from gpucr.checkups.checkup import ok
 from gpucr.diagnosis.preflight.findings import Finding
+from gpucr.diagnosis.preflight.support.users import NO_EXECUTABLE_MEMORY
 from gpucr.helper.access import socket_path
-from gpucr.linux import capabilities, proc_text, tracing
+from gpucr.linux import capabilities, executable_memory, proc_text, tracing
 from gpucr.linux.capabilities import Capabilities
 
 _ABOUT = "privileges"
@@ -35,7 +37,7 @@ class PrivilegeFacts(Struct, frozen=True):
     """``ptrace_scope``: Yama's (None: this kernel has none). ``seccomp``: the mode in /proc/self/status (None: none).
 
     ``in_user_namespace``: not in the initial one. ``helper``: the socket on which the privileged helper listens for
-    this user (None: none).
+    this user (None: none). ``has_executable_memory``: memory may be both writable and executable.
     """
 
     own: Capabilities
@@ -43,6 +45,7 @@ class PrivilegeFacts(Struct, frozen=True):
     seccomp: int | None
     in_user_namespace: bool
     helper: Path | None = None
+    has_executable_memory: bool = True
 
 
 def look() -> PrivilegeFacts:
@@ -54,12 +57,19 @@ def look() -> PrivilegeFacts:
         seccomp=None if mode is None else int(mode),
         in_user_namespace=_UID_MAP.read_text().split() != _WHOLE_UID_MAP,
         helper=socket_path(),
+        has_executable_memory=executable_memory.is_allowed(),
     )
 
 
 def check(facts: PrivilegeFacts) -> list[Finding]:
-    """Capabilities or the helper, user namespace, ptrace, seccomp."""
-    return [*_capabilities(facts), *_user_namespace(facts), _ptrace(facts), _seccomp(facts)]
+    """Capabilities or the helper, user namespace, memory for code, ptrace, seccomp."""
+    return [
+        *_capabilities(facts),
+        *_user_namespace(facts),
+        *_executable_memory(facts),
+        _ptrace(facts),
+        _seccomp(facts),
+    ]
 
 
 def _capabilities(facts: PrivilegeFacts) -> list[Finding]:
@@ -123,6 +133,13 @@ def _user_namespace(facts: PrivilegeFacts) -> list[Finding]:
             about=_ABOUT,
         )
     ]
+
+
+def _executable_memory(facts: PrivilegeFacts) -> list[Finding]:
+    by_helper = facts.helper is not None and not all(map(facts.own.has, _FOR_CRIU))
+    if facts.has_executable_memory or by_helper:
+        return []
+    return [replace(NO_EXECUTABLE_MEMORY.seen("tried it"), about=_ABOUT)]
 
 
 def _ptrace(facts: PrivilegeFacts) -> Finding:

@@ -14,6 +14,7 @@ import functools
 import itertools
 import mmap
 import operator
+import os
 import platform
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -93,6 +94,13 @@ _XGETBV = bytes.fromhex(
     "4809d0"  # or %rdx,%rax
     "c3"  # ret
 )
+
+_map = libc.function(
+    "mmap",
+    *(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long),
+    result=ctypes.c_void_p,
+)
+_unmap = libc.function("munmap", ctypes.c_void_p, ctypes.c_size_t)
 
 LEVELS = {
     "x86-64-v2": frozenset({"cx16", "lahf_lm", "popcnt", "pni", "sse4_1", "sse4_2", "ssse3"}),
@@ -183,12 +191,17 @@ def _registers_of(feature: str) -> int:
 
 @contextlib.contextmanager
 def _instructions() -> Iterator[tuple[Callable[[int, int], list[int]], Callable[[], int]]]:
-    """CPUID of a leaf and subleaf, which gives four registers, and XGETBV of XCR0. Raises OSError."""
-    with mmap.mmap(-1, mmap.PAGESIZE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as page:
-        page.write(_CPUID + _XGETBV)
-        start = ctypes.addressof(ctypes.c_char.from_buffer(page))
-        protect = libc.function("mprotect", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-        libc.check(protect(start, mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_EXEC), "mprotect")
+    """CPUID of a leaf and subleaf, which gives four registers, and XGETBV of XCR0. Raises OSError.
+
+    The code is a file's: SELinux forbids making memory executable that was written (seen with Debian 12's policy).
+    """
+    code = (_CPUID + _XGETBV).ljust(mmap.PAGESIZE, b"\0")
+    with open(os.memfd_create("gpucr-processor", os.MFD_CLOEXEC), "wb", buffering=0) as file:
+        file.write(code)
+        start = _map(None, len(code), mmap.PROT_READ | mmap.PROT_EXEC, mmap.MAP_PRIVATE, file.fileno(), 0)
+    if start == ctypes.c_void_p(-1).value:
+        raise libc.last_error("mmap")
+    try:
         four = ctypes.c_uint32 * 4
         ask = ctypes.CFUNCTYPE(None, ctypes.c_uint32, ctypes.c_uint32, ctypes.POINTER(ctypes.c_uint32))(start)
 
@@ -198,3 +211,5 @@ def _instructions() -> Iterator[tuple[Callable[[int, int], list[int]], Callable[
             return list(registers)
 
         yield cpuid, ctypes.CFUNCTYPE(ctypes.c_uint64)(start + len(_CPUID))
+    finally:
+        _unmap(start, len(code))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from gpucr.diagnosis.preflight.findings import Finding
 from gpucr.diagnosis.preflight.support import users as facts
 from gpucr.helper.messages import MAX_REQUESTS_PER_USER
-from gpucr.linux import namespaces, tracing
+from gpucr.linux import executable_memory, namespaces, tracing
 from gpucr.linux.namespaces import Kind
 from gpucr.linux.terminal import has_terminal
 from gpucr.model import Job
@@ -28,6 +28,13 @@ def check_attach() -> list[Finding]:
     return [facts.NO_ATTACH.seen(f"kernel.yama.ptrace_scope is {scope}")]
 
 
+def check_criu(install: CriuInstall) -> list[Finding]:
+    """What keeps CRIU from restoring anything, whoever the user is. The helper's has a security context of its own."""
+    if (found := check_attach()) or install.is_helpers or executable_memory.is_allowed():
+        return found
+    return [facts.NO_EXECUTABLE_MEMORY.seen("tried it")]
+
+
 def check_ptrace(pids: Iterable[int]) -> list[Finding]:
     """Whether Yama lets an ordinary user attach to these processes if he has not started them himself.
 
@@ -42,11 +49,11 @@ def check_ptrace(pids: Iterable[int]) -> list[Finding]:
 
 
 def check_dump_by_user(job: Job, install: CriuInstall, *, in_sandbox: bool = False) -> list[Finding]:
-    """What the helper does not dump of a job, and root only where Yama forbids it. ``in_sandbox``: of gpucr's.
+    """What the helper does not dump of a job, and nobody where CRIU cannot work. ``in_sandbox``: of gpucr's.
 
     The helper's CRIU attaches to any process; gpucr itself has to, if there is device memory.
     """
-    nobody = check_attach()
+    nobody = check_criu(install)
     if nobody or not install.is_helpers:
         return nobody
     return [
@@ -95,8 +102,8 @@ def _foreign_namespaces(pid: int) -> list[str]:
 
 
 def check_restore_by_user(install: CriuInstall, uids: Collection[int]) -> list[Finding]:
-    """What the helper does not restore, and root only where Yama forbids it. ``uids``: of all threads."""
-    nobody, others = check_attach(), sorted(set(uids) - {os.geteuid()})
+    """What the helper does not restore, and nobody where CRIU cannot work. ``uids``: of all threads."""
+    nobody, others = check_criu(install), sorted(set(uids) - {os.geteuid()})
     if nobody or not install.is_helpers or not others:
         return nobody
     uids_text = ", ".join(map(str, others))

@@ -19,6 +19,13 @@ NO_ATTACH = Fact(
     remedy="remove kernel.yama.ptrace_scope=3 from /etc/sysctl.d and reboot: nothing else lowers it",
     code="GPUCR-TRACED",
 )
+NO_EXECUTABLE_MEMORY = Fact(
+    what="gpucr and CRIU may not map memory that is both writable and executable",
+    consequence="CRIU needs such memory to restore a process: nothing that is dumped comes back here",
+    remedy="with SELinux `setsebool allow_execmem on` (Debian), `setsebool deny_execmem off` (Fedora, Red Hat); in a "
+    "systemd service without MemoryDenyWriteExecute=",
+    code="GPUCR-NOT-PERMITTED",
+)
 OTHER_USER = Fact(
     what="{process} runs as uid {uid}",
     consequence="an ordinary user can dump processes of his own only",
