@@ -70,7 +70,11 @@ class _Properties(ctypes.Structure):
 
 
 class _Library:
-    """libcuda with argument types, and errors for results."""
+    """libcuda with argument types, and errors for results.
+
+    No work may be left to the default stream: cuMemsetD8 can return before it is done (CUDA's "API synchronization
+    behavior"), and streams that do not block do not wait for it. It could set to zero what they have copied since.
+    """
 
     _TYPES: ClassVar[dict[str, tuple[Any, ...]]] = {
         "cuInit": (ctypes.c_uint,),
@@ -97,7 +101,7 @@ class _Library:
         "cuMemUnmap": (_LONG, _SIZE),
         "cuMemSetAccess": (_LONG, _SIZE, _POINTER, _SIZE),
         "cuMemRelease": (_LONG,),
-        "cuMemsetD8_v2": (_LONG, ctypes.c_ubyte, _SIZE),
+        "cuMemsetD8Async": (_LONG, ctypes.c_ubyte, _SIZE, _POINTER),
         "cuModuleLoadData": (_POINTER, ctypes.c_char_p),
         "cuModuleGetFunction": (_POINTER, _POINTER, ctypes.c_char_p),
         "cuLaunchKernel": (_POINTER, *[ctypes.c_uint] * 7, _POINTER, _POINTER, _POINTER),
@@ -245,7 +249,9 @@ class Vault:
             handle = _LONG()
             self._cuda("cuMemCreate", ctypes.byref(handle), size_bytes, ctypes.byref(wanted), 0)
             made = self._show(handle.value, size_bytes)
-            self._cuda("cuMemsetD8_v2", made.address, 0, size_bytes)
+            stream = self._own_stream()
+            self._cuda("cuMemsetD8Async", made.address, 0, size_bytes, stream)
+            self._cuda("cuStreamSynchronize", stream)
             return made
 
     def _show(self, handle: int, size_bytes: int) -> Shown:

@@ -120,3 +120,13 @@ EXPORT int cuMemcpyHtoDAsync_v2(uint64_t to, const void *from, size_t bytes, str
 EXPORT int cuMemcpyDtoHAsync_v2(void *to, uint64_t from, size_t bytes, struct stream *stream) {
     GATED(copy_async(from, to, bytes, stream, false));
 }
+
+static enum result set_async(uint64_t pointer, unsigned char value, size_t bytes, struct stream *stream) {
+    if (current_device() == NULL)
+        return INVALID_CONTEXT;
+    return stream_query(stream) == INVALID_HANDLE ? INVALID_HANDLE : memory_set(pointer, value, bytes);
+}
+
+EXPORT int cuMemsetD8Async(uint64_t pointer, unsigned char value, size_t bytes, struct stream *stream) {
+    GATED(set_async(pointer, value, bytes, stream));
+}

@@ -55,6 +55,7 @@
     X(cuMemcpyDtoHAsync, 3020, _v2)            \
     X(cuMemcpyPeer, 4000, )                    \
     X(cuMemsetD8, 3020, _v2)                   \
+    X(cuMemsetD8Async, 3020, )                 \
     X(cuMemHostAlloc, 2020, )                  \
     X(cuMemFreeHost, 2000, )                   \
     X(cuMemHostRegister, 6050, _v2)            \
