@@ -33,7 +33,7 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 
 from tests.hardware.interposed import pace  # noqa: E402 - found where the checkout is
 from tests.hardware.interposed_gangs import gpu_count  # noqa: E402
-from tests.hardware.interposed_jobs import SWAPPED  # noqa: E402
+from tests.hardware.interposed_jobs import turned  # noqa: E402
 from tests.hardware.interposed_suspend import (  # noqa: E402
     PROGRAMS,
     Failed,
@@ -153,8 +153,8 @@ class Doing:
         self._note("freeze", float(done.stdout))
 
     def move(self) -> None:
-        """To the other GPU, or with swapped ones."""
-        said = gpucr("move", "--json", self.job.name, *SWAPPED, limit_s=self._limit_s)
+        """To the next GPU, or each rank to the next one."""
+        said = gpucr("move", "--json", self.job.name, *turned(gpu_count()), limit_s=self._limit_s)
         self._note("move", split(said["phases"])[1])
 
     def killed(self) -> None:

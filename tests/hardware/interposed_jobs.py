@@ -4,19 +4,20 @@
 
 Each program runs twice: undisturbed, and as a job of `gpucr run` that is disturbed while it runs: suspended and resumed
 (--cycles) with `gpucr suspend --gpu-state interposed` (`auto` for cupy-async) and `gpucr resume`, dumped, ended and
-restored (--dumps; on a machine with two GPUs every second time with the GPUs swapped), and moved with the GPUs swapped
-(--moves; needs two GPUs). Every line must be the one of the first run.
+restored (--dumps; every second time each rank gets the next GPU), and moved likewise (--moves; needs two GPUs). Every
+line must be the one of the first run.
 
 - cumem: two processes on one GPU, blocks sent by descriptor (driver calls alone, no torch)
 - ipc: torch.multiprocessing with CUDA tensors that both processes change (legacy CUDA IPC)
 - peers: one process on two GPUs, copies by peer access (measured first: `gpucr doctor --probe --only peer_access`)
-- ranks: two DDP ranks on two GPUs with NCCL's defaults over NVLink (P2P/CUMEM, HOST_NUMA)
+- ranks: a DDP rank on each GPU with NCCL's defaults over NVLink (P2P/CUMEM, HOST_NUMA)
+- fsdp, tensor, pipeline, experts, full: a rank on each GPU, as interposed/parallel.py tells (PARALLEL_RANKS: so many)
 - compiled, transformer, jax, cupy, cupy-async, numba, server, hooks, profiled, loader, mpi: jobs on one GPU, as
   interposed/frameworks.py tells; the hooks of `hooks` must have been called once each in every cycle
 
-Needs a C compiler, torch for all but `cumem`, and what the job is named after; `peers` and `ranks` are skipped on a
-machine with one GPU. Every step ends after --limit seconds. Prints a table last. Exit code 1: a line differs, or a step
-failed.
+Needs a C compiler, torch for all but `cumem`, and what the job is named after; `peers` and those with ranks are skipped
+on a machine with one GPU. Every step ends after --limit seconds. Prints a table last. Exit code 1: a line differs, or a
+step failed.
 """
 
 from __future__ import annotations
@@ -51,11 +52,17 @@ from tests.hardware.interposed_suspend import (  # noqa: E402 - found where the 
     undisturbed,
 )
 
+PARALLEL = ("fsdp", "tensor", "pipeline", "experts", "full")
 JOBS = {**{name: [program] for name, program in CASES.items()},
+        **{name: ["parallel.py", name] for name in PARALLEL},
         **{name: ["frameworks.py", name] for name in frameworks.JOBS}}  # fmt: skip
 KEPT_BY_THE_DRIVER = {"cupy-async"}
 """The memory of the driver's own pools goes its way, which `auto` chooses."""
-SWAPPED = ("--gpu-map", "0=1,1=0")
+
+
+def turned(gpus: int) -> tuple[str, str]:
+    """Options: each GPU is the next one, and the last one the first."""
+    return "--gpu-map", ",".join(f"{gpu}={(gpu + 1) % gpus}" for gpu in range(gpus))
 
 
 def measure_peer_access(limit_s: float) -> None:
@@ -84,17 +91,17 @@ class Disturbances:
         """How often a job with one GPU is frozen."""
         return self.cycles + self.dumps
 
-    def all_of(self, job: Training, outcome: Outcome, folder: Path, can_swap: bool, limit_s: float) -> None:
+    def all_of(self, job: Training, outcome: Outcome, folder: Path, gpus: int, limit_s: float) -> None:
         """One after the other, with some lines between."""
         for number in range(self.cycles):
             cycle(job, self.way, outcome, limit_s)
             phases = ", ".join(f"{phase} {seconds:.3f}" for phase, seconds in outcome.phases[-1].items())
             print(f"    cycle {number + 1}: {phases}", flush=True)
         for number in range(self.dumps):
-            swap = SWAPPED if can_swap and number % 2 else ()
+            swap = turned(gpus) if gpus > 1 and number % 2 else ()
             there_and_back(job, outcome, self.way, folder / f"{job.name}.snapshot", swap, limit_s)
-        for _ in range(self.moves if can_swap else 0):
-            moved = gpucr("move", "--json", job.name, *SWAPPED, limit_s=limit_s)
+        for _ in range(self.moves if gpus > 1 else 0):
+            moved = gpucr("move", "--json", job.name, *turned(gpus), limit_s=limit_s)
             outcome.move.append(sum(phase["seconds"] for phase in moved["phases"]))
             print(f"    moved: {in_phases(moved)}", flush=True)
             job.wait_more(LINES_BETWEEN)
@@ -140,7 +147,7 @@ def try_case(
         os.environ[frameworks.HOOKS_FILE] = str(called)
         job = Training(f"interposed-{name}-{os.getpid()}", folder, "--interpose", command, limit_s)
         job.wait_more(LINES_BETWEEN)
-        disturbances.all_of(job, outcome, folder, gpus >= 2, limit_s)
+        disturbances.all_of(job, outcome, folder, gpus, limit_s)
         job.wait_end(len(expected))
         lines = job.lines()
         outcome.lines = len(lines)
@@ -194,7 +201,7 @@ def main() -> int:
     folder = Path(tempfile.mkdtemp(prefix="gpucr-interposed-jobs-"))
     try:
         for name in options.only or JOBS:
-            if name in NEEDS_TWO_GPUS and gpus < 2:
+            if name in {*NEEDS_TWO_GPUS, *PARALLEL} and gpus < 2:
                 print(f"{name}: SKIPPED, it needs two GPUs")
                 continue
             way = "auto" if name in KEPT_BY_THE_DRIVER else "interposed"

@@ -121,7 +121,7 @@ def session_states(session_id: int) -> dict[int, str]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with contextlib.suppress(OSError):
-                state, _, _, session, *_ = (entry / "stat").read_text().rpartition(")")[2].split()
+                state, _, _, session, *_ = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
                 if int(session) == session_id:
                     states[int(entry.name)] = state
     return states
