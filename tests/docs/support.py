@@ -1,10 +1,11 @@
-"""The tables of what is refused, made of what preflight says: ``python -m tests.docs.support`` writes them."""
+"""The page of findings, made of what preflight says: ``python -m tests.docs.support`` writes it."""
 
 from __future__ import annotations
 
 import re
 import string
-from pathlib import Path
+import textwrap
+from collections.abc import Iterator
 from types import ModuleType
 
 from gpucr.diagnosis.canaries.results import WHAT
@@ -12,12 +13,31 @@ from gpucr.diagnosis.preflight.support import gpu_memory, gpu_use, interposed, m
 from gpucr.diagnosis.preflight.support.fact import Fact
 from tests.docs.pages import DOCS
 
-PAGE, PROCESSES_PAGE = DOCS / "what-comes-back.md", DOCS / "what-a-dump-refuses.md"
-_CODES = "../src/gpucr/error_codes.md"
-_HEAD = "| what | gpucr | because | do |\n| --- | --- | --- | --- |\n"
+PAGE, MAIN_PAGE = DOCS / "reference" / "findings.md", DOCS / "what-comes-back.md"
+_CODES = "../../src/gpucr/error_codes.md"
 _OPTION = re.compile(r"--[a-z][\w-]*(?: (?:auto|keep|rewind|close|OLD=NEW)\b)?")
-MODULES = (gpu_memory, interposed, gpu_use, processes, ties, outside, machine, users)
-_ON_PAGE = {processes: PROCESSES_PAGE, ties: PROCESSES_PAGE}
+_TITLES = {
+    gpu_memory: "Device memory that is shared",
+    interposed: "Device memory, as the interposer knows it",
+    gpu_use: "GPUs",
+    processes: "Processes",
+    ties: "What processes outside the job share with it",
+    outside: "Files, connections, databases",
+    machine: "Room, clocks, processors, containers",
+    users: "Ordinary users",
+}
+MODULES = tuple(_TITLES)
+_HEAD = """\
+# Findings
+
+Everything that gpucr looks for before it changes a job, made by `python -m tests.docs.support` of the texts that it
+prints. Words in italics are filled in. The code leads to the reason and what to do, which `gpucr explain CODE` prints
+too. [What comes back](../what-comes-back.md) is the short form.
+
+A finding refuses the operation unless it says "warns". `gpucr doctor PID` and `--dry-run` show the same findings.
+"Not if `X` came back" names a [canary](../what-comes-back.md#measure-your-machine), a measurement that overrides it.
+"""
+_BEGIN, _END = "<!-- made by tests/docs/support.py: canaries -->\n", "<!-- end -->"
 
 
 def facts(module: ModuleType) -> dict[str, Fact]:
@@ -25,47 +45,62 @@ def facts(module: ModuleType) -> dict[str, Fact]:
     return {name: value for name, value in vars(module).items() if isinstance(value, Fact)}
 
 
-def with_tables(page: Path) -> str:
-    """The page with new tables between its marks."""
-    tables = {
-        module.__name__.rpartition(".")[2]: _HEAD + "".join(map(_row, facts(module).values()))
-        for module in MODULES
-        if _ON_PAGE.get(module, PAGE) == page
-    }
-    if page == PAGE:
-        tables["canaries"] = "".join(f"| `{name}` | {what} |\n" for name, what in WHAT.items())
-        tables["canaries"] = "| canary | measures |\n| --- | --- |\n" + tables["canaries"]
-    text = page.read_text()
-    for name, table in tables.items():
-        begin, end = f"<!-- made by tests/docs/support.py: {name} -->\n", "<!-- end -->"
-        before, found, rest = text.partition(begin)
-        assert found, f"the page has no mark for {name}"
-        text = f"{before}{begin}{table}{end}{rest.partition(end)[2]}"
-    return text
+def page() -> str:
+    """The page of findings: a section a module, and in it a list for each code."""
+    parts = [_HEAD]
+    for module, title in _TITLES.items():
+        by_code: dict[str, list[Fact]] = {}
+        for fact in facts(module).values():
+            by_code.setdefault(fact.code or "", []).append(fact)
+        parts.append(f"## {title}\n")
+        lines = (line for code in sorted(by_code, key=lambda code: code or "~") for line in _group(code, by_code[code]))
+        parts.append("\n".join(lines) + "\n")
+    return "\n".join(parts)
 
 
-def _row(fact: Fact) -> str:
-    what = [_words(fact.what)]
+def with_canaries(text: str) -> str:
+    """The main page with a new list of canaries between its marks."""
+    before, found, rest = text.partition(_BEGIN)
+    assert found, "the page has no mark for canaries"
+    rows = "".join(f"| `{name}` | {what} |\n" for name, what in WHAT.items())
+    return f"{before}{_BEGIN}| canary | measures |\n| --- | --- |\n{rows}{_END}{rest.partition(_END)[2]}"
+
+
+def _group(code: str, found: list[Fact]) -> Iterator[str]:
+    name = f"**[{code}]({_CODES}#{code.lower()})**" if code else "**Warnings without a code**"
+    if len(found) == 1:
+        yield _item(f"- {name}: {_finding(found[0])}")
+        return
+    yield f"- {name}"
+    yield from (_item(f"  - {_finding(fact)}") for fact in found)
+
+
+def _item(text: str) -> str:
+    indent = " " * (text.index("-") + 2)
+    return textwrap.fill(text, 99, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False)
+
+
+def _finding(fact: Fact) -> str:
+    text = _words(fact.what)
     if fact.kinds:
-        what.append(f"({', '.join(fact.kinds)})")
+        text += f" ({', '.join(fact.kinds)})"
     if fact.case:
-        what.append(f"– {fact.case}")
-    return f"| {' '.join(what)} | {_verdict(fact)} | {_words(fact.consequence)} | {_words(fact.remedy)} |\n"
-
-
-def _verdict(fact: Fact) -> str:
-    verdict = "warns" if fact.severity == "warning" else "refuses"
-    if fact.code:
-        verdict = f"[{verdict}]({_CODES}#{fact.code.lower()})"
+        text += f" – {fact.case}"
+    if not fact.code:
+        return f"{text}: {_words(fact.consequence)}."
     canaries = " and ".join(f"`{name}`" for name in fact.unless)
-    if fact.warning_if or (canaries and fact.warning_consequence):
-        return f"{verdict}; warns if {fact.warning_if or f'{canaries} came back'}"
-    return f"{verdict}; not if {canaries} came back" if canaries else verdict
+    if fact.severity == "warning":
+        text += ". Warns"
+    elif fact.warning_if or (canaries and fact.warning_consequence):
+        text += f". Warns if {fact.warning_if or f'{canaries} came back'}"
+    elif canaries:
+        text += f". Not if {canaries} came back"
+    return f"{text}."
 
 
 def _words(text: str) -> str:
-    """A cell: the names of values in italics, options as code, so that no dash is made of theirs."""
-    parts = string.Formatter().parse(text.replace("|", "\\|"))
+    """Names of values in italics, options as code, so that no dash is made of theirs."""
+    parts = string.Formatter().parse(text)
     named = "".join(literal + (f"*{name.replace('_', ' ')}*" if name else "") for literal, name, _, _ in parts)
     # What is outside code and inside it takes turns.
     pieces = named.split("`")
@@ -75,5 +110,5 @@ def _words(text: str) -> str:
 
 
 if __name__ == "__main__":
-    for each in (PAGE, PROCESSES_PAGE):
-        each.write_text(with_tables(each))
+    PAGE.write_text(page())
+    MAIN_PAGE.write_text(with_canaries(MAIN_PAGE.read_text()))
