@@ -1,4 +1,4 @@
-"""The page of figures, made of the files in benchmarks/results: ``python -m tests.docs.figures`` writes it."""
+"""The page of figures, made of the files in benchmarks/results: ``python -m tests.docs`` writes it."""
 
 from __future__ import annotations
 
@@ -105,7 +105,3 @@ def _intervals(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _row(cells: list[str]) -> str:
     return f"| {' | '.join(cells)} |"
-
-
-if __name__ == "__main__":
-    PAGE.write_text(page())

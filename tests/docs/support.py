@@ -1,4 +1,4 @@
-"""The page of findings, made of what preflight says: ``python -m tests.docs.support`` writes it."""
+"""The page of findings, made of what preflight says: ``python -m tests.docs`` writes it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MODULES = tuple(_TITLES)
 _HEAD = """\
 # Findings
 
-Everything that gpucr looks for before it changes a job, made by `python -m tests.docs.support` of the texts that it
+Everything that gpucr looks for before it changes a job, made by `python -m tests.docs` of the texts that it
 prints. Words in italics are filled in. The code leads to the reason and what to do, which `gpucr explain CODE` prints
 too. [What comes back](../what-comes-back.md) is the short form.
 
@@ -107,8 +107,3 @@ def _words(text: str) -> str:
     pieces[::2] = [_OPTION.sub(r"`\g<0>`", piece) for piece in pieces[::2]]
     pieces[1::2] = [f"`{piece.replace('*', '')}`" for piece in pieces[1::2]]
     return "".join(pieces)
-
-
-if __name__ == "__main__":
-    PAGE.write_text(page())
-    MAIN_PAGE.write_text(with_canaries(MAIN_PAGE.read_text()))

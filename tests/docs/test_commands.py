@@ -15,6 +15,7 @@ from gpucr.cli import main
 from gpucr.snapshot import manifest
 from tests.command import run, run_json, run_json_before
 from tests.counter import CounterFactory, wait_until
+from tests.docs import commands
 from tests.docs.command_tree import COMMANDS
 from tests.docs.pages import (
     CODE,
@@ -47,6 +48,11 @@ def test_every_command_is_described_with_its_real_options(name: str) -> None:
     known = {each for each in COMMANDS if " ".join(each.split()[:2]) in {name, *(f"gpucr {other}" for other in named)}}
     options = {opt for each in known for p in COMMANDS[each].params for opt in (*p.opts, *p.secondary_opts)}
     assert words - options == set(), "described, but not there"
+
+
+def test_the_list_of_commands_is_generated_from_their_help() -> None:
+    text = commands.PAGE.read_text()
+    assert text == commands.with_commands(text), "write it again: python -m tests.docs"
 
 
 def test_every_option_has_a_help_text() -> None:

@@ -13,7 +13,7 @@ _SECONDS = re.compile(r"(\d+\.\d+) s\b")
 
 
 def test_the_page_is_generated_from_the_results() -> None:
-    assert figures.PAGE.read_text() == figures.page(), "write it again: python -m tests.docs.figures"
+    assert figures.PAGE.read_text() == figures.page(), "write it again: python -m tests.docs"
 
 
 def test_a_changed_result_changes_the_page(monkeypatch: pytest.MonkeyPatch) -> None:

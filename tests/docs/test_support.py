@@ -20,12 +20,12 @@ _ROOMS = ("jobs", "snapshot", "containers", "operations", "diagnosis/preflight")
 
 
 def test_the_page_is_generated_from_the_facts() -> None:
-    assert support.PAGE.read_text() == support.page(), "write it again: python -m tests.docs.support"
+    assert support.PAGE.read_text() == support.page(), "write it again: python -m tests.docs"
 
 
 def test_the_canaries_are_those_of_the_code() -> None:
     text = support.MAIN_PAGE.read_text()
-    assert text == support.with_canaries(text), "write it again: python -m tests.docs.support"
+    assert text == support.with_canaries(text), "write it again: python -m tests.docs"
 
 
 def test_a_changed_fact_changes_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
