@@ -25,7 +25,6 @@ from tests.docs.pages import (
     first_cells,
     of_command,
     page,
-    rows,
     section,
     without_fences,
 )
@@ -33,7 +32,8 @@ from tests.docs.pages import (
 _COMMANDS_PAGES = "\n".join(
     page(f"reference/{name}.md") for name in ("commands", "commands-unattended", "commands-snapshots")
 )
-_MEMBER = re.compile(r"(?:^|<br>)((?:`[^`]+`(?:, )?)+) \*([^*]+)\*")
+_MEMBERS = re.compile(r"^\*\*(`.+?)\*\*(.*)\n\n((?:- .*\n(?:  .*\n)*)+)", re.MULTILINE)
+_MEMBER = re.compile(r"^- ((?:`[^`]+`(?:,\s+)?)+)\s+\*([^*]+)\*", re.MULTILINE)
 _HEADINGS = sorted({" ".join(name.split()[:2]) for name in COMMANDS if name != "gpucr"})
 
 
@@ -216,12 +216,11 @@ def test_keys_use_consistent_words() -> None:
 def _all_fields() -> list[tuple[str, str, str]]:
     """Schema, path and type of every field of the page."""
     fields = [
-        (schema, f"{parent}.{name}".lstrip("."), kind)
-        for row in rows(page("reference/json.md"))
-        if row[0].startswith("`")
-        for schema in CODE.findall(row[0])
-        for parent in CODE.findall(row[1]) or [""]
-        for names, kind in _MEMBER.findall(row[2])
+        (schema, f"{parent}.{name}".lstrip("."), " ".join(kind.split()))
+        for schemas, parents, members in _MEMBERS.findall(page("reference/json.md") + "\n")
+        for schema in CODE.findall(schemas)
+        for parent in CODE.findall(parents) or [""]
+        for names, kind in _MEMBER.findall(members)
         for name in CODE.findall(names)
     ]
     assert len(fields) > 300
