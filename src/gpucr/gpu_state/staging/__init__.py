@@ -1,6 +1,6 @@
 """Staging: the host memory in which the driver leaves a process's device memory while it is checkpointed.
 
-Measured (H200, driver 580, docs/hardware.md): the restore thread asks for it with one populating mmap, as large as all
+Measured (H200, driver 580, docs/adr/hardware.md): the restore thread asks for it with one populating mmap, as large as all
 of the process's device memory, fills it in ascending order with one thread's memcpy, reads it back in the same order on
 restore, and unmaps it. The modules here intercept that one system call:
 
