@@ -75,7 +75,7 @@ def fsdp(rank: int) -> Step:
 
 
 def tensor(rank: int) -> Step:
-    """Two matrices in parts, the sum of which an all-reduce makes; eight such layers are one graph."""
+    """Two matrices in parts, whose sum an all-reduce makes; eight such layers are one graph."""
     generator = torch.Generator("cuda").manual_seed(3 + rank)
     part = WIDTH * 4 // RANKS
     into = [torch.randn(WIDTH, part, device="cuda", generator=generator) / WIDTH**0.5 for _ in range(8)]
@@ -156,7 +156,7 @@ def experts(rank: int) -> Step:
 
 
 def full(rank: int) -> Step:
-    """DDP, and blocks of 1 GiB, of which each step changes one and adds up all."""
+    """DDP, and blocks of 1 GiB: each step changes one, and adds up all."""
     blocks = [
         torch.full((GIB // 4,), 100 * rank + number, dtype=torch.int32, device="cuda")
         for number in range(int(os.environ.get("PARALLEL_GIB", "1")))
