@@ -8,7 +8,6 @@ from tests.docs import commands, figures, support
 def main() -> None:
     """Write all of them."""
     figures.PAGE.write_text(figures.page())
-    support.PAGE.write_text(support.page())
     support.MAIN_PAGE.write_text(support.with_canaries(support.MAIN_PAGE.read_text()))
     commands.PAGE.write_text(commands.with_commands(commands.PAGE.read_text()))
 
