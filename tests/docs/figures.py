@@ -73,7 +73,7 @@ def _about(name: str, found: dict[str, Any]) -> str:
     where = ", ".join(part for part in (found.get("hardware"), driver, found.get("date")) if part)
     said = [where, found.get("statistic", ""), found.get("note", "")]
     text = ". ".join(part[:1].upper() + part[1:] for part in said if part)
-    text += f" ([file](../benchmarks/results/{name}.json))." if "title" in found else "."
+    text += f". [File](../benchmarks/results/{name}.json)." if "title" in found else "."
     return textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False) + "\n"
 
 

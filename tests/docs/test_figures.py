@@ -21,7 +21,7 @@ def test_a_changed_result_changes_the_page(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(figures, "read", lambda name: changed)
     monkeypatch.setattr(figures, "SPEED", ("red",))
     monkeypatch.setattr(figures, "CORRECT", ())
-    assert "### Red\n\nOne GPU, driver 1 ([file](../benchmarks/results/red.json)).\n\n| a |\n" in figures.page()
+    assert "### Red\n\nOne GPU, driver 1. [File](../benchmarks/results/red.json).\n\n| a |\n" in figures.page()
 
 
 def test_every_result_is_on_the_page() -> None:
