@@ -56,7 +56,9 @@ def records() -> str:
     """The page of records and enums, in Markdown: a section each, with its members."""
     values = {name: getattr(gpucr, name) for name in sorted(gpucr.__all__) if name[0] != "_"}
     found = [_record(name, value) for name, value in values.items() if _is_record(value)]
-    types = {name: value for name, value in values.items() if not inspect.isclass(value) and not inspect.isroutine(value)}
+    types = {
+        name: value for name, value in values.items() if not inspect.isclass(value) and not inspect.isroutine(value)
+    }
     found += [f"## {name}\n\n```python\n{str(value).replace('typing.', '')}\n```\n" for name, value in types.items()]
     return "\n".join([_RECORDS, *found])
 

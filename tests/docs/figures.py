@@ -27,11 +27,11 @@ PICTURES = ("compare", "interposed", "intervals")
 _HEAD = """\
 # Figures
 
-All that was measured, with the hardware that it was measured on. [How fast it is](benchmarks.md) and
-[what was tested](tested.md) say what follows from it.
+All that was measured, with the hardware that it was measured on. [How fast it is](benchmarks.md)
+and [what was tested](tested.md) say what follows from it.
 
-Each section is made of a file, which also has the command and remarks on the run. To repeat it, run that
-command as root on an idle machine.
+Each section is made of a file, which also has the command and remarks on the run. To repeat it, run
+that command as root on an idle machine.
 """
 
 
@@ -97,7 +97,10 @@ def _intervals(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "head": ["mean time between failures", *(f"every {each}" for each in fixed), "auto", "optimum in theory"],
         "rows": [
             [f"{float(row['mtbf_h']):g} h"]
-            + [f"{100 * part:.2f} %" for part in (*(row["fixed"][each] for each in fixed), row["automatic"], row["optimum"])]
+            + [
+                f"{100 * part:.2f} %"
+                for part in (*(row["fixed"][each] for each in fixed), row["automatic"], row["optimum"])
+            ]
             for row in rows
         ],
     }

@@ -1,4 +1,4 @@
-"""Pages stay readable: their words, lines, tables and sentences have limits. Decisions are for authors, and have none."""
+"""Pages stay readable: words, lines, tables and sentences have limits. Decisions are for authors, and have none."""
 
 from __future__ import annotations
 
@@ -15,10 +15,15 @@ PAGES = sorted(
     if DOCS / "adr" not in path.parents
 )
 _WORDS_OF_ALL = 42_000
-_WORDS = {"README.md": 900, "docs/figures.md": 2500, "docs/reference/json.md": 2500}  # the last two are to look things up
+_WORDS = {
+    "README.md": 900,
+    "docs/figures.md": 2500,
+    "docs/reference/json.md": 2500,
+}  # the last two are to look things up
 _WORDS_OF_A_PAGE = 2200
 _LINES_OF_A_PAGE = 300
 _COLUMNS = 100
+_UNBREAKABLE = 40  # what is left of a line without its code and links: it could be broken there
 _TABLE_COLUMNS = 5
 _CELL_CHARACTERS = 150
 _PARTS_WITH_SEMICOLON = 0.05
@@ -66,15 +71,16 @@ def test_all_pages_together_are_short() -> None:
 @pytest.mark.parametrize("path", PAGES, ids=_name)
 def test_lines_are_wrapped(path: Path) -> None:
     """Except tables, examples, pictures, and code that cannot be broken."""
-    lines = [line for line in without_fences(path.read_text()).splitlines() if not line.startswith(("|", "!", "<"))]
-    assert [line for line in lines if len(line) > _COLUMNS and len(re.sub(r"`[^`]*`|\([^)]*\)", "", line)) > 40] == []
+    lines = [line.rstrip() for line in without_fences(path.read_text()).splitlines()]
+    long = [line for line in lines if len(line) > _COLUMNS and not line.startswith(("|", "!", "<"))]
+    assert [line for line in long if len(re.sub(r"`[^`]*`|\([^)]*\)", "", line)) > _UNBREAKABLE] == []
 
 
 @pytest.mark.parametrize("path", PAGES, ids=_name)
 def test_tables_are_narrow(path: Path) -> None:
     rows = [_cells(line) for line in without_fences(path.read_text()).splitlines() if line.startswith("|")]
     assert [row for row in rows if len(row) > _TABLE_COLUMNS] == []
-    assert [cell for row in rows for cell in row if len(cell) > _CELL_CHARACTERS] == [], "make a list or a section of it"
+    assert [cell for row in rows for cell in row if len(cell) > _CELL_CHARACTERS] == [], "make a list of it"
 
 
 @pytest.mark.parametrize(("mark", "most"), [(";", _PARTS_WITH_SEMICOLON), ("(", _PARTS_WITH_PARENTHESIS)])
@@ -85,7 +91,7 @@ def test_sentences_have_one_idea(mark: str, most: float) -> None:
 
 
 def test_sentences_are_found() -> None:
-    page = "# A title; not one\n\nIt is one, of `a; b`. This is the\nnext (a long) one.\n- an item of a list\n\n| a; b c d |\n"
+    page = "# A title; no\n\nIt is one, of `a; b`. This is the\nnext (a long) one.\n- an item of a list\n\n| a; b c |\n"
     assert sentences(page) == ["It is one, of code.", "This is the next (a long) one.", "an item of a list"]
 
 
