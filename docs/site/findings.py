@@ -28,7 +28,8 @@ _HEAD = """\
 # Findings
 
 Everything that gpucr looks for before it changes a job, in the words that it prints. Words in italics are filled in.
-The code leads to the reason and what to do, which `gpucr explain CODE` prints too. [What comes back](/docs/what-comes-back.md) is the short form.
+The code leads to the reason and what to do, which `gpucr explain CODE` prints too.
+[What comes back](/docs/what-comes-back.md) is the short form.
 
 A finding refuses the operation unless it says "warns". `gpucr doctor PID` and `--dry-run` show the same findings.
 "Not if `X` came back" names a [canary](/docs/what-comes-back.md#measure-your-machine), a measurement that overrides it.
