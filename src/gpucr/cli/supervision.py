@@ -60,7 +60,8 @@ _OPTIONS = (
         help="How often CMD runs, and its time limit. Default: 1m.",
     ),
     click.option(
-        "--gpu-idle", "gpu_idle_s", type=Duration(), metavar="TIME", help="The job hangs if its GPUs are idle for this long."
+        "--gpu-idle", "gpu_idle_s", type=Duration(), metavar="TIME",
+        help="The job hangs if its GPUs are idle for this long.",
     ),
     click.option(
         "--crashes", type=click.IntRange(min=1), metavar="K",
