@@ -218,7 +218,7 @@ def test_a_process_that_ends_before_the_freeze_needs_nothing_more(tmp_path: Path
     assert {each.stat().st_size for each in (tmp_path / "device").iterdir()} == {0}
 
 
-def test_what_is_there_at_the_freeze_is_waited_for(tmp_path: Path) -> None:
+def test_memory_present_at_the_freeze_is_waited_for(tmp_path: Path) -> None:
     writer, source = writer_to(tmp_path), Changing(some_memory(5))
     early(writer, source)
     writer.add(Changing(bytes(source.memory)))

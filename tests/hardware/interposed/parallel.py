@@ -73,7 +73,7 @@ def fsdp(rank: int) -> Step:
 
 
 def tensor(rank: int) -> Step:
-    """Two matrices in parts, the sum of which an all-reduce makes; eight such layers are one graph."""
+    """Two matrices in parts, whose sum an all-reduce makes; eight such layers are one graph."""
     generator = torch.Generator("cuda").manual_seed(3 + rank)
     part = WIDTH * 4 // RANKS
     into = [torch.randn(WIDTH, part, device="cuda", generator=generator) / WIDTH**0.5 for _ in range(8)]
