@@ -19,8 +19,8 @@ SPEED = (
     "overhead", "rehearsal", "host-memory", "intervals",
 )  # fmt: skip
 CORRECT = (
-    "main-job", "frameworks", "gangs", "whole-jobs", "full-gpus", "supervised", "stores", "ordinary-user", "batch",
-    "conformance", "storms", "machines",
+    "main-job", "frameworks", "gangs", "four-gpus", "whole-jobs", "full-gpus", "supervised", "stores", "ordinary-user",
+    "batch", "conformance", "storms", "machines",
 )  # fmt: skip
 PICTURES = ("compare", "interposed", "intervals")
 

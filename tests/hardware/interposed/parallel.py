@@ -44,7 +44,7 @@ def of_all(value: torch.Tensor) -> float:
     """The sum of all ranks' values."""
     total = value.detach().double().clone()
     dist.all_reduce(total)
-    return total.item()
+    return float(total.item())
 
 
 def train(model: nn.Module, rank: int) -> Step:
@@ -139,10 +139,9 @@ def pipeline(rank: int) -> Step:
 def experts(rank: int) -> Step:
     """An expert in each rank: every rank's tokens go to all of them and come back."""
     torch.manual_seed(rank)
-    expert = nn.Linear(WIDTH, WIDTH).cuda()
+    expert = nn.Linear(WIDTH, WIDTH).cuda().requires_grad_(False)
     tokens = rows(rank)
 
-    @torch.no_grad()
     def step(_: int) -> float:
         there, back = torch.empty_like(tokens), torch.empty_like(tokens)
         dist.all_to_all_single(there, tokens)
