@@ -58,6 +58,8 @@ def verify(folder: Path, records: Sequence[FileRecord], check: Callable[[], None
 
     ``check`` is called before each piece, by several threads; an exception ends this.
     """
+    for above, file in {os.path.dirname(file.path): file for file in records}.items():
+        _check_folders(folder, above, file)
     for file in records:
         _check_shape(folder, file)
     try:
@@ -83,7 +85,7 @@ def sync(folder: Path, relative_paths: Iterable[str]) -> None:
 
 
 def _sync_folders(folder: Path, relative_paths: Iterable[str]) -> None:
-    folders = {folder} | {folder / os.path.dirname(path) for path in relative_paths}
+    folders = {folder} | {folder / name for name in {os.path.dirname(path) for path in relative_paths}}
     above = {parent for each in folders for parent in each.parents if folder in parent.parents}
     for each in folders | above:
         durable.sync(each)
@@ -119,23 +121,29 @@ def _offsets(size_bytes: int) -> range:
     return range(0, size_bytes, PIECE_BYTES)
 
 
-def _check_shape(folder: Path, file: FileRecord) -> None:
-    path = f"{folder}/{file.path}"
-    hint = "the snapshot was changed after it was written: restore from another snapshot or copy"
-    above = os.path.dirname(file.path)
+_CHANGED = "the snapshot was changed after it was written: restore from another snapshot or copy"
+
+
+def _check_folders(folder: Path, above: str, file: FileRecord) -> None:
+    """``above``: the folder of this file and others."""
     while above:
         if os.path.islink(f"{folder}/{above}"):
-            raise SnapshotDamaged(f"{file.path} leads through a symbolic link", path=path, hint=hint)
+            path = f"{folder}/{file.path}"
+            raise SnapshotDamaged(f"{file.path} leads through a symbolic link", path=path, hint=_CHANGED)
         above = os.path.dirname(above)
+
+
+def _check_shape(folder: Path, file: FileRecord) -> None:
+    path = f"{folder}/{file.path}"
     try:
         found = os.lstat(path)
     except OSError as e:
-        raise SnapshotDamaged(f"{file.path} is missing", path=path, hint=hint) from e
+        raise SnapshotDamaged(f"{file.path} is missing", path=path, hint=_CHANGED) from e
     if not stat.S_ISREG(found.st_mode):
-        raise SnapshotDamaged(f"{file.path} is not a plain file", path=path, hint=hint)
+        raise SnapshotDamaged(f"{file.path} is not a plain file", path=path, hint=_CHANGED)
     if found.st_size != file.size_bytes:
         raise SnapshotDamaged(
-            f"{file.path} has {found.st_size} bytes where {file.size_bytes} were written", path=path, hint=hint
+            f"{file.path} has {found.st_size} bytes where {file.size_bytes} were written", path=path, hint=_CHANGED
         )
     if len(file.sha256) != len(_offsets(file.size_bytes)):
         raise SnapshotDamaged(f"the manifest has too few or too many digests for {file.path}", path=path)
