@@ -131,6 +131,8 @@ def _explained(message: str) -> str:
 
 def _require_same(value: Any, whole: Any, where: str) -> None:
     """A missing member is an error, even if the struct has a default; so is an unknown one."""
+    if value == whole:
+        return
     if isinstance(whole, dict):
         if value.keys() != whole.keys():
             key = min(value.keys() ^ whole.keys())

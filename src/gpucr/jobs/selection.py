@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Iterable, Iterator, Sequence
 
-from msgspec import Struct
+from msgspec import Struct, field
 from msgspec.structs import replace
 
 from gpucr import gang
@@ -33,7 +33,7 @@ class FoundJob(Struct, frozen=True):
     """A job as found. ``driver`` is None if the machine has none; then no process can use CUDA.
 
     ``sandbox``: its sandbox. ``claims``: descriptors that keep other gpucr processes off it. ``has_us``: gpucr runs in
-    one of its trees, and is left out.
+    one of its trees, and is left out. ``look``: what was seen while it was found.
     """
 
     job: Job
@@ -41,6 +41,7 @@ class FoundJob(Struct, frozen=True):
     sandbox: Sandbox | None = None
     claims: tuple[int, ...] = ()
     has_us: bool = False
+    look: OneLook = field(default_factory=OneLook)
 
     def is_frozen_for(self, leave_running: bool, look: OneLook) -> bool:
         """Whether a dump stops all of it first, and kills it when the snapshot is complete, instead of CRIU.
@@ -209,18 +210,19 @@ def _examine(trees: Sequence[tuple[ProcessInfo, ...]]) -> FoundJob:
     Reserve(_DESCRIPTORS_TO_LOOK).release()
     everything = tuple(process for tree in trees for process in tree)
     found = tuple(process for process in everything if process.pid != os.getpid())
-    driver = load_driver_for(found)
+    look = OneLook()
+    driver = load_driver_for(found, look)
     members = gang.discover(driver, found) if driver is not None else ()
     job = Job(found, members, tuple(tree[0].pid for tree in trees[1:]))
-    return FoundJob(job, driver, sandbox.of(job.root.pid), has_us=len(found) < len(everything))
+    return FoundJob(job, driver, sandbox.of(job.root.pid), has_us=len(found) < len(everything), look=look)
 
 
-def load_driver_for(tree: Sequence[ProcessInfo]) -> Driver | None:
+def load_driver_for(tree: Sequence[ProcessInfo], look: OneLook) -> Driver | None:
     """The machine's driver; None if there is none and no process of the tree has libcuda loaded."""
     try:
         return load_driver()
     except DriverUnavailable:
-        if any(gang.uses_libcuda(process.pid) for process in tree):
+        if any(gang.uses_libcuda(process.pid, look) for process in tree):
             raise
         return None
 

@@ -83,8 +83,10 @@ class OneLook:
         """Those of these namespaces that the kernel has, by name in ``/proc/PID/ns``; none if the process has ended."""
         found: dict[str, str] = {}
         for name in names:
-            with suppress(OSError):
+            try:
                 found[name] = self.namespace(pid, name)
+            except OSError:
+                continue
         return found
 
     def is_in_namespace_of(self, pid: int, other_pid: Pid, kind: str) -> bool:
@@ -111,6 +113,13 @@ class OneLook:
         """Private memory without a file, swapped or not (0 if it has ended): what CRIU writes."""
         fields = (self.status_field(pid, name) for name in ("RssAnon", "VmSwap"))
         return sum(int(field.split()[0]) << 10 for field in fields if field)
+
+    def has_mapped(self, pid: int, name: str) -> bool:
+        """Whether a file whose path contains ``name`` is mapped. False if the process has ended."""
+        try:
+            return any(name in path for path in self.mapped(pid).paths)
+        except (FileNotFoundError, ProcessLookupError):
+            return False
 
     def mapped(self, pid: int) -> Mapped:
         """What it has mapped. Raises OSError."""

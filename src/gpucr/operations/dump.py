@@ -274,7 +274,7 @@ def prepare(
             hint="omit --only to dump the whole tree, or name the descendant itself",
         )
     preflight.require_privileges(job.root.pid)
-    look = OneLook()  # one for all that is asked before the first change
+    look = OneLook() if is_frozen else found.look  # what was seen while it ran says nothing about a frozen one
     stands_still = is_frozen or found.is_frozen_for(leave_running, look)
     is_stopped = stands_still or bool(job.gang)
     uses = gpu_processes() if job.gang and not is_frozen else ()

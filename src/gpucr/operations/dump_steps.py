@@ -451,7 +451,7 @@ def started_cuda(context: JobDump) -> list[int]:
     """Processes of the tree that use CUDA now and are not in the gang."""
     tree = [process for each in processes.trees(context.job.root_pids) for process in each]
     cuda = context.cuda
-    driver = cuda.gang.driver if cuda is not None else selection.load_driver_for(tree)
+    driver = cuda.gang.driver if cuda is not None else selection.load_driver_for(tree, OneLook())
     if driver is None or context.is_frozen:  # which cannot be queried, and cannot start anything
         return []
     known = {member.id for member in cuda.gang.members} if cuda is not None else set()

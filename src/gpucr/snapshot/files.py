@@ -34,18 +34,22 @@ _Item = TypeVar("_Item")
 
 def record(folder: Path, relative_paths: Iterable[str]) -> tuple[FileRecord, ...]:
     """Size and digests of these files of the folder. Raises OSError if one cannot be read."""
-    return _record(folder, relative_paths, sync=False)
+    return _record(folder, _sizes(folder, relative_paths), sync=False)
 
 
-def record_and_sync(folder: Path, relative_paths: Sequence[str]) -> tuple[FileRecord, ...]:
-    """`record` and `sync` at once: while one thread hashes, others wait for the disk."""
-    records = _record(folder, relative_paths, sync=True)
-    _sync_folders(folder, relative_paths)
+def record_and_sync(folder: Path, paths: Iterable[str] | Mapping[str, int]) -> tuple[FileRecord, ...]:
+    """`record` and `sync` at once: while one thread hashes, others wait for the disk. ``paths``: or their sizes."""
+    sizes = paths if isinstance(paths, Mapping) else _sizes(folder, paths)
+    records = _record(folder, sizes, sync=True)
+    _sync_folders(folder, sizes)
     return records
 
 
-def _record(folder: Path, relative_paths: Iterable[str], *, sync: bool) -> tuple[FileRecord, ...]:
-    sizes = {path: os.stat(f"{folder}/{path}").st_size for path in relative_paths}
+def _sizes(folder: Path, relative_paths: Iterable[str]) -> dict[str, int]:
+    return {path: os.stat(f"{folder}/{path}").st_size for path in relative_paths}
+
+
+def _record(folder: Path, sizes: Mapping[str, int], *, sync: bool) -> tuple[FileRecord, ...]:
     digests = _digest_all(folder, sizes, sync=sync)
     return tuple(
         FileRecord(path, size, tuple(digests[path, offset] for offset in _offsets(size)))
