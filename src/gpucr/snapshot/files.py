@@ -167,7 +167,7 @@ def _digest_all(
             buffer = own.buffer = memoryview(bytearray(largest_bytes))
         fd = os.open(f"{folder}/{piece[0]}", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
-            found[piece] = _digest(fd, piece[1], buffer)
+            found[piece] = _digest(fd, piece[1], min(piece[1] + PIECE_BYTES, sizes[piece[0]]), buffer)
             if sync and piece[1] == 0:  # of the whole file, while others hash its other pieces
                 durable.sync_open(fd)
         except OSError as e:
@@ -184,9 +184,8 @@ def _digest_all(
     return found
 
 
-def _digest(fd: int, offset: int, buffer: memoryview) -> str:
+def _digest(fd: int, position: int, end: int, buffer: memoryview) -> str:
     digest = hashlib.sha256()
-    position, end = offset, offset + PIECE_BYTES
     while position < end and (count := os.preadv(fd, [buffer[: end - position]], position)):
         digest.update(buffer[:count])
         position += count
