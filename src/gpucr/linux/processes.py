@@ -254,6 +254,15 @@ def tree(root_pid: int) -> tuple[ProcessInfo, ...]:
 
 def trees(root_pids: Iterable[int]) -> tuple[tuple[ProcessInfo, ...], ...]:
     """Like `tree`, for several processes at once."""
+    children, clock_offset_ticks = _all_children(), _clock_offset_ticks()
+    return tuple(_tree(root_pid, children, clock_offset_ticks) for root_pid in root_pids)
+
+
+_Children = Mapping[int, Sequence[tuple[int, bytes]]]
+"""By parent: pids, and the content of ``/proc/PID/stat``."""
+
+
+def _all_children() -> _Children:
     children: dict[int, list[tuple[int, bytes]]] = {}
     for pid in all_pids():
         text = _stat_text(pid)
@@ -261,13 +270,10 @@ def trees(root_pids: Iterable[int]) -> tuple[tuple[ProcessInfo, ...], ...]:
             status, parent_pid, _ = text[text.rindex(b")") + 1 :].split(None, 2)
             if status not in b"ZX":
                 children.setdefault(int(parent_pid), []).append((pid, text))
-    clock_offset_ticks = _clock_offset_ticks()
-    return tuple(_tree(root_pid, children, clock_offset_ticks) for root_pid in root_pids)
+    return children
 
 
-def _tree(
-    root_pid: int, children: Mapping[int, Sequence[tuple[int, bytes]]], clock_offset_ticks: int
-) -> tuple[ProcessInfo, ...]:
+def _tree(root_pid: int, children: _Children, clock_offset_ticks: int) -> tuple[ProcessInfo, ...]:
     found = [describe(root_pid)]
     queue = deque(sorted(children.get(root_pid, [])))
     while queue:
@@ -275,6 +281,18 @@ def _tree(
         with contextlib.suppress(ProcessNotFound):  # ended since the scan
             found.append(_described(pid, _stat_in(text, clock_offset_ticks)))
             queue.extend(sorted(children.get(pid, [])))
+    return tuple(found)
+
+
+def stats_below(root_pid: int) -> tuple[Stat, ...]:
+    """Of all descendants of a process, with less to read than for a `tree`. Zombies are left out."""
+    children, clock_offset_ticks = _all_children(), _clock_offset_ticks()
+    found: list[Stat] = []
+    queue = deque(children.get(root_pid, []))
+    while queue:
+        pid, text = queue.popleft()
+        found.append(_stat_in(text, clock_offset_ticks))
+        queue.extend(children.get(pid, []))
     return tuple(found)
 
 
