@@ -163,7 +163,8 @@ class DeviceWriter:
     """Saves the device memory of several processes, with many threads.
 
     `start`, then for each part any number of `advance` and one `complete`; `wait`, `sync`, and `device_data` for the
-    manifest. What was begun early, and is added no second time, or as nothing, needs no `complete`. `cancel` ends it at any time; the caller removes what was saved.
+    manifest. What was begun early, and is added no second time, or as nothing, needs no `complete`. `cancel` ends it at
+    any time; the caller removes what was saved.
 
     ``seen_bytes`` counts every piece once, ``written_bytes`` those that the sink did not have in their place, again
     where they changed, and ``again_bytes`` only what was saved again. ``early_known_bytes``, ``early_read_bytes``: of a
