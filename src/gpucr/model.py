@@ -262,7 +262,7 @@ class ProcessInfo(Struct, frozen=True):
     """What /proc says about one process.
 
     ``ns_pids`` are its pids from the caller's pid namespace inwards (NSpid); ``status`` is the state letter of
-    ``/proc/PID/stat``.
+    ``/proc/PID/stat``, ``terminal`` the number of its controlling terminal there (0: none).
     """
 
     id: ProcessId
@@ -273,6 +273,7 @@ class ProcessInfo(Struct, frozen=True):
     status: str
     name: str
     command_line: tuple[str, ...]
+    terminal: int = 0
 
     @property
     def pid(self) -> int:

@@ -20,6 +20,7 @@ from gpucr.diagnosis.preflight import Finding, MemoryNeed, room, undumpable
 from gpucr.errors import NotPermitted, Unsupported
 from gpucr.gpu_state.held import device_bytes_in_use
 from gpucr.linux import cgroups, memory, processes
+from gpucr.linux.one_look import OneLook
 from gpucr.linux.pid_uses import uses_of_pids
 from gpucr.linux.processes import OpenFile
 from gpucr.model import CudaState, GangMember, Gpu, GpuMap, GpuUse, Job, ProcessId, ProcessInfo
@@ -171,7 +172,7 @@ def test_sessions_that_criu_cannot_restore(
     tree: list[tuple[int, int, int]], adopted: int | None, consequence: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pid, parent and session, the root first."""
-    monkeypatch.setattr(processes, "innermost_session_id", lambda _: 1)
+    monkeypatch.setattr(OneLook, "status_field", lambda *_: "1")
 
     def found(*, root_inside: int) -> list[Finding]:
         infos = [

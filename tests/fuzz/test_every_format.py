@@ -73,6 +73,7 @@ _READERS: Mapping[str, str] = {
     "linux/interrupted_calls.py _on_stack": "interrupted_call",
     "linux/interrupted_calls.py _word": "interrupted_call",
     "linux/memory.py present_prefix": KERNEL,
+    "linux/mounts.py mount_of": KERNEL,
     "linux/namespaces.py bring_loopback_up": KERNEL,
     "linux/process_records.py read": "process_note",
     "linux/ptrace.py is_stopped_by_fault": KERNEL,

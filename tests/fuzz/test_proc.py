@@ -27,6 +27,7 @@ from gpucr.linux import cgroups, credentials, memory, mounts, proc_text, process
 from gpucr.linux.descriptors import _NAME, sockets_left_behind
 from gpucr.linux.files_in_use import files_in_use
 from gpucr.linux.namespaces import pids_of
+from gpucr.linux.one_look import OneLook
 from gpucr.linux.sockets import abstract_names, bound_socket_paths
 from gpucr.privileged import folders
 from gpucr.privileged.rights import rights_of
@@ -166,7 +167,7 @@ def test_names_of_processes(target: Target, name: bytes) -> None:
     assert rights_of(pid, pid).uids == (uid,) * 4
     assert _is_owned_by(pid, uid)
     assert not _is_owned_by(pid, uid + 1)
-    assert memory.anonymous_bytes(pid) > 0
+    assert OneLook().anonymous_bytes(pid) > 0
     assert socket_path(pid).name.startswith(f"{pid}.")
     assert [each.id for each in processes.tree(pid)] == [found.id]
 

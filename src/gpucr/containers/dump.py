@@ -29,6 +29,7 @@ from gpucr.gpu_state.held import device_bytes_in_use
 from gpucr.jobs import selection
 from gpucr.jobs.taken import taken_job
 from gpucr.linux import cgroups, processes
+from gpucr.linux.one_look import OneLook
 from gpucr.linux.terminal import makes_terminals
 from gpucr.model import ProcessId
 from gpucr.network.of_criu import AfterCriu
@@ -218,7 +219,9 @@ def _prepare(
     ]
     # Assume that it is left running: then nothing that the container may still need is discarded early.
     return (
-        JobDump(job=job, target=target, writer=writer, cuda=cuda, leave_running=True, protection=protection),
+        JobDump(
+            job=job, target=target, writer=writer, cuda=cuda, leave_running=True, protection=protection, look=OneLook()
+        ),
         cuda,
         findings,
     )

@@ -48,7 +48,7 @@ def images_in(folder: Path, *, follows_links: bool = False) -> OpenImage:
 
     def open_image(name: str) -> BinaryIO:
         # Without O_NONBLOCK the open of a named pipe waits for a writer that never comes.
-        fd = os.open(folder / name, os.O_RDONLY | nofollow | os.O_NONBLOCK | os.O_CLOEXEC)
+        fd = os.open(f"{folder}/{name}", os.O_RDONLY | nofollow | os.O_NONBLOCK | os.O_CLOEXEC)
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             os.close(fd)
             raise OSError(errno.EINVAL, "it is not a plain file", str(folder / name))

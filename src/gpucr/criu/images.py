@@ -35,7 +35,7 @@ _SHUT_DOWN = 3  # for reading and for writing
 
 def have_clocks(names: Iterable[str]) -> bool:
     """Whether CRIU has dumped the job's clocks: it does if the kernel has time namespaces."""
-    return any(fnmatch.fnmatch(name, "timens-*.img") for name in names)
+    return any(name.startswith("timens-") and name.endswith(".img") for name in names)
 
 
 class NamedSockets(Struct, frozen=True):

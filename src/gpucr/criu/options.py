@@ -7,6 +7,7 @@ outside it, and how large its deleted files are.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 from collections.abc import Iterator, Sequence
@@ -15,7 +16,9 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from gpucr.errors import Unsupported
-from gpucr.linux import proc_text
+from gpucr.linux.descriptor_scan import NAMELESS
+from gpucr.linux.one_look import OneLook
+from gpucr.linux.processes import PROC
 from gpucr.quantities import format_bytes
 from gpucr.records import Record
 
@@ -68,6 +71,7 @@ def choose_dump_options(
     *,
     leave_running: bool,
     other_root_pids: Sequence[int] = (),
+    look: OneLook | None = None,
 ) -> DumpOptions:
     """The settings for a tree whose root is ``pids[0]``, or for all trees of a job. Only reads /proc.
 
@@ -76,7 +80,7 @@ def choose_dump_options(
     return DumpOptions(
         leave_running=leave_running,
         shell_job=is_shell_job(pids[0], pids) or any(is_shell_job(each, [each]) for each in other_root_pids),
-        ghost_limit_bytes=_ghost_limit(pids),
+        ghost_limit_bytes=_ghost_limit(pids, look or OneLook()),
     )
 
 
@@ -88,9 +92,9 @@ def is_shell_job(root_pid: int, pids: Sequence[int]) -> bool:
         return False
 
 
-def _ghost_limit(pids: Sequence[int]) -> int:
+def _ghost_limit(pids: Sequence[int], look: OneLook) -> int:
     """Twice the largest deleted file, since it may grow before the freeze."""
-    largest_bytes = max((size for pid in pids for size in deleted_file_sizes(pid)), default=0)
+    largest_bytes = max((size for pid in pids for size in deleted_file_sizes(pid, look)), default=0)
     if largest_bytes > GHOST_LIMIT_MAX_BYTES:
         raise Unsupported(
             f"a deleted file of {format_bytes(largest_bytes)} is in use, and CRIU keeps those of up to 4.0 GiB",
@@ -100,16 +104,19 @@ def _ghost_limit(pids: Sequence[int]) -> int:
     return min(max(2 * largest_bytes, GHOST_LIMIT_DEFAULT_BYTES), GHOST_LIMIT_MAX_BYTES)
 
 
-def deleted_file_sizes(pid: int) -> Iterator[int]:
+def deleted_file_sizes(pid: int, look: OneLook | None = None) -> Iterator[int]:
     """Sizes in bytes of the regular files that ``pid`` has open or mapped and whose last name is gone."""
-    for path, target in _links(f"/proc/{pid}/fd"):
-        if target.endswith(" (deleted)") and not target.startswith(_UNNAMED_MEMORY):
-            yield from _size_if_nameless(path)
-    for line in _lines(f"/proc/{pid}/maps"):
-        if not line.endswith(" (deleted)"):
-            continue
+    look = look or OneLook()
+    lines: Sequence[str] = ()
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+        lines = look.mapped(pid).passing
+    for target, files in look.files_of([pid]).items():
+        if target.endswith(NAMELESS) and not target.startswith(_UNNAMED_MEMORY):
+            for file in files:
+                yield from _size_if_nameless(f"{PROC}/{pid}/fd/{file.fd}")
+    for line in lines:
         parts = line.split(maxsplit=5)
-        if len(parts) == 6 and not parts[5].startswith(_UNNAMED_MEMORY):
+        if parts[5].endswith(NAMELESS) and not parts[5].startswith(_UNNAMED_MEMORY):
             try:
                 yield from _size_if_nameless(f"/proc/{pid}/map_files/{_map_file_name(parts[0])}")
             except PermissionError:  # needs CAP_CHECKPOINT_RESTORE: at least what is mapped
@@ -131,23 +138,3 @@ def _size_if_nameless(path: str) -> Iterator[int]:
         return
     if stat.S_ISREG(status.st_mode) and status.st_nlink == 0:
         yield status.st_size
-
-
-def _links(folder: str) -> Iterator[tuple[str, str]]:
-    try:
-        names = os.listdir(folder)
-    except OSError:
-        return
-    for name in names:
-        path = f"{folder}/{name}"
-        try:
-            yield path, os.readlink(path)
-        except OSError:
-            continue
-
-
-def _lines(path: str) -> list[str]:
-    try:
-        return proc_text.lines(path)
-    except OSError:
-        return []

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 
-from gpucr.errors import DeadlineExceeded, ProcessNotFound
+from gpucr.errors import DeadlineExceeded
 from gpucr.linux import processes
 from gpucr.model import ProcessId
 
@@ -43,12 +43,11 @@ class Progress:
         if now < self.next_look:
             return False
         self.next_look = now + LOOK_EVERY_S
-        try:
-            pids = [process.pid for process in processes.tree(self._criu.pid)]
-        except ProcessNotFound:
+        own, started = processes.read_stat(self._criu.pid), processes.stats_below(self._criu.pid)
+        if own is None or own.status in "ZX":
             return False
-        ticks = sum(stat.processor_ticks for pid in pids if (stat := processes.read_stat(pid)) is not None)
-        if ticks != self._ticks or (self._runs_scripts and len(pids) > 1):
+        ticks = own.processor_ticks + sum(stat.processor_ticks for stat in started)
+        if ticks != self._ticks or (self._runs_scripts and started):
             self._ticks, self._since = ticks, now
         return now - self._since >= STALL_LIMIT_S
 

@@ -9,6 +9,7 @@ from msgspec import Struct
 from gpucr.driver.api import Driver
 from gpucr.errors import GpucrError, Unsupported
 from gpucr.linux import cgroups, memory, processes
+from gpucr.linux.one_look import OneLook
 from gpucr.model import CudaState, GangMember, ProcessInfo
 
 HALTS = ("stopped", "frozen")
@@ -61,9 +62,9 @@ def _halt_of(pid: int) -> Halt | None:
     return None
 
 
-def uses_libcuda(pid: int) -> bool:
+def uses_libcuda(pid: int, look: OneLook | None = None) -> bool:
     """Whether the process has the driver's library loaded: only such a process can have a CUDA state."""
-    return memory.has_mapped(pid, "/libcuda.so")
+    return (look or OneLook()).has_mapped(pid, "/libcuda.so")
 
 
 def uses_gpu(pid: int, holders: Container[int]) -> bool:

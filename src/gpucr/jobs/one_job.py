@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from gpucr.errors import InvalidRequest
 from gpucr.jobs import sandbox
-from gpucr.linux import cgroups, processes
+from gpucr.linux import cgroups, proc_text, processes
 from gpucr.model import ProcessInfo
 
 CODE = "GPUCR-NOT-ONE-JOB"
@@ -53,7 +53,7 @@ def _evidence(trees: Sequence[Sequence[ProcessInfo]], *, in_cgroup: bool) -> Ite
     if keepers:
         yield f"holds jobs that gpucr keeps (keepers {_listed(keepers)})"
     if in_cgroup:
-        units = {unit for each in _of_this_machine(everything) if (unit := cgroups.unit_of(each.pid)) is not None}
+        units = cgroups.units_of(each.pid for each in _of_this_machine(everything))
         if len(units) > 1:
             yield f"has processes in the units {_listed(units)}"
     for tree in trees:
@@ -62,12 +62,10 @@ def _evidence(trees: Sequence[Sequence[ProcessInfo]], *, in_cgroup: bool) -> Ite
 
 def _evidence_below(root: ProcessInfo, below: Sequence[ProcessInfo]) -> Iterator[str]:
     """Separate jobs below one process."""
-    own_unit = cgroups.unit_of(root.pid)
-    units = {unit for each in below if (unit := cgroups.unit_of(each.pid)) not in (None, own_unit)}
+    units = cgroups.units_of(each.pid for each in below) - cgroups.units_of([root.pid])
     if len(units) > 1:
-        yield f"has processes in the units {_listed(map(str, units))}"
-    stats = [stat for each in (root, *below) if (stat := processes.read_stat(each.pid)) is not None]
-    terminals = {stat.terminal: stat.session_id for stat in stats if stat.terminal not in (0, stats[0].terminal)}
+        yield f"has processes in the units {_listed(units)}"
+    terminals = {each.terminal: each.session_id for each in below if each.terminal not in (0, root.terminal)}
     if len(terminals) > 1:
         yield f"has sessions on several terminals ({_listed(terminals.values())})"
     sessions = {each.session_id for each in below} - {root.session_id}
@@ -99,7 +97,7 @@ def _users(tree: Sequence[ProcessInfo]) -> set[int]:
 def _login_uid(pid: int) -> int | None:
     """The login user of the process's session (pam_loginuid(8)); None if there is none."""
     with contextlib.suppress(OSError, ValueError):  # it has ended; a kernel without CONFIG_AUDIT has no such file
-        login = int((processes.PROC / str(pid) / "loginuid").read_text())
+        login = int(proc_text.read(f"{processes.PROC}/{pid}/loginuid"))
         return login if login != _NO_LOGIN else None
     return None
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from gpucr.jobs.sandbox import Sandbox
 from gpucr.linux import processes
-from gpucr.model import Job, ProcessInfo
+from gpucr.model import ProcessInfo
 from gpucr.snapshot.manifest import ProcessRecord, SandboxRecord
 
 
-def process_record(job: Job, process: ProcessInfo) -> ProcessRecord:
-    """One process of the job, without its GPU state."""
+def process_record(process: ProcessInfo, *, stopped: bool) -> ProcessRecord:
+    """One process of a job, without its GPU state. ``stopped``: it was when the job was found."""
     return ProcessRecord(
         pid=process.pid,
         ns_pids=process.ns_pids,
@@ -18,7 +18,7 @@ def process_record(job: Job, process: ProcessInfo) -> ProcessRecord:
         name=process.name,
         command_line=process.command_line,
         found_state=None,
-        stopped=process.id in {each.id for each in job.processes if each.status == "T"},
+        stopped=stopped,
         restore_thread=None,
         device_bytes={},
         staging=(),

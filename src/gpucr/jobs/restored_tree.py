@@ -11,7 +11,7 @@ from msgspec import Struct
 from gpucr.criu.recovery import EndRestore, EndRestored
 from gpucr.errors import JobChanged, JobDamaged, ProcessNotFound, SnapshotDamaged
 from gpucr.linux import processes
-from gpucr.model import CudaState, GangMember, ProcessId
+from gpucr.model import CudaState, GangMember, ProcessId, ProcessInfo
 from gpucr.snapshot.job_snapshot import JobSnapshot
 from gpucr.snapshot.manifest import Manifest, ProcessRecord
 from gpucr.undo.protection import Protection
@@ -41,13 +41,19 @@ class RestoredTree(Struct, frozen=True):
         return [each for each in self.processes if each.pid in pids]
 
 
-def take_stock(root_pids: Sequence[int], manifest: Manifest, gang: Gang | None, protection: Protection) -> RestoredTree:
-    """Find the manifest's processes in the just restored trees of ``root_pids``.
+def take_stock(
+    root_pids: Sequence[int],
+    manifest: Manifest,
+    gang: Gang | None,
+    protection: Protection,
+    tree: Sequence[ProcessInfo] = (),
+) -> RestoredTree:
+    """Find the manifest's processes in the just restored trees of ``root_pids``. ``tree``: if it was read just now.
 
     Those with CUDA become the members of ``gang``.
     """
     try:
-        tree = [process for each in processes.trees(root_pids) for process in each]
+        tree = tree or [process for each in processes.trees(root_pids) for process in each]
     except ProcessNotFound as e:
         raise JobChanged(
             "the job's first process ended while the job was restored",

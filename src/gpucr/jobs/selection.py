@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Iterable, Iterator, Sequence
 
-from msgspec import Struct
+from msgspec import Struct, field
 from msgspec.structs import replace
 
 from gpucr import gang
@@ -22,7 +22,8 @@ from gpucr.jobs.selector import JobSelector
 from gpucr.linux import cgroups, namespaces, processes, tcp_tables
 from gpucr.linux.claims import claimed
 from gpucr.linux.descriptor_limit import Reserve
-from gpucr.linux.terminal import makes_terminals
+from gpucr.linux.one_look import OneLook
+from gpucr.linux.terminal import MASTER
 from gpucr.model import Job, ProcessInfo
 
 _DESCRIPTORS_TO_LOOK = 8
@@ -32,7 +33,7 @@ class FoundJob(Struct, frozen=True):
     """A job as found. ``driver`` is None if the machine has none; then no process can use CUDA.
 
     ``sandbox``: its sandbox. ``claims``: descriptors that keep other gpucr processes off it. ``has_us``: gpucr runs in
-    one of its trees, and is left out.
+    one of its trees, and is left out. ``look``: what was seen while it was found.
     """
 
     job: Job
@@ -40,8 +41,9 @@ class FoundJob(Struct, frozen=True):
     sandbox: Sandbox | None = None
     claims: tuple[int, ...] = ()
     has_us: bool = False
+    look: OneLook = field(default_factory=OneLook)
 
-    def is_frozen_for(self, leave_running: bool) -> bool:
+    def is_frozen_for(self, leave_running: bool, look: OneLook) -> bool:
         """Whether a dump stops all of it first, and kills it when the snapshot is complete, instead of CRIU.
 
         So with several trees. With TCP sockets, too: a killed CRIU leaves them in a mode in which the job cannot use
@@ -51,8 +53,8 @@ class FoundJob(Struct, frozen=True):
         """
         return (
             bool(self.job.other_root_pids)
-            or tcp_tables.has_sockets(self.job.pids)
-            or (not leave_running and any(map(makes_terminals, self.job.pids)))
+            or tcp_tables.has_sockets(self.job.pids, look)
+            or (not leave_running and any(target.endswith(MASTER) for target in look.files_of(self.job.pids)))
         )
 
     def require_cuda(self) -> Driver:
@@ -208,50 +210,58 @@ def _examine(trees: Sequence[tuple[ProcessInfo, ...]]) -> FoundJob:
     Reserve(_DESCRIPTORS_TO_LOOK).release()
     everything = tuple(process for tree in trees for process in tree)
     found = tuple(process for process in everything if process.pid != os.getpid())
-    driver = load_driver_for(found)
+    look = OneLook()
+    driver = load_driver_for(found, look)
     members = gang.discover(driver, found) if driver is not None else ()
     job = Job(found, members, tuple(tree[0].pid for tree in trees[1:]))
-    return FoundJob(job, driver, sandbox.of(job.root.pid), has_us=len(found) < len(everything))
+    return FoundJob(job, driver, sandbox.of(job.root.pid), has_us=len(found) < len(everything), look=look)
 
 
-def load_driver_for(tree: Sequence[ProcessInfo]) -> Driver | None:
+def load_driver_for(tree: Sequence[ProcessInfo], look: OneLook) -> Driver | None:
     """The machine's driver; None if there is none and no process of the tree has libcuda loaded."""
     try:
         return load_driver()
     except DriverUnavailable:
-        if any(gang.uses_libcuda(process.pid) for process in tree):
+        if any(gang.uses_libcuda(process.pid, look) for process in tree):
             raise
         return None
 
 
 def findings_for_criu(
-    found: FoundJob, tcp: preflight.TcpMode = "close", *, leave_running: bool = False, is_frozen: bool = False
+    found: FoundJob,
+    tcp: preflight.TcpMode = "close",
+    *,
+    leave_running: bool = False,
+    is_frozen: bool = False,
+    look: OneLook | None = None,
 ) -> list[preflight.Finding]:
     """What CRIU would refuse in the job's processes, or lose without a word: for dump, plan and doctor alike.
 
     What is frozen does not answer. Each says which part of the job it is `about`.
     """
-    job, sandbox = found.job, found.sandbox
+    job, sandbox, look = found.job, found.sandbox, look or OneLook()
     keeper = () if sandbox is None else (sandbox.keeper.pid,)
     by_part: dict[str, Iterable[preflight.Finding]] = {
         "suspended": preflight.check_suspended(job) if job.gang and not is_frozen else (),
-        "tracers": [*preflight.check_tracers(job), *preflight.check_limits(job)],
+        "tracers": [*preflight.check_tracers(job, look), *preflight.check_limits(job)],
         "session": [
-            *(finding for tree in job.trees for finding in preflight.check_session(tree)),
+            *(finding for tree in job.trees for finding in preflight.check_session(tree, look)),
             *(preflight.check_namespace_init(job) if sandbox is None else ()),
         ],
-        "namespaces": preflight.check_namespaces(job, is_sandboxed=sandbox is not None),
+        "namespaces": preflight.check_namespaces(job, is_sandboxed=sandbox is not None, look=look),
         "left out": findings_left_out(found),
         "open files": [
-            *preflight.check_open_files(job, is_sandboxed=sandbox is not None),
-            *preflight.check_foreign_files(job),
+            *preflight.check_open_files(job, is_sandboxed=sandbox is not None, look=look),
+            *preflight.check_foreign_files(job, look),
             *(preflight.check_opencl(job) if job.gang and not is_frozen else ()),
-            *preflight.check_squashed_files(job),
-            *preflight.check_watches(job),
+            *preflight.check_squashed_files(job, look),
+            *preflight.check_watches(job, look),
         ],
-        "others": preflight.check_ties(job, found.instead_of_without, found.one_tree_instead, apart_from=keeper),
-        "connections": preflight.check_outside_connections(job, tcp, left_running=leave_running),
-        "terminal": [*preflight.check_foreign_terminals(job), *preflight.check_interrupted(job)],
+        "others": preflight.check_ties(
+            job, found.instead_of_without, found.one_tree_instead, apart_from=keeper, look=look
+        ),
+        "connections": preflight.check_outside_connections(job, tcp, left_running=leave_running, look=look),
+        "terminal": [*preflight.check_foreign_terminals(job, look), *preflight.check_interrupted(job, look)],
     }
     return [replace(finding, about=part) for part, findings in by_part.items() for finding in findings]
 

@@ -11,7 +11,7 @@ import contextlib
 import errno
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
@@ -120,7 +120,7 @@ def _mounts(controller: str) -> Iterator[tuple[Literal[1, 2], tuple[PurePosixPat
 
 
 def _lines_of(name: str) -> list[str]:
-    return proc_text.lines(PROC / name / "cgroup", errors="surrogateescape")
+    return proc_text.lines(f"{PROC}/{name}/cgroup", errors="surrogateescape")
 
 
 def _below(path: PurePosixPath, root: PurePosixPath) -> PurePosixPath | None:
@@ -158,10 +158,19 @@ def assigned_cpus(pid: int) -> str | None:
 
 def unit_of(pid: int) -> str | None:
     """The systemd unit (service or scope) that a process runs in, as a cgroup path; None if there is none."""
-    try:
-        lines = _lines_of(str(pid))
-    except (FileNotFoundError, ProcessLookupError):
-        return None
+    return next(iter(units_of([pid])), None)
+
+
+def units_of(pids: Iterable[int]) -> set[str]:
+    """Those of these processes, which are in few cgroups as a rule."""
+    found: set[tuple[str, ...]] = set()
+    for pid in pids:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            found.add(name_of(pid))
+    return {unit for lines in found if (unit := _unit_in(lines)) is not None}
+
+
+def _unit_in(lines: Iterable[str]) -> str | None:
     paths = {controllers: path for _, controllers, path in (line.split(":", maxsplit=2) for line in lines)}
     parts = PurePosixPath(paths.get("name=systemd", paths.get("", "/"))).parts
     inner = [depth for depth, part in enumerate(parts, 1) if part.endswith((".service", ".scope"))]

@@ -14,8 +14,6 @@ from gpucr.linux import libc, proc_text
 from gpucr.linux.processes import PROC, OpenFile, all_pids
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-_READ_BYTES = 1 << 14
-_STAT_BYTES = 4096
 _PIDFD_GETFD = 438  # the same number on all architectures
 
 _syscall = libc.function("syscall", ctypes.c_long, ctypes.c_int, ctypes.c_int, ctypes.c_uint, result=ctypes.c_long)
@@ -83,15 +81,9 @@ def kin_of(pids: Iterable[int]) -> dict[int, Kin]:
     found: dict[int, Kin] = {}
     for pid in pids:
         try:
-            file = os.open(f"{PROC}/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
-            continue
-        try:
-            text = os.read(file, _STAT_BYTES)
+            text = proc_text.read(f"{PROC}/{pid}/stat")
         except OSError:  # it has ended
             continue
-        finally:
-            os.close(file)
         fields = text[text.rindex(b")") + 2 :].split()
         found[pid] = Kin(fields[0].decode(), int(fields[1]), int(fields[2]), int(fields[3]), int(fields[25]))
     return found
@@ -105,15 +97,15 @@ def is_memory(path: str) -> bool:
 def shared_mappings(pid: int) -> Iterator[SharedMapping]:
     """A process's memory that lives as long as its users: without a name, or in /dev/shm. Nothing if it has ended."""
     data = _maps(pid)
-    if NAMELESS.encode() not in data and SHARED_MEMORY.encode() not in data:
-        return
-    for line in proc_text.in_lines(data, errors="surrogateescape"):
+    if NAMELESS.encode() in data or SHARED_MEMORY.encode() in data:
+        yield from shared_mappings_in(proc_text.in_lines(data, errors="surrogateescape"), pid)
+
+
+def shared_mappings_in(lines: Iterable[str], pid: int) -> Iterator[SharedMapping]:
+    """The same, in lines of its ``maps``."""
+    for line in lines:
         fields = line.split(maxsplit=5)
-        if (
-            len(fields) == 6
-            and fields[1][3] == "s"
-            and fields[5].endswith(NAMELESS) | fields[5].startswith(SHARED_MEMORY)
-        ):
+        if len(fields) == 6 and fields[1][3] == "s" and is_memory(fields[5]):
             yield SharedMapping(pid, (fields[3], int(fields[4])), fields[5], fields[1][1] == "w")
 
 
@@ -155,16 +147,7 @@ def other_pids(apart_from: Collection[int]) -> list[int]:
 
 
 def _maps(pid: int) -> bytes:
-    pieces: list[bytes] = []
     try:
-        file = os.open(f"{PROC}/{pid}/maps", os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return b""
-    try:
-        while piece := os.read(file, _READ_BYTES):
-            pieces.append(piece)
+        return proc_text.read(f"{PROC}/{pid}/maps")
     except OSError:  # it has ended
         return b""
-    finally:
-        os.close(file)
-    return b"".join(pieces)

@@ -11,6 +11,7 @@ import struct
 from collections.abc import Iterable, Iterator
 
 from gpucr.linux import files_in_use, locks, proc_text
+from gpucr.linux.one_look import OneLook
 from gpucr.linux.processes import PROC
 from gpucr.model import FileLock
 
@@ -23,18 +24,16 @@ _F_OFD_GETLK = 36  # include/uapi/linux/fcntl.h
 _OPEN = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 
-def locks_of(pids: Iterable[int]) -> Iterator[FileLock]:
+def locks_of(pids: Iterable[int], look: OneLook) -> Iterator[FileLock]:
     """The locks that these processes hold, by the paths of the files; some perhaps twice."""
     locked = {match["inode"] for match in _matches(PROC / "locks")}
     for pid in pids if locked else ():
-        folder = PROC / str(pid) / "fd"
-        with contextlib.suppress(OSError):  # it has ended
-            for name in os.listdir(folder):
-                with contextlib.suppress(OSError):  # closed meanwhile
-                    if str(os.stat(folder / name).st_ino) in locked:
-                        path = os.readlink(folder / name)
-                        for match in _matches(PROC / str(pid) / "fdinfo" / name):
-                            yield _lock(path, match)
+        with contextlib.suppress(OSError):  # the caller may not look
+            for file in look.files(pid):
+                status = look.opened(file)
+                if status is not None and str(status.st_ino) in locked:
+                    for match in _matches(f"{PROC}/{pid}/fdinfo/{file.fd}"):
+                        yield _lock(file.target, match)
 
 
 def _matches(path: str | os.PathLike[str]) -> Iterator[re.Match[str]]:

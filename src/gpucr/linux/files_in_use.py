@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import stat
 from collections.abc import Collection, Iterable, Iterator
 
 from msgspec import Struct
 
 from gpucr.linux import proc_text
-from gpucr.linux.processes import PROC, all_pids
+from gpucr.linux.descriptor_scan import NAMELESS
+from gpucr.linux.one_look import OneLook
+from gpucr.linux.processes import PROC, OpenFile, all_pids
 
-_GONE = " (deleted)"
+_MAPPING = re.compile(rb"^([0-9a-f]+-[0-9a-f]+) .(.).(.) [0-9a-f]+ ([0-9a-f:]+) ([1-9]\d*) *(\S.*)?$", re.MULTILINE)
+"""A line of ``maps`` about a file: addresses, whether it can be written, whether it is shared, device, inode, path."""
 Inode = tuple[int, int]
 """Device and inode number, which identify a file regardless of its path."""
 
@@ -31,49 +35,40 @@ class FileInUse(Struct, frozen=True):
     is_mapped: bool
 
 
-def files_in_use(pids: Iterable[int]) -> Iterator[FileInUse]:
+def files_in_use(pids: Iterable[int], look: OneLook | None = None) -> Iterator[FileInUse]:
     """The regular files that these processes have open or mapped, unordered, possibly with duplicates.
 
     Processes of a job map the same libraries hundreds of times; each is looked up once. Without CAP_SYS_ADMIN or
     CAP_CHECKPOINT_RESTORE a mapped file is found only if its path still leads to it. A process that ends meanwhile has
     none. Raises PermissionError if the caller may not look into a process.
     """
-    seen: set[tuple[str, bool]] = set()
+    look = look or OneLook()
+    seen: set[tuple[bytes, ...]] = set()
     for pid in pids:
-        for path in _entries(f"{PROC}/{pid}/fd"):
-            found = _look(path)
-            if found is not None:
-                target, status = found
-                yield _in_use(target, status, is_written=_is_open_for_writing(path), is_mapped=False)
-        for mapping in _mappings(pid):
-            is_shared_and_writable = mapping.is_shared_and_writable
-            if (mapping.key, is_shared_and_writable) in seen:
-                continue
-            seen.add((mapping.key, is_shared_and_writable))
+        for file in look.files(pid):
+            if (in_use := _opened(file, look)) is not None:
+                yield in_use
+        for mapping in _mappings(pid, seen):
             found = _look_at_mapped(pid, mapping)
             if found is not None:
-                target, status = found
-                yield _in_use(target, status, is_written=is_shared_and_writable, is_mapped=True)
+                yield _in_use(*found, is_written=mapping.is_shared_and_writable, is_mapped=True)
 
 
-def linked_files(pid: int) -> Iterator[FileInUse]:
+def linked_files(pid: int, look: OneLook) -> Iterator[FileInUse]:
     """Those of `files_in_use` whose opened name is gone while another one is left: few of many, so they are sought.
 
     Raises as `files_in_use`.
     """
-    for path in _entries(f"{PROC}/{pid}/fd"):
-        if _is_gone(path) and (found := _look(path)) is not None:
-            yield _in_use(*found, is_written=_is_open_for_writing(path), is_mapped=False)
-    for mapping in _mappings(pid, with_part=_GONE):
-        if (found := _look_at_mapped(pid, mapping)) is not None:
-            yield _in_use(*found, is_written=mapping.is_shared_and_writable, is_mapped=True)
-
-
-def _is_gone(link: str) -> bool:
+    for file in look.files(pid):
+        if file.target.endswith(NAMELESS) and (in_use := _opened(file, look)) is not None:
+            yield in_use
     try:
-        return os.readlink(link).endswith(_GONE)
+        lines = look.mapped(pid).passing
     except (FileNotFoundError, ProcessLookupError):
-        return False
+        return
+    for mapping in _mappings_in("\n".join(lines).encode(errors="surrogateescape"), set()):
+        if mapping.path.endswith(NAMELESS) and (found := _look_at_mapped(pid, mapping)) is not None:
+            yield _in_use(*found, is_written=mapping.is_shared_and_writable, is_mapped=True)
 
 
 def holders(inodes: Collection[Inode], *, apart_from: Collection[int] = ()) -> dict[Inode, int]:
@@ -92,7 +87,7 @@ def holders(inodes: Collection[Inode], *, apart_from: Collection[int] = ()) -> d
                 status = _stat(path)
                 if status is not None and (status.st_dev, status.st_ino) in inodes:
                     found.setdefault((status.st_dev, status.st_ino), pid)
-            for mapping in _mappings(pid):
+            for mapping in _mappings(pid, set()):
                 if mapping.key in wanted:
                     found.setdefault(wanted[mapping.key], pid)
     return found
@@ -119,18 +114,22 @@ class _Mapping(Struct, frozen=True):
         return int(self.key.split()[1])
 
 
-def _mappings(pid: int, *, with_part: str = "") -> Iterator[_Mapping]:
-    """``with_part``: only lines with it."""
+def _mappings(pid: int, seen: set[tuple[bytes, ...]]) -> Iterator[_Mapping]:
+    """One of each file, for each way to map it, that is not in ``seen``; adds them to it."""
     try:
-        lines = proc_text.lines(f"{PROC}/{pid}/maps", errors="surrogateescape")
+        maps = proc_text.read(f"{PROC}/{pid}/maps")
     except (FileNotFoundError, ProcessLookupError):
         return
-    for line in lines if not with_part else [line for line in lines if with_part in line]:
-        fields = line.split(maxsplit=5)
-        if len(fields) >= 5 and fields[4] != "0":
-            is_shared_and_writable = fields[1][1] == "w" and fields[1][3] == "s"
-            path = fields[5] if len(fields) == 6 else ""
-            yield _Mapping(fields[0], is_shared_and_writable, f"{fields[3]} {fields[4]}", path)
+    yield from _mappings_in(maps, seen)
+
+
+def _mappings_in(maps: bytes, seen: set[tuple[bytes, ...]]) -> Iterator[_Mapping]:
+    for address_range, *way, path in _MAPPING.findall(maps):
+        if (key := tuple(way)) not in seen:
+            seen.add(key)
+            write, share, device, inode = way
+            key_text = f"{device.decode()} {inode.decode()}"
+            yield _Mapping(address_range.decode(), write + share == b"ws", key_text, os.fsdecode(path))
 
 
 def _look_at_mapped(pid: int, mapping: _Mapping) -> tuple[str, os.stat_result] | None:
@@ -170,14 +169,20 @@ def _in_use(target: str, status: os.stat_result, *, is_written: bool, is_mapped:
     return FileInUse(target, (status.st_dev, status.st_ino), status.st_size, is_written, is_mapped)
 
 
-def _is_open_for_writing(link: str) -> bool:
-    """``link``: of the descriptor, in ``/proc/PID/fd``."""
+def _opened(file: OpenFile, look: OneLook) -> FileInUse | None:
+    """What the descriptor has open, if that is a regular file with a name. Raises PermissionError."""
+    status = look.opened(file)
+    if status is None or not stat.S_ISREG(status.st_mode) or status.st_nlink == 0 or not file.target.startswith("/"):
+        return None
+    return _in_use(file.target, status, is_written=_is_open_for_writing(file), is_mapped=False)
+
+
+def _is_open_for_writing(file: OpenFile) -> bool:
+    """The mode of the link says so (proc_pid_fd(5))."""
     try:
-        lines = proc_text.lines(link.replace("/fd/", "/fdinfo/"))
+        return bool(os.lstat(f"{PROC}/{file.pid}/fd/{file.fd}").st_mode & stat.S_IWUSR)
     except (FileNotFoundError, ProcessLookupError):
         return False
-    flags = next((int(line.split()[1], 8) for line in lines if line.startswith("flags:")), os.O_RDONLY)
-    return flags & os.O_ACCMODE != os.O_RDONLY
 
 
 def _map_file_name(address_range: str) -> str:

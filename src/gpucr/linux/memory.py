@@ -62,7 +62,7 @@ class Mapping(Struct, frozen=True):
 def read_maps(pid: int) -> tuple[Mapping, ...]:
     """All mappings of a process. Needs ptrace access to it; raises OSError if it ended."""
     found: list[Mapping] = []
-    for line in proc_text.lines(PROC / str(pid) / "maps"):
+    for line in proc_text.lines(f"{PROC}/{pid}/maps"):
         fields = line.split(maxsplit=5)
         start, _, end = fields[0].partition("-")
         path = fields[5] if len(fields) > 5 else ""
@@ -73,7 +73,9 @@ def read_maps(pid: int) -> tuple[Mapping, ...]:
 def has_mapped(pid: int, name: str) -> bool:
     """Whether a file whose path contains ``name`` is mapped. False if the process has ended."""
     try:
-        return any(name in mapping.path for mapping in read_maps(pid))
+        return name.encode() in proc_text.read(f"{PROC}/{pid}/maps") and any(
+            name in mapping.path for mapping in read_maps(pid)
+        )
     except (FileNotFoundError, ProcessLookupError):
         return False
 
@@ -123,15 +125,6 @@ def resident_bytes(pid: int) -> int:
     except (FileNotFoundError, ProcessLookupError):
         return 0
     return pages * os.sysconf("SC_PAGE_SIZE")
-
-
-def anonymous_bytes(pid: int) -> int:
-    """The process's private memory without a file, swapped or not (0 if it has ended): what CRIU writes."""
-    try:
-        fields = proc_text.status_fields(PROC / str(pid) / "status")
-    except (FileNotFoundError, ProcessLookupError):
-        return 0
-    return sum(int(fields[name].split()[0]) << 10 for name in ("RssAnon", "VmSwap") if name in fields)
 
 
 def present_prefix(pid: int, address: int, size_bytes: int) -> int:

@@ -75,7 +75,7 @@ def namespace_id(pid: int | Literal["self"], kind: Kind | Literal["user"]) -> in
 
     Raises FileNotFoundError or ProcessLookupError if it has ended, PermissionError if the caller may not look.
     """
-    return os.stat(PROC / str(pid) / "ns" / kind).st_ino
+    return os.stat(f"{PROC}/{pid}/ns/{kind}").st_ino
 
 
 def is_same(pid: int, other_pid: int, kind: Kind) -> bool:

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from typing import NamedTuple
 
+_READ_BYTES = 1 << 15
 MOUNTINFO = "/proc/self/mountinfo"
 
 _UNIX_SOCKET = re.compile(
@@ -35,13 +36,24 @@ class Mount(NamedTuple):
     device: int
 
 
+def read(path: str | os.PathLike[str]) -> bytes:
+    """The whole file. Raises OSError. With half of the system calls that a file object makes: /proc has many files."""
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        pieces: list[bytes] = []
+        while piece := os.read(file, _READ_BYTES):
+            pieces.append(piece)
+        return b"".join(pieces)
+    finally:
+        os.close(file)
+
+
 def lines(path: str | os.PathLike[str], *, errors: str = "replace") -> list[str]:
     """The file's lines. ``errors``: for bytes that are no text; ``surrogateescape`` where a name is used as a path.
 
     Raises OSError.
     """
-    with open(path, "rb") as file:
-        return in_lines(file.read(), errors=errors)
+    return in_lines(read(path), errors=errors)
 
 
 def in_lines(data: bytes, *, errors: str = "replace") -> list[str]:
@@ -52,8 +64,16 @@ def in_lines(data: bytes, *, errors: str = "replace") -> list[str]:
 
 def status_fields(path: str | os.PathLike[str]) -> dict[str, str]:
     """The fields of a ``/proc/PID/status``, by name (proc_pid_status(5)). Raises OSError."""
-    with open(path, "rb") as file:
-        return in_status(file.read())
+    return in_status(read(path))
+
+
+def in_status_field(data: bytes, name: str) -> str | None:
+    """One field in the content of a ``/proc/PID/status``, not the name: all of them take long. None: it has no such."""
+    start = data.find(b"\n%s:" % name.encode())
+    if start < 0:
+        return None
+    value = data[start + len(name) + 2 : data.find(b"\n", start + 1)]
+    return value.decode(sys.getfilesystemencoding(), "replace").strip(" \t")
 
 
 def in_status(data: bytes) -> dict[str, str]:

@@ -13,6 +13,7 @@ import os
 import select
 import signal
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -73,8 +74,10 @@ def read_stat(pid: int) -> Stat | None:
     The name may hold spaces and parentheses, so the fields are counted from the last ``)``.
     """
     text = _stat_text(pid)
-    if text is None:
-        return None
+    return None if text is None else _stat_in(text, _clock_offset_ticks())
+
+
+def _stat_in(text: bytes, clock_offset_ticks: int) -> Stat:
     before, _, after = text.rpartition(b")")
     fields = after.decode("ascii").split()
     return Stat(
@@ -84,9 +87,13 @@ def read_stat(pid: int) -> Stat | None:
         session_id=int(fields[3]),
         terminal=int(fields[4]),
         flags=int(fields[6]),
-        start_time_ticks=int(fields[19]) - _clock_offset_ticks(),
+        start_time_ticks=int(fields[19]) - clock_offset_ticks,
         processor_ticks=sum(map(int, fields[11:15])),
     )
+
+
+def _state_in(text: bytes) -> bytes:
+    return text[text.rindex(b")") + 2 :][:1]
 
 
 def _stat_text(pid: int) -> bytes | None:
@@ -124,10 +131,10 @@ def presence(pid: int) -> Presence:
     links in ``/proc/PID/ns`` needs (proc_pid_ns(5)).
     """
     try:
-        stat = read_stat(pid)
-        if stat is None:
+        text = _stat_text(pid)
+        if text is None:
             return Presence.GONE
-        if stat.status in "ZX":
+        if _state_in(text) in b"ZX":
             return Presence.ZOMBIE
         os.readlink(f"{PROC}/{pid}/ns/pid")
     except PermissionError:  # hidepid=2 hides other users' processes altogether
@@ -193,28 +200,41 @@ def describe(pid: int) -> ProcessInfo:
     stat = read_stat(pid)
     if stat is None:
         raise ProcessNotFound(f"there is no process {pid}", pid=pid, hint="`gpucr ps` lists the CUDA processes")
-    if stat.status in "ZX":
+    return _described(pid, stat)
+
+
+def _described(pid: int, stat: Stat) -> ProcessInfo:
+    """``stat``: what was read of it just now; it may have ended since."""
+    try:
+        status = proc_text.read(f"{PROC}/{pid}/status")
+        command = proc_text.read(f"{PROC}/{pid}/cmdline")
+    except (FileNotFoundError, ProcessLookupError) as e:
+        raise ProcessNotFound(f"process {pid} ended while it was looked at", pid=pid) from e
+    state = _field(status, "State")[0]
+    if state in "ZX":
         raise ProcessNotFound(
             f"process {pid} has ended and is a zombie: its parent {stat.parent_pid} has not collected it yet",
             pid=pid,
             hint="there is nothing left in it that could be saved",
         )
-    try:
-        status = _status_fields(pid)
-        with open(f"{PROC}/{pid}/cmdline", "rb") as file:
-            command = file.read()
-    except (FileNotFoundError, ProcessLookupError) as e:
-        raise ProcessNotFound(f"process {pid} ended while it was looked at", pid=pid) from e
     return ProcessInfo(
         id=ProcessId(pid, stat.start_time_ticks),
         parent_pid=stat.parent_pid,
         session_id=stat.session_id,
-        ns_pids=tuple(int(n) for n in status.get("NSpid", str(pid)).split()),
-        uid=int(status["Uid"].split()[1]),
-        status=stat.status,
+        ns_pids=tuple(map(int, (proc_text.in_status_field(status, "NSpid") or str(pid)).split())),
+        uid=int(_field(status, "Uid").split()[1]),
+        status=state,
         name=stat.name,
         command_line=tuple(os.fsdecode(part) for part in command.rstrip(b"\0").split(b"\0") if command),
+        terminal=stat.terminal,
     )
+
+
+def _field(status: bytes, name: str) -> str:
+    value = proc_text.in_status_field(status, name)
+    if not value:
+        raise ValueError(f"/proc/PID/status has no {name}")
+    return value
 
 
 def thread_group_leader(pid_or_tid: int) -> int:
@@ -234,24 +254,45 @@ def tree(root_pid: int) -> tuple[ProcessInfo, ...]:
 
 def trees(root_pids: Iterable[int]) -> tuple[tuple[ProcessInfo, ...], ...]:
     """Like `tree`, for several processes at once."""
-    children: dict[int, list[int]] = {}
+    children, clock_offset_ticks = _all_children(), _clock_offset_ticks()
+    return tuple(_tree(root_pid, children, clock_offset_ticks) for root_pid in root_pids)
+
+
+_Children = Mapping[int, Sequence[tuple[int, bytes]]]
+"""By parent: pids, and the content of ``/proc/PID/stat``."""
+
+
+def _all_children() -> _Children:
+    children: dict[int, list[tuple[int, bytes]]] = {}
     for pid in all_pids():
         text = _stat_text(pid)
         if text is not None:
             status, parent_pid, _ = text[text.rindex(b")") + 1 :].split(None, 2)
             if status not in b"ZX":
-                children.setdefault(int(parent_pid), []).append(pid)
-    return tuple(_tree(root_pid, children) for root_pid in root_pids)
+                children.setdefault(int(parent_pid), []).append((pid, text))
+    return children
 
 
-def _tree(root_pid: int, children: Mapping[int, Sequence[int]]) -> tuple[ProcessInfo, ...]:
+def _tree(root_pid: int, children: _Children, clock_offset_ticks: int) -> tuple[ProcessInfo, ...]:
     found = [describe(root_pid)]
-    queue = sorted(children.get(root_pid, []))
+    queue = deque(sorted(children.get(root_pid, [])))
     while queue:
-        pid = queue.pop(0)
+        pid, text = queue.popleft()
         with contextlib.suppress(ProcessNotFound):  # ended since the scan
-            found.append(describe(pid))
+            found.append(_described(pid, _stat_in(text, clock_offset_ticks)))
             queue.extend(sorted(children.get(pid, [])))
+    return tuple(found)
+
+
+def stats_below(root_pid: int) -> tuple[Stat, ...]:
+    """Of all descendants of a process, with less to read than for a `tree`. Zombies are left out."""
+    children, clock_offset_ticks = _all_children(), _clock_offset_ticks()
+    found: list[Stat] = []
+    queue = deque(children.get(root_pid, []))
+    while queue:
+        pid, text = queue.popleft()
+        found.append(_stat_in(text, clock_offset_ticks))
+        queue.extend(children.get(pid, []))
     return tuple(found)
 
 
@@ -386,17 +427,6 @@ def has_terminal(pid: int) -> bool:
     """Whether the process has a controlling terminal."""
     stat = read_stat(pid)
     return stat is not None and stat.terminal != 0
-
-
-def innermost_session_id(pid: int) -> int | None:
-    """The session's id in the process's own pid namespace: 0 if the session was created outside it.
-
-    None: the process is gone.
-    """
-    try:
-        return int(_status_fields(pid)["NSsid"].split()[-1])
-    except (FileNotFoundError, ProcessLookupError):
-        return None
 
 
 def innermost_thread_id(pid: int, tid: int) -> int:

@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable, Iterator
 from msgspec import Struct
 
 from gpucr.linux import netlink
-from gpucr.linux.processes import open_files
+from gpucr.linux.one_look import OneLook
 from gpucr.model import Connection, Endpoint
 
 _SOCK_DESTROY = 21  # include/uapi/linux/sock_diag.h
@@ -105,16 +105,17 @@ def destroy(left_over: Iterable[TcpSocket]) -> None:
                     pass
 
 
-def sockets_of(pids: Iterable[int]) -> tuple[TcpSocket, ...]:
+def sockets_of(pids: Iterable[int], look: OneLook | None = None) -> tuple[TcpSocket, ...]:
     """The TCP sockets that these processes have open, in this network namespace."""
-    inodes = set(inodes_of(pids))
+    inodes = set(inodes_of(pids, look))
     return tuple(each for each in tcp_sockets() if each.inode in inodes) if inodes else ()
 
 
-def inodes_of(pids: Iterable[int]) -> Iterator[int]:
+def inodes_of(pids: Iterable[int], look: OneLook | None = None) -> Iterator[int]:
     """The inodes of all sockets that these processes have open."""
+    look = look or OneLook()
     for pid in pids:
-        for file in open_files(pid):
+        for file in look.files(pid):
             if file.target.startswith("socket:["):
                 yield int(file.target[len("socket:[") : -1])
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import socket
 import time
@@ -11,7 +10,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from gpucr.linux import proc_text
-from gpucr.linux.processes import PROC, open_files
+from gpucr.linux.one_look import OneLook
+from gpucr.linux.processes import open_files
 
 _SOCKET = re.compile(r"^socket:\[(\d+)\]$")
 _TRY_AGAIN_S = 0.01
@@ -34,20 +34,22 @@ def connect(connecting: socket.socket, address: str, *, limit_s: float) -> None:
         time.sleep(_TRY_AGAIN_S)
 
 
-def bound_socket_paths(pids: Iterable[int], *, is_sandboxed: bool = False) -> tuple[Path, ...]:
+def bound_socket_paths(
+    pids: Iterable[int], *, is_sandboxed: bool = False, look: OneLook | None = None
+) -> tuple[Path, ...]:
     """The absolute paths to which local sockets of these processes are bound, as seen by this process.
 
     Processes with another root or mount namespace are left out: their paths mean something else here. Not if
     ``is_sandboxed``: in a gpucr sandbox, paths are the same as here. Reads ``/proc/PID/net/unix`` (proc_pid_net(5)); a
     process that has ended is skipped.
     """
+    look = look or OneLook()
     found: set[Path] = set()
     for pid in pids:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            if not is_sandboxed and not sees_our_files(pid):
-                continue
-            inodes = {match[1] for file in open_files(pid) if (match := _SOCKET.match(file.target))}
-            found.update(_bound(pid, inodes))
+            inodes = {match[1] for file in look.files(pid) if (match := _SOCKET.match(file.target))}
+            if inodes and (is_sandboxed or look.sees_our_files(pid)):
+                found.update(_bound(pid, inodes))
     return tuple(sorted(found))
 
 
@@ -55,12 +57,6 @@ def abstract_names(pid: int) -> tuple[str, ...]:
     """The names of the process's abstract local sockets, each with a leading ``@``."""
     inodes = {match[1] for file in open_files(pid) if (match := _SOCKET.match(file.target))}
     return tuple(name for name in _names(pid, inodes) if name.startswith("@"))
-
-
-def sees_our_files(pid: int) -> bool:
-    """Whether paths mean the same to the process as to this one: it has the same mounts and root folder."""
-    same_mounts = os.readlink(f"{PROC}/{pid}/ns/mnt") == os.readlink(f"{PROC}/self/ns/mnt")
-    return same_mounts and os.readlink(f"{PROC}/{pid}/root") == os.readlink(f"{PROC}/self/root")
 
 
 def _bound(pid: int, inodes: set[str]) -> Iterable[Path]:

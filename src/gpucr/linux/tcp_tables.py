@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Collection, Iterator, Sequence
-from pathlib import Path
 
 from gpucr.linux import proc_text
+from gpucr.linux.one_look import OneLook
+from gpucr.linux.processes import PROC, OpenFile
 
 # Field `st` of /proc/net/tcp.
 _TIME_WAIT, _CLOSE, _LISTEN = "06", "07", "0A"
@@ -15,38 +17,32 @@ _TIME_WAIT, _CLOSE, _LISTEN = "06", "07", "0A"
 _OTHER_PROTOCOLS = (b"UNIX", b"UDP", b"NETLINK", b"PACKET")
 
 
-def has_sockets(pids: Sequence[int]) -> bool:
+def has_sockets(pids: Sequence[int], look: OneLook | None = None) -> bool:
     """Whether a process of ``pids`` holds a TCP socket that is connected, is being connected, or listens."""
-    return _holds(pids, without={_TIME_WAIT, _CLOSE})
+    return _holds(pids, look or OneLook(), without={_TIME_WAIT, _CLOSE})
 
 
-def has_connections(pids: Sequence[int]) -> bool:
+def has_connections(pids: Sequence[int], look: OneLook | None = None) -> bool:
     """Whether a process of ``pids`` holds a TCP socket with a connection (established, half-closed, half-open)."""
-    return _holds(pids, without={_TIME_WAIT, _CLOSE, _LISTEN})
+    return _holds(pids, look or OneLook(), without={_TIME_WAIT, _CLOSE, _LISTEN})
 
 
-def _holds(pids: Sequence[int], *, without: Collection[str]) -> bool:
+def _holds(pids: Sequence[int], look: OneLook, *, without: Collection[str]) -> bool:
     sockets: set[str] = set()
+    for target, files in look.files_of(pids).items():
+        if target.startswith("socket:[") and not _protocol(files[0]).startswith(_OTHER_PROTOCOLS):
+            sockets.add(target[8:-1])
     namespaces: dict[str, int] = {}
-    for pid in pids:
-        sockets.update(
-            target[8:-1]
-            for path, target in _links(Path(f"/proc/{pid}/fd"))
-            if target.startswith("socket:[") and not _protocol(path).startswith(_OTHER_PROTOCOLS)
-        )
-        try:
-            namespaces[Path(f"/proc/{pid}/ns/net").readlink().name] = pid
-        except OSError:
-            continue
-    if not sockets:
-        return False
+    for pid in pids if sockets else ():
+        with contextlib.suppress(OSError):  # it has ended
+            namespaces[look.namespace(pid, "net")] = pid
     return any(not sockets.isdisjoint(_inodes(pid, without)) for pid in namespaces.values())
 
 
-def _protocol(socket_link: Path) -> bytes:
+def _protocol(file: OpenFile) -> bytes:
     """The kernel's name for it, as lsof asks for; none where it does not tell."""
     try:
-        return os.getxattr(socket_link, "system.sockprotoname")
+        return os.getxattr(f"{PROC}/{file.pid}/fd/{file.fd}", "system.sockprotoname")
     except OSError:
         return b""
 
@@ -54,25 +50,13 @@ def _protocol(socket_link: Path) -> bytes:
 def _inodes(pid: int, without: Collection[str]) -> Iterator[str]:
     """Inodes of TCP sockets in the network namespace of ``pid`` (/proc/net/tcp: state in 4, inode in 10)."""
     for table in ("tcp", "tcp6"):
-        for line in _lines(Path(f"/proc/{pid}/net/{table}"))[1:]:
+        for line in _lines(f"{PROC}/{pid}/net/{table}")[1:]:
             columns = line.split()
             if len(columns) > 9 and columns[3] not in without:
                 yield columns[9]
 
 
-def _links(folder: Path) -> Iterator[tuple[Path, str]]:
-    try:
-        entries = list(folder.iterdir())
-    except OSError:
-        return
-    for path in entries:
-        try:
-            yield path, os.readlink(path)
-        except OSError:
-            continue
-
-
-def _lines(path: Path) -> list[str]:
+def _lines(path: str) -> list[str]:
     try:
         return proc_text.lines(path)
     except OSError:

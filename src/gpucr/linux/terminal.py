@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
-from gpucr.linux import proc_text
+from gpucr.linux import proc_text, processes
+from gpucr.linux.processes import OpenFile
 
 MASTER = "/ptmx"
 """What a master leads to ends so: /dev/ptmx, or /dev/pts/ptmx."""
@@ -67,12 +68,18 @@ def made_by(pid: int) -> frozenset[int]:
 
     Empty if it has ended, or the caller may not look.
     """
-    folder, found = f"/proc/{pid}/fd", set()
     with contextlib.suppress(OSError):
-        for name in os.listdir(folder):
-            with contextlib.suppress(FileNotFoundError):  # closed meanwhile
-                if os.readlink(f"{folder}/{name}").endswith(MASTER):
-                    found.add(_index(f"/proc/{pid}/fdinfo/{name}"))
+        return made_in(processes.open_files(pid))
+    return frozenset()
+
+
+def made_in(files: Iterable[OpenFile]) -> frozenset[int]:
+    """The same, of these descriptors."""
+    found: set[int] = set()
+    for file in files:
+        if file.target.endswith(MASTER):
+            with contextlib.suppress(OSError):  # closed meanwhile
+                found.add(_index(f"/proc/{file.pid}/fdinfo/{file.fd}"))
     return frozenset(found)
 
 

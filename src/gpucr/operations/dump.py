@@ -17,6 +17,7 @@ from gpucr.gpu_state.ways import GpuState, may_be_interposed, require_possible
 from gpucr.jobs import registered, selection
 from gpucr.jobs.selector import JobSelector
 from gpucr.jobs.taken import taken_job
+from gpucr.linux.one_look import OneLook
 from gpucr.model import CHECK_KNOWN_S, GangLock
 from gpucr.network.lock import IN_FLIGHT, JobNetwork
 from gpucr.network.steps import IN_FLIGHT_LIMIT_S, Block, CloseConnections, Quiet, Unblock
@@ -273,7 +274,8 @@ def prepare(
             hint="omit --only to dump the whole tree, or name the descendant itself",
         )
     preflight.require_privileges(job.root.pid)
-    stands_still = is_frozen or found.is_frozen_for(leave_running)
+    look = OneLook() if is_frozen else found.look  # what was seen while it ran says nothing about a frozen one
+    stands_still = is_frozen or found.is_frozen_for(leave_running, look)
     is_stopped = stands_still or bool(job.gang)
     uses = gpu_processes() if job.gang and not is_frozen else ()
     frozen_cuda = frozen.cuda if frozen is not None else None
@@ -303,9 +305,9 @@ def prepare(
 
     def needs() -> list[preflight.MemoryNeed]:
         if is_frozen:  # its device memory is already away
-            return preflight.needs_of_dump({}, target.disk, job.pids, target.buffers_bytes)
+            return preflight.needs_of_dump({}, target.disk, job.pids, target.buffers_bytes, look=look)
         on_gpu = cuda.on_gpu if cuda is not None else {}
-        return preflight.needs_of_dump(held, target.disk, job.pids, target.buffers_bytes, on_gpu)
+        return preflight.needs_of_dump(held, target.disk, job.pids, target.buffers_bytes, on_gpu, look)
 
     findings = (
         *(findings_of_spool(cuda, needs(), target.disk) if cuda is not None and not is_frozen else ()),
@@ -313,8 +315,8 @@ def prepare(
         *(findings_of_traps(job, found.driver, uses, may_share=may_be_interposed(gpu_state)) if not is_frozen else ()),
         *(preflight.check_handed_over(cuda.custom.pids(job.gang)) if cuda is not None and not is_frozen else ()),
         *preflight.check_dump_by_user(job, criu.install, in_sandbox=found.sandbox is not None),
-        *selection.findings_for_criu(found, request.tcp, leave_running=leave_running, is_frozen=is_frozen),
-        *preflight.check_databases(job, leave_running=leave_running),
+        *selection.findings_for_criu(found, request.tcp, leave_running=leave_running, is_frozen=is_frozen, look=look),
+        *preflight.check_databases(job, leave_running=leave_running, look=look),
         *(each for tree in job.trees for each in preflight.check_terminal(tree) if leave_running and is_stopped),
         *target.findings(job, held_bytes),
     )
@@ -322,6 +324,7 @@ def prepare(
         job.pids,
         leave_running=leave_running or stands_still,
         other_root_pids=job.other_root_pids,
+        look=look,
     )
     if request.rehearse:
         require_possible_rehearsal(shell_job=options.shell_job)
@@ -333,6 +336,7 @@ def prepare(
         cuda=cuda,
         leave_running=leave_running,
         protection=protection,
+        look=look,
         is_frozen=stands_still,
         deadline=deadline,
         criu=criu,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import os
 import platform
 import time
 from collections.abc import Callable, Sequence
@@ -25,6 +26,7 @@ from gpucr.jobs.recorded import process_record, sandbox_record
 from gpucr.jobs.registered import DumpNote
 from gpucr.jobs.sandbox import Sandbox
 from gpucr.linux import oom, processes, processor, tcp_tables
+from gpucr.linux.one_look import OneLook
 from gpucr.model import GangMember, Job, ProcessId, ProcessInfo
 from gpucr.network.lock import IN_FLIGHT, JobNetwork
 from gpucr.quantities import counted, format_bytes
@@ -82,7 +84,7 @@ class JobDump(Struct, frozen=True, kw_only=True):
 
     ``is_frozen``: all of it is stopped before CRIU begins, with its device memory away, and CRIU leaves it so;
     otherwise it is one tree. ``protection``: what the guard knows. ``rehearsal``: of the snapshot, before the job is
-    given up for it.
+    given up for it. ``look``: what was seen before the first change.
     """
 
     job: Job
@@ -91,6 +93,7 @@ class JobDump(Struct, frozen=True, kw_only=True):
     cuda: CudaWork | None
     leave_running: bool
     protection: Protection
+    look: OneLook
     is_frozen: bool = False
     deadline: float | None = None
     note: DumpNote | None = None
@@ -125,8 +128,7 @@ class PrepareTarget:
         """Prepare it."""
         context = self._context
         context.target.create(context.protection)
-        roots = [process.id for process in context.job.processes if process.pid in context.job.root_pids]
-        self._remaps = link_remaps(roots)
+        self._remaps = link_remaps(context.job, context.look)
         context.protection.protect(self._remaps)
         if context.cuda is not None:
             context.writer.start()
@@ -196,6 +198,7 @@ class CriuDump:
         self._interrupts: Interrupts | None = None
         self._meter: Meter | None = None
         self._seen: list[ProcessInfo] = []
+        self._look = OneLook()  # first used when all of it stands still
         self._files: list[TreeFiles] = []
         self._outside: Outside | None = None
         self.draft: Manifest | None = None
@@ -267,18 +270,18 @@ class CriuDump:
         context, is_sandboxed = self._context, self._context.sandbox is not None
         tree = processes.tree(root_pid)
         self._seen += tree
-        self._files.append(look_at_files(tree, images, context.target.folder, is_sandboxed=is_sandboxed))
+        self._files.append(look_at_files(tree, images, context.target.folder, self._look, is_sandboxed=is_sandboxed))
         if len(self._files) < len(context.job.root_pids):
             return
-        if not context.is_frozen and tcp_tables.has_connections([process.pid for process in self._seen]):
+        if not context.is_frozen and tcp_tables.has_connections([process.pid for process in self._seen], self._look):
             raise JobChanged(
                 "a connection was made while the job was being dumped",
                 pids=[root_pid],
                 hint="dump again",
                 code=IN_FLIGHT,
             )
-        self._outside = look_outside(self._files, context.target.folder, is_sandboxed=is_sandboxed)
-        self.draft = _draft(context, self._seen, self._outside)
+        self._outside = look_outside(self._files, context.target.folder, self._look, is_sandboxed=is_sandboxed)
+        self.draft = _draft(context, self._seen, self._outside, self._look)
         if (
             not context.leave_running
             and not context.is_frozen
@@ -344,7 +347,11 @@ def expect_criu(context: JobDump, criu: ProcessId) -> None:
 
 
 def _images_bytes(context: OwnDump) -> int:
-    return sum(file.stat().st_size for folder in context.target.folder.image_folders for file in folder.iterdir())
+    return sum(
+        file.stat(follow_symlinks=False).st_size
+        for folder in context.target.folder.image_folders
+        for file in os.scandir(folder)
+    )
 
 
 class CommitSnapshot:
@@ -444,21 +451,21 @@ def started_cuda(context: JobDump) -> list[int]:
     """Processes of the tree that use CUDA now and are not in the gang."""
     tree = [process for each in processes.trees(context.job.root_pids) for process in each]
     cuda = context.cuda
-    driver = cuda.gang.driver if cuda is not None else selection.load_driver_for(tree)
+    driver = cuda.gang.driver if cuda is not None else selection.load_driver_for(tree, OneLook())
     if driver is None or context.is_frozen:  # which cannot be queried, and cannot start anything
         return []
     known = {member.id for member in cuda.gang.members} if cuda is not None else set()
     return [member.pid for member in gangs.discover(driver, [p for p in tree if p.id not in known])]
 
 
-def _draft(context: OwnDump, tree: Sequence[ProcessInfo], outside: Outside) -> Manifest:
+def _draft(context: OwnDump, tree: Sequence[ProcessInfo], outside: Outside, look: OneLook) -> Manifest:
     """The manifest of the tree, which is frozen now, without its files."""
     sandbox = context.sandbox
     draft = draft_of_gang(context, tree, context.criu.install.version_text, context.options)
     return replace(
         draft,
         processes=with_scheduling(draft.processes),
-        folders=socket_folders(tree, is_sandboxed=sandbox is not None),
+        folders=socket_folders(tree, look, is_sandboxed=sandbox is not None),
         launch=context.launch,
         sandbox=sandbox_record(sandbox),
         open_files=outside.open_files,
@@ -480,7 +487,8 @@ def draft_of_gang(
     cuda = context.cuda
     members = {member.pid: member for member in cuda.gang.members} if cuda is not None else {}
     capabilities = cuda.gang.driver.capabilities() if cuda is not None and members else None
-    records = [process_record(context.job, each) for each in tree]
+    stopped = {each.id for each in context.job.processes if each.status == "T"}
+    records = [process_record(each, stopped=each.id in stopped) for each in tree]
     if cuda is not None:
         records = [_with_cuda(each, cuda, members[each.pid]) if each.pid in members else each for each in records]
     return Manifest(

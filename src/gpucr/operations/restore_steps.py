@@ -15,7 +15,7 @@ from gpucr.criu.remains import task_pids
 from gpucr.jobs.restored_tree import RestoredTree, end_restored, take_stock
 from gpucr.jobs.sandbox_steps import RestoreSite
 from gpucr.linux import processes
-from gpucr.model import ProcessId
+from gpucr.model import ProcessId, ProcessInfo
 from gpucr.quantities import counted
 from gpucr.snapshot.manifest import Manifest
 from gpucr.snapshot.origin import images_read_from
@@ -109,9 +109,9 @@ class CriuRestore:
         told = (each for each in names if can_be_told(each) and not (others and each.startswith(others)))
         return RemoveGhosts(tuple(told))
 
-    def _take_stock(self) -> None:
+    def _take_stock(self, tree: Sequence[ProcessInfo] = ()) -> None:
         roots = [self._root_pids[number] for number in range(len(self._images))]
-        self.tree.set(take_stock(roots, self._manifest, self._gang, self._protection))
+        self.tree.set(take_stock(roots, self._manifest, self._gang, self._protection, tree))
 
     def _on_start(self, criu: ProcessId) -> None:
         # In a sandbox CRIU and its tasks end with it, and their pids mean other processes here.
@@ -137,7 +137,7 @@ class CriuRestore:
                 require_as_recorded([each.pid for each in tree], {*names, *map(str, self._site.value.outputs.values())})
             self._root_pids[number] = pid
             if not self._is_left_stopped:
-                self._take_stock()  # CRIU lets it run now, and it may end at once
+                self._take_stock(tree)  # CRIU lets it run now, and it may end at once
             self.warnings += tuple(restore_scheduling(self._manifest, tree))
             if not self._is_left_stopped:
                 interrupts.commit()

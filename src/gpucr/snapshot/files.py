@@ -34,18 +34,22 @@ _Item = TypeVar("_Item")
 
 def record(folder: Path, relative_paths: Iterable[str]) -> tuple[FileRecord, ...]:
     """Size and digests of these files of the folder. Raises OSError if one cannot be read."""
-    return _record(folder, relative_paths, sync=False)
+    return _record(folder, _sizes(folder, relative_paths), sync=False)
 
 
-def record_and_sync(folder: Path, relative_paths: Sequence[str]) -> tuple[FileRecord, ...]:
-    """`record` and `sync` at once: while one thread hashes, others wait for the disk."""
-    records = _record(folder, relative_paths, sync=True)
-    _sync_folders(folder, relative_paths)
+def record_and_sync(folder: Path, paths: Iterable[str] | Mapping[str, int]) -> tuple[FileRecord, ...]:
+    """`record` and `sync` at once: while one thread hashes, others wait for the disk. ``paths``: or their sizes."""
+    sizes = paths if isinstance(paths, Mapping) else _sizes(folder, paths)
+    records = _record(folder, sizes, sync=True)
+    _sync_folders(folder, sizes)
     return records
 
 
-def _record(folder: Path, relative_paths: Iterable[str], *, sync: bool) -> tuple[FileRecord, ...]:
-    sizes = {path: os.stat(f"{folder}/{path}").st_size for path in relative_paths}
+def _sizes(folder: Path, relative_paths: Iterable[str]) -> dict[str, int]:
+    return {path: os.stat(f"{folder}/{path}").st_size for path in relative_paths}
+
+
+def _record(folder: Path, sizes: Mapping[str, int], *, sync: bool) -> tuple[FileRecord, ...]:
     digests = _digest_all(folder, sizes, sync=sync)
     return tuple(
         FileRecord(path, size, tuple(digests[path, offset] for offset in _offsets(size)))
@@ -58,6 +62,8 @@ def verify(folder: Path, records: Sequence[FileRecord], check: Callable[[], None
 
     ``check`` is called before each piece, by several threads; an exception ends this.
     """
+    for above, file in {os.path.dirname(file.path): file for file in records}.items():
+        _check_folders(folder, above, file)
     for file in records:
         _check_shape(folder, file)
     try:
@@ -83,7 +89,7 @@ def sync(folder: Path, relative_paths: Iterable[str]) -> None:
 
 
 def _sync_folders(folder: Path, relative_paths: Iterable[str]) -> None:
-    folders = {folder} | {folder / os.path.dirname(path) for path in relative_paths}
+    folders = {folder} | {folder / name for name in {os.path.dirname(path) for path in relative_paths}}
     above = {parent for each in folders for parent in each.parents if folder in parent.parents}
     for each in folders | above:
         durable.sync(each)
@@ -119,23 +125,29 @@ def _offsets(size_bytes: int) -> range:
     return range(0, size_bytes, PIECE_BYTES)
 
 
-def _check_shape(folder: Path, file: FileRecord) -> None:
-    path = f"{folder}/{file.path}"
-    hint = "the snapshot was changed after it was written: restore from another snapshot or copy"
-    above = os.path.dirname(file.path)
+_CHANGED = "the snapshot was changed after it was written: restore from another snapshot or copy"
+
+
+def _check_folders(folder: Path, above: str, file: FileRecord) -> None:
+    """``above``: the folder of this file and others."""
     while above:
         if os.path.islink(f"{folder}/{above}"):
-            raise SnapshotDamaged(f"{file.path} leads through a symbolic link", path=path, hint=hint)
+            path = f"{folder}/{file.path}"
+            raise SnapshotDamaged(f"{file.path} leads through a symbolic link", path=path, hint=_CHANGED)
         above = os.path.dirname(above)
+
+
+def _check_shape(folder: Path, file: FileRecord) -> None:
+    path = f"{folder}/{file.path}"
     try:
         found = os.lstat(path)
     except OSError as e:
-        raise SnapshotDamaged(f"{file.path} is missing", path=path, hint=hint) from e
+        raise SnapshotDamaged(f"{file.path} is missing", path=path, hint=_CHANGED) from e
     if not stat.S_ISREG(found.st_mode):
-        raise SnapshotDamaged(f"{file.path} is not a plain file", path=path, hint=hint)
+        raise SnapshotDamaged(f"{file.path} is not a plain file", path=path, hint=_CHANGED)
     if found.st_size != file.size_bytes:
         raise SnapshotDamaged(
-            f"{file.path} has {found.st_size} bytes where {file.size_bytes} were written", path=path, hint=hint
+            f"{file.path} has {found.st_size} bytes where {file.size_bytes} were written", path=path, hint=_CHANGED
         )
     if len(file.sha256) != len(_offsets(file.size_bytes)):
         raise SnapshotDamaged(f"the manifest has too few or too many digests for {file.path}", path=path)
@@ -155,7 +167,7 @@ def _digest_all(
             buffer = own.buffer = memoryview(bytearray(largest_bytes))
         fd = os.open(f"{folder}/{piece[0]}", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
-            found[piece] = _digest(fd, piece[1], buffer)
+            found[piece] = _digest(fd, piece[1], min(piece[1] + PIECE_BYTES, sizes[piece[0]]), buffer)
             if sync and piece[1] == 0:  # of the whole file, while others hash its other pieces
                 durable.sync_open(fd)
         except OSError as e:
@@ -172,9 +184,8 @@ def _digest_all(
     return found
 
 
-def _digest(fd: int, offset: int, buffer: memoryview) -> str:
+def _digest(fd: int, position: int, end: int, buffer: memoryview) -> str:
     digest = hashlib.sha256()
-    position, end = offset, offset + PIECE_BYTES
     while position < end and (count := os.preadv(fd, [buffer[: end - position]], position)):
         digest.update(buffer[:count])
         position += count

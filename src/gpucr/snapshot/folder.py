@@ -226,14 +226,15 @@ class UnfinishedSnapshot:
 
     def _seal_images(self) -> tuple[FileRecord, ...]:
         if self._sealed is None:
-            paths: list[str] = []
+            sizes: dict[str, int] = {}
             for folder in (*self.image_folders, self.shared):
                 for entry in os.scandir(folder) if folder.exists() else ():
                     if entry.is_file(follow_symlinks=False):
-                        paths.append(f"{folder.name}/{entry.name}")
-                        if entry.stat(follow_symlinks=False).st_mode & 0o7777 != 0o600:
+                        status = entry.stat(follow_symlinks=False)
+                        sizes[f"{folder.name}/{entry.name}"] = status.st_size
+                        if status.st_mode & 0o7777 != 0o600:
                             os.chmod(entry.path, 0o600)
-            self._sealed = files.record_and_sync(self.held.path, paths)
+            self._sealed = files.record_and_sync(self.held.path, sizes)
         return self._sealed
 
     def mark_committed(self) -> None:
@@ -476,15 +477,20 @@ def _read_manifest(file: Path) -> bytes:
         os.close(fd)
 
 
+def _statuses_in(folder: Path) -> list[tuple[str, os.stat_result]]:
+    with os.scandir(folder) as entries:
+        return [(entry.path, entry.stat(follow_symlinks=False)) for entry in entries]
+
+
 def _require_ours(manifest_file: Path, manifest_stat: os.stat_result) -> None:
     """A restore runs the snapshot's content with the caller's privileges: nobody else may be able to write it."""
     folder = manifest_file.parent
     checked = [(str(folder), folder.stat()), (manifest_file.name, manifest_stat)]
     if manifest_file.name == SCATTERED_MANIFEST_NAME:
-        checked += [(str(path), path.lstat()) for path in folder.iterdir()]
+        checked += _statuses_in(folder)
     for inner in (*folder.glob(f"{IMAGES_NAME}*"), folder / DEVICE_NAME, folder / shared_files.FOLDER_NAME):
         if inner.is_dir() and not inner.is_symlink():  # `verify` reports it if it is neither
-            checked += [(str(path), path.lstat()) for path in (inner, *inner.iterdir())]
+            checked += [(str(inner), inner.lstat()), *_statuses_in(inner)]
     for name, found in checked:
         writable = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not stat.S_ISLNK(found.st_mode)
         if found.st_uid not in (0, os.geteuid()) or writable:

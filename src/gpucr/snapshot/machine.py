@@ -50,12 +50,12 @@ def findings_of_machine(
     pids = _pids_needed_here(source) if not in_sandbox else set()
     keep_clear_of(pids)
     findings = preflight.check_free_pids(wait_for_reaping(pids, REAPING_TIMEOUT_S))
-    paths = [PurePosixPath(file.path) for file in manifest.files]
-    findings += preflight.check_clocks(are_in_images=have_clocks(path.name for path in paths))
+    paths = [file.path.rpartition("/")[::2] for file in manifest.files]
+    findings += preflight.check_clocks(are_in_images=have_clocks(name for _, name in paths))
     wanted, uids = 0, set[int]()
     with contextlib.suppress(OSError, ImageError):  # a damaged image is an error of its own, when it is provided
         for folder, open_image in zip(manifest.image_folders, source.openers, strict=True):
-            names = [path.name for path in paths if path.parent.name == folder]
+            names = [name for above, name in paths if above.rpartition("/")[2] == folder]
             capabilities_of_tree, uids_of_tree = credentials_in(names, open_image)
             wanted |= capabilities_of_tree
             uids |= uids_of_tree

@@ -435,7 +435,7 @@ def encode(manifest: Manifest) -> bytes:
     """The bytes of manifest.json. Raises RecordError if they are more than a reader accepts."""
     body = members(manifest)
     body |= {"format": FORMAT, "format_version": FORMAT_VERSION, "has_gpu_state": manifest.has_gpu_state}
-    data = json.dumps({"sha256": _digest(body), "manifest": body}, indent=1).encode() + b"\n"
+    data = records.readable({"sha256": _digest(body), "manifest": body})
     if len(data) > MAX_MANIFEST_BYTES:
         raise RecordError(f"it would be larger than {MAX_MANIFEST_BYTES} bytes")
     return data

@@ -6,7 +6,7 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from gpucr.criu.image_entries import ImageError, OpenImage, images_in
@@ -43,7 +43,7 @@ def device_bytes_of(manifest: Manifest) -> int:
 
 def private_bytes_of(manifest: Manifest) -> int:
     """The private memory of its processes: the size of CRIU's page images."""
-    return sum(file.size_bytes for file in manifest.files if PurePosixPath(file.path).name.startswith("pages-"))
+    return sum(file.size_bytes for file in manifest.files if file.path.rpartition("/")[2].startswith("pages-"))
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from pathlib import Path
 from gpucr.errors import Unsupported
 from gpucr.interposer.place import is_bound_name
 from gpucr.linux import trusted_paths
+from gpucr.linux.one_look import OneLook
 from gpucr.linux.sockets import bound_socket_paths
 from gpucr.model import ProcessInfo
 from gpucr.snapshot.manifest import FolderRecord
@@ -21,9 +22,9 @@ from gpucr.undo.protection import Protection
 from gpucr.undo.steps import Meter
 
 
-def socket_folders(tree: Sequence[ProcessInfo], *, is_sandboxed: bool) -> tuple[FolderRecord, ...]:
+def socket_folders(tree: Sequence[ProcessInfo], look: OneLook, *, is_sandboxed: bool) -> tuple[FolderRecord, ...]:
     """The folders in which the tree's local sockets are bound, and those above them, outermost first."""
-    paths = bound_socket_paths((p.pid for p in tree), is_sandboxed=is_sandboxed)
+    paths = bound_socket_paths((p.pid for p in tree), is_sandboxed=is_sandboxed, look=look)
     folders = {parent for path in paths for parent in path.parents}
     records: list[FolderRecord] = []
     for folder in sorted(folders - {Path("/")}):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
@@ -14,13 +15,13 @@ from gpucr.criu.images import FilesImage
 from gpucr.criu.linked_files import save_linked_files
 from gpucr.diagnosis.preflight.databases import databases_of
 from gpucr.errors import CriuError, reason_of
-from gpucr.linux import processes
+from gpucr.linux.descriptor_scan import NAMELESS
 from gpucr.linux.file_locks import locks_of
 from gpucr.linux.files_in_use import FileInUse, Inode, files_in_use
+from gpucr.linux.one_look import OneLook
 from gpucr.linux.processes import PROC
 from gpucr.linux.sock_diag import outside_connections
-from gpucr.linux.sockets import sees_our_files
-from gpucr.linux.terminal import made_by
+from gpucr.linux.terminal import made_in
 from gpucr.linux.trusted_paths import opened_folder
 from gpucr.model import Connection, Endpoint, FileLock, JobFile, ProcessInfo
 from gpucr.snapshot import shared_files
@@ -59,21 +60,30 @@ class TreeFiles(Struct, frozen=True):
 
 
 def look_at_files(
-    tree: Sequence[ProcessInfo], images: Path, folder: UnfinishedSnapshot, *, is_sandboxed: bool = False
+    tree: Sequence[ProcessInfo],
+    images: Path,
+    folder: UnfinishedSnapshot,
+    look: OneLook,
+    *,
+    is_sandboxed: bool = False,
 ) -> TreeFiles:
     """Find the files that a frozen tree uses, and save the content of those whose opened name is gone into ``images``.
 
     Call it in CRIU's post-dump hook: CRIU's names for those files are gone when it releases the tree. Raises as
-    `look_outside`; ``is_sandboxed`` as there.
+    `look_outside`; ``look`` and ``is_sandboxed`` as there.
     """
-    ours = tuple(process.pid for process in tree if is_sandboxed or sees_our_files(process.pid))
-    in_use = tuple(files_in_use(ours))
+    ours = tuple(process.pid for process in tree if is_sandboxed or look.sees_our_files(process.pid))
+    in_use = tuple(files_in_use(ours, look))
     passing = _save_linked_files(images, folder, tree[0].pid, {file.inode for file in in_use})
     return TreeFiles(tree[0].pid, images, ours, in_use, passing)
 
 
-def look_outside(trees: Sequence[TreeFiles], folder: UnfinishedSnapshot, *, is_sandboxed: bool = False) -> Outside:
+def look_outside(
+    trees: Sequence[TreeFiles], folder: UnfinishedSnapshot, look: OneLook, *, is_sandboxed: bool = False
+) -> Outside:
     """Record files and sockets of frozen trees, and save the content of their files of shared memory into ``folder``.
+
+    ``look``: first used when all of them stood still.
 
     In a container's mount namespace, paths mean something else, and CRIU handles its /dev/shm: nothing is recorded.
     ``is_sandboxed``: gpucr made the namespace, with this machine's files and a private /dev/shm. Raises SnapshotError,
@@ -93,9 +103,9 @@ def look_outside(trees: Sequence[TreeFiles], folder: UnfinishedSnapshot, *, is_s
     files = _job_files(in_use, device)
     databases = _save_databases(files, in_use, folder, len(shared))
     known = {file.path for file in files}
-    locks = tuple(sorted({lock for lock in locks_of(ours) if lock.path in known}, key=_order))
-    terminals = tuple(sorted({number for pid in ours for number in made_by(pid) if number >= 0}))
-    return Outside(files, _folders(ours), shared, endpoints, connections, passing, databases, locks, terminals)
+    locks = tuple(sorted({lock for lock in locks_of(ours, look) if lock.path in known}, key=_order))
+    terminals = tuple(sorted({number for pid in ours for number in made_in(look.files(pid)) if number >= 0}))
+    return Outside(files, _folders(ours, look), shared, endpoints, connections, passing, databases, locks, terminals)
 
 
 def _order(lock: FileLock) -> tuple[str, str, int]:
@@ -146,18 +156,22 @@ def _job_files(in_use: Sequence[FileInUse], shared_device: int | None) -> tuple[
     return tuple(found[path] for path in sorted(found))
 
 
-def _folders(pids: Sequence[int]) -> tuple[str, ...]:
+def _folders(pids: Sequence[int], look: OneLook) -> tuple[str, ...]:
     """Working folders and open folders."""
     found: set[str] = set()
     for pid in pids:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            links = [
-                str(PROC / str(pid) / "cwd"),
-                *(f"{PROC}/{pid}/fd/{file.fd}" for file in processes.open_files(pid)),
-            ]
-            targets = {os.readlink(link) for link in links if os.path.isdir(link)}
-            found.update(target for target in targets if not (target + "/").startswith(_NO_FILES))
-    return tuple(sorted(target for target in found if target.startswith("/") and not target.endswith(" (deleted)")))
+            found.add(look.link(pid, "cwd"))
+            for file in look.files(pid):
+                if (status := look.opened(file)) is not None and stat.S_ISDIR(status.st_mode):
+                    found.add(file.target)
+    return tuple(
+        sorted(
+            target
+            for target in found
+            if target.startswith("/") and not f"{target}/".startswith(_NO_FILES) and not target.endswith(NAMELESS)
+        )
+    )
 
 
 @contextlib.contextmanager

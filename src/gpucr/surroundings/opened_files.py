@@ -14,6 +14,7 @@ from contextlib import suppress
 
 from gpucr.errors import Unsupported
 from gpucr.linux import trusted_paths
+from gpucr.linux.one_look import OneLook
 from gpucr.linux.processes import PROC
 
 _GONE = " (deleted)"
@@ -39,8 +40,9 @@ def require_as_recorded(pids: Iterable[int], names: Collection[str]) -> None:
 def _opened(pids: Iterable[int], *, apart_from: Collection[str]) -> Iterator[tuple[str, tuple[int, int]]]:
     """Paths and inodes of named plain files and folders. (CRIU accepts nothing else in their place.)"""
     for pid in pids:
-        folder = PROC / str(pid)
-        for link in (f"{folder}/cwd", *_entries(f"{folder}/fd"), *_entries(f"{folder}/map_files")):
+        folder = f"{PROC}/{pid}"
+        mapped = _entries(f"{folder}/map_files") if _may_have_mapped_others(pid, apart_from) else []
+        for link in (f"{folder}/cwd", *_entries(f"{folder}/fd"), *mapped):
             with suppress(FileNotFoundError, ProcessLookupError):
                 path = os.readlink(link)
                 if path in apart_from or not path.startswith("/") or path.endswith(_GONE):
@@ -48,6 +50,14 @@ def _opened(pids: Iterable[int], *, apart_from: Collection[str]) -> Iterator[tup
                 status = os.stat(link)
                 if status.st_nlink and (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
                     yield path, (status.st_dev, status.st_ino)
+
+
+def _may_have_mapped_others(pid: int, names: Collection[str]) -> bool:
+    """Whether files that are not among these. In ``maps`` ``\\012`` stands for itself, or for a line feed."""
+    with suppress(FileNotFoundError, ProcessLookupError):
+        paths = OneLook().mapped(pid).paths
+        return any(path not in names or "\\" in path for path in paths if path[0] == "/" and path[-10:] != _GONE)
+    return False
 
 
 def _entries(folder: str) -> list[str]:

@@ -14,8 +14,9 @@ from gpucr.errors import ProcessNotFound
 from gpucr.linux import cut_back, processes, trusted_paths
 from gpucr.linux.cut_back import CutOff
 from gpucr.linux.files_in_use import Inode, linked_files
+from gpucr.linux.one_look import OneLook
 from gpucr.linux.trusted_paths import opened_folder
-from gpucr.model import ProcessId
+from gpucr.model import Job, ProcessId
 from gpucr.snapshot.shared_files import MadeFile, remove_made
 from gpucr.undo.recovery import Action
 
@@ -38,7 +39,7 @@ class RemoveLinkRemaps(Action):
         """Remove those of these files, and of those that the job has now."""
         alive = [root.pid for root in self.roots if processes.is_alive(root)]
         above = f"{processes.PROC}/{alive[0]}/root" if alive else ""
-        for folder, inode in {*self.files, *_nameless(alive)}:
+        for folder, inode in {*self.files, *_nameless(_pids_below(alive), OneLook())}:
             with contextlib.suppress(OSError), opened_folder(above + folder) as held:
                 for name in filter(_REMAP.fullmatch, os.listdir(held)):
                     status = os.lstat(name, dir_fd=held)
@@ -47,18 +48,24 @@ class RemoveLinkRemaps(Action):
         return False
 
 
-def link_remaps(roots: Sequence[ProcessId]) -> RemoveLinkRemaps:
-    """The action for these trees, before their dump."""
-    return RemoveLinkRemaps(tuple(roots), tuple(_nameless(root.pid for root in roots)))
+def link_remaps(job: Job, look: OneLook) -> RemoveLinkRemaps:
+    """The action for its trees, before their dump."""
+    roots = tuple(process.id for process in job.processes if process.pid in job.root_pids)
+    return RemoveLinkRemaps(roots, tuple(_nameless(job.pids, look)))
 
 
-def _nameless(root_pids: Iterable[int]) -> Iterator[tuple[str, Inode]]:
+def _pids_below(root_pids: Iterable[int]) -> Iterator[int]:
     for root_pid in root_pids:
-        with contextlib.suppress(ProcessNotFound, OSError):
-            for process in processes.tree(root_pid):
-                for file in linked_files(process.pid):
-                    if can_be_told(file.path):
-                        yield os.path.dirname(file.path), file.inode
+        with contextlib.suppress(ProcessNotFound):
+            yield from (process.pid for process in processes.tree(root_pid))
+
+
+def _nameless(pids: Iterable[int], look: OneLook) -> Iterator[tuple[str, Inode]]:
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            for file in linked_files(pid, look):
+                if can_be_told(file.path):
+                    yield os.path.dirname(file.path), file.inode
 
 
 class RemoveSharedFiles(Action):

@@ -15,7 +15,7 @@ from contextlib import suppress
 
 from msgspec.structs import replace
 
-from gpucr.linux import processes, scheduling
+from gpucr.linux import proc_text, processes, scheduling
 from gpucr.linux.processes import PROC
 from gpucr.linux.scheduling import UsableCpus
 from gpucr.model import ProcessInfo
@@ -51,7 +51,7 @@ def _scheduling_of(process: ProcessRecord, usable: UsableCpus | None) -> tuple[T
 def _core_filter_of(pid: int) -> int | None:
     """The memory that core dumps have (``/proc/PID/coredump_filter``); None if the kernel does not say."""
     try:
-        return int((PROC / str(pid) / _CORE_FILTER).read_text(), 16)
+        return int(proc_text.read(f"{PROC}/{pid}/{_CORE_FILTER}"), 16)
     except (OSError, ValueError):  # it has ended; a kernel without core dumps
         return None
 

@@ -87,9 +87,13 @@ def _at_work(folder: Path) -> Iterator[None]:
 
 
 def _marked(base: Path) -> list[Path]:
-    with os.scandir(base) as entries:  # there may be many, and every operation checks
-        names = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
-    return [base / name for name in names if os.path.exists(f"{base}/{name}/{_AT_WORK}")]
+    folder = os.open(base, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with os.scandir(folder) as entries:  # there may be many, and every operation checks
+            names = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+        return [base / name for name in names if os.access(f"{name}/{_AT_WORK}", os.F_OK, dir_fd=folder)]
+    finally:
+        os.close(folder)
 
 
 def _is_in_use(folder: Path) -> bool:

@@ -17,7 +17,8 @@ from typing import NamedTuple
 
 from gpucr.diagnosis.preflight.findings import Finding
 from gpucr.diagnosis.preflight.support import outside as facts
-from gpucr.linux import descriptor_scan, files_in_use
+from gpucr.linux import files_in_use
+from gpucr.linux.one_look import OneLook
 from gpucr.linux.processes import PROC
 from gpucr.model import Job, JobFile
 from gpucr.quantities import format_bytes
@@ -52,11 +53,11 @@ def spared_by_rewind(files: Iterable[JobFile]) -> frozenset[str]:
     return frozenset(member for members in databases_of(written).values() for member in members)
 
 
-def check_databases(job: Job, *, leave_running: bool) -> list[Finding]:
+def check_databases(job: Job, *, leave_running: bool, look: OneLook | None = None) -> list[Finding]:
     """Databases of a job that is to be dumped: the snapshot gets a copy, unless they are too large."""
     found: list[Finding] = []
     left_bytes = LIMIT_BYTES
-    for path, files in databases_of(_written_files(job.pids)).items():
+    for path, files in databases_of(_written_files(job.pids, look or OneLook())).items():
         size_bytes = sum(map(_size_bytes, files))
         is_too_large = size_bytes > left_bytes
         left_bytes -= 0 if is_too_large else size_bytes
@@ -136,10 +137,10 @@ def _timestamp(created: str) -> float | None:
         return None
 
 
-def _written_files(pids: Iterable[int]) -> set[str]:
+def _written_files(pids: Iterable[int], look: OneLook) -> set[str]:
     """What these processes have open for writing."""
     found: set[str] = set()
-    for target, files in descriptor_scan.descriptors_of(list(pids)).items():
+    for target, files in look.files_of(pids).items():
         if target.startswith("/"):
             with contextlib.suppress(OSError):  # closed meanwhile
                 if any(os.lstat(f"{PROC}/{each.pid}/fd/{each.fd}").st_mode & stat.S_IWUSR for each in files):

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from contextlib import suppress
-
 from gpucr.diagnosis.preflight.findings import Finding
 from gpucr.diagnosis.preflight.support import processes as facts
+from gpucr.linux.one_look import OneLook
 from gpucr.linux.processes import PROC
 from gpucr.model import Job, ProcessInfo
 
@@ -15,27 +12,29 @@ _KINDS = {
     "cgroup": "cgroup", "ipc": "IPC", "mnt": "mount", "net": "network", "pid": "pid", "time": "time", "user": "user",
     "uts": "UTS",
 }  # fmt: skip
+_FOR_CHILDREN = "_for_children"  # the one that its children get
+_NAMES = tuple(name for kind in _KINDS for name in ((kind, kind + _FOR_CHILDREN) if kind == "time" else (kind,)))
 _MAY_NEST = ("mnt", "net")
 
 
-def check_namespaces(job: Job, *, is_sandboxed: bool = False) -> list[Finding]:
+def check_namespaces(job: Job, *, is_sandboxed: bool = False, look: OneLook | None = None) -> list[Finding]:
     """Processes with namespaces that the root of their tree does not have.
 
     Seen with CRIU 4.2.1: with a mount or network namespace of its own a child is dumped, and no restore succeeds,
     unless the root itself has one that is not CRIU's (pstree.c); with another one the dump fails. In gpucr's sandboxes
     CRIU is in the root's.
     """
+    look = look or OneLook()
     found = []
-    ours = _namespaces_of(os.getpid())
+    ours = look.namespaces("self", _NAMES)
     for tree in job.trees:
-        roots = _namespaces_of(tree.root.pid)
+        roots = look.namespaces(tree.root.pid, _NAMES)
         nested = [kind for kind in _MAY_NEST if not is_sandboxed and roots.get(kind) != ours.get(kind)]
+        expected = {name: roots.get(name.removesuffix(_FOR_CHILDREN)) for name in _NAMES}
         for process in tree.processes:
-            foreign = [
-                name
-                for kind, name in _KINDS.items()
-                if kind not in nested and any(link != roots.get(kind) for link in _links(process, kind))
-            ]
+            theirs = look.namespaces(process.pid, _NAMES)
+            kinds = [name.removesuffix(_FOR_CHILDREN) for name in theirs if theirs[name] != expected.get(name)]
+            foreign = [_KINDS[kind] for kind in dict.fromkeys(kinds) if kind not in nested]
             if foreign:
                 found.append(
                     facts.NAMESPACE.seen(
@@ -47,21 +46,6 @@ def check_namespaces(job: Job, *, is_sandboxed: bool = False) -> list[Finding]:
                 )
         if roots.get("user") != ours.get("user"):
             found += _unmapped(tree.root)
-    return found
-
-
-def _links(process: ProcessInfo, kind: str) -> Iterator[str]:
-    """Its namespace of this kind, and the one that its children get."""
-    for name in (kind, f"{kind}_for_children") if kind == "time" else (kind,):
-        with suppress(OSError):  # it has ended, or the kernel has none
-            yield os.readlink(f"{PROC}/{process.pid}/ns/{name}")
-
-
-def _namespaces_of(pid: int) -> dict[str, str]:
-    found = {}
-    for kind in _KINDS:
-        with suppress(OSError):
-            found[kind] = os.readlink(f"{PROC}/{pid}/ns/{kind}")
     return found
 
 

@@ -12,6 +12,7 @@ from msgspec import Struct
 from gpucr.diagnosis.preflight.findings import Finding
 from gpucr.diagnosis.preflight.support import machine as facts
 from gpucr.linux import cgroups, memory
+from gpucr.linux.one_look import OneLook
 from gpucr.model import Job
 from gpucr.quantities import format_bytes
 
@@ -79,6 +80,7 @@ def needs_of_dump(
     pids: Sequence[int],
     buffers_bytes: int,
     on_gpu: Mapping[str, int] = MappingProxyType({}),
+    look: OneLook | None = None,
 ) -> list[MemoryNeed]:
     """gpucr's staging files hold all device memory, and the snapshot as much again if it is in memory.
 
@@ -86,7 +88,8 @@ def needs_of_dump(
     that it will be made in; None: to another machine. ``buffers_bytes``: buffers of the saving threads. ``on_gpu``:
     device memory that goes straight from its GPU to the snapshot, in bytes per UUID.
     """
-    device_bytes, images_bytes = _total(held), sum(memory.anonymous_bytes(pid) for pid in pids)
+    look = look or OneLook()
+    device_bytes, images_bytes = _total(held), sum(look.anonymous_bytes(pid) for pid in pids)
     buffers_bytes = min(buffers_bytes, _BUFFERS_A_BYTE * (device_bytes + images_bytes))
     needs = [
         MemoryNeed(os.getpid(), max(0, device_bytes - sum(on_gpu.values()))),

@@ -13,23 +13,25 @@ from collections.abc import Iterator
 
 from gpucr.diagnosis.preflight.findings import Finding
 from gpucr.diagnosis.preflight.support import processes as facts
-from gpucr.linux import descriptor_scan, memory, proc_text
+from gpucr.linux import proc_text
+from gpucr.linux.one_look import OneLook
 from gpucr.linux.processes import PROC
 from gpucr.model import Job
 
 _KINDS = re.compile(r"fuse(\..*|blk)?|nfs\d?|cifs|smb\d?|9p|afs|ceph|lustre|gpfs|beegfs|panfs|glusterfs")
 
 
-def check_squashed_files(job: Job) -> list[Finding]:
+def check_squashed_files(job: Job, look: OneLook | None = None) -> list[Finding]:
     """One finding for each process that has some. None for an ordinary user, whose CRIU has the rights of the job."""
     if os.geteuid():
         return []
+    look = look or OneLook()
     names = {process.pid: process.name for process in job.processes}
     found: dict[int, list[str]] = {}
     for tree in job.trees:
         points = _points(tree.root.pid)
         seen: set[str] = set()
-        for pid, what, target, link in _links_of(tree) if points else ():
+        for pid, what, target, link in _links_of(tree, look) if points else ():
             if target.startswith(points) and target not in seen:
                 seen.add(target)
                 if not _may_open(link):
@@ -52,16 +54,16 @@ def _points(pid: int) -> tuple[str, ...]:
     return ()
 
 
-def _links_of(tree: Job) -> Iterator[tuple[int, str, str, str]]:
+def _links_of(tree: Job, look: OneLook) -> Iterator[tuple[int, str, str, str]]:
     """Programs, working folders, open and mapped files: what, its name, and a way to it."""
     for pid in tree.pids:
         folder = f"{PROC}/{pid}"
         with contextlib.suppress(OSError):
             for what in ("exe", "cwd"):
-                yield pid, what, f"{os.readlink(f'{folder}/{what}')}/", f"{folder}/{what}"
-            for mapping in memory.read_maps(pid):
-                yield pid, "mapped", mapping.path, f"{folder}/root{mapping.path}"
-    for target, files in descriptor_scan.descriptors_of(tree.pids).items():
+                yield pid, what, f"{look.link(pid, what)}/", f"{folder}/{what}"
+            for path in look.mapped(pid).paths:
+                yield pid, "mapped", path, f"{folder}/root{path}"
+    for target, files in look.files_of(tree.pids).items():
         yield files[0].pid, f"fd {files[0].fd}", target, f"{PROC}/{files[0].pid}/fd/{files[0].fd}"
 
 

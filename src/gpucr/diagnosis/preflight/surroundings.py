@@ -14,6 +14,7 @@ from gpucr.diagnosis.preflight.support import outside as facts
 from gpucr.diagnosis.preflight.support.fact import Fact
 from gpucr.linux import file_locks, files_in_use, processes, sock_diag
 from gpucr.linux.namespaces import namespace_id
+from gpucr.linux.one_look import OneLook
 from gpucr.model import Connection, Endpoint, FileLock, Job, JobFile
 from gpucr.network.filters import find_method
 from gpucr.network.kept import find
@@ -27,9 +28,11 @@ TcpMode = Literal["close", "keep"]
 _SHOWN = 3
 
 
-def check_outside_connections(job: Job, tcp: TcpMode = "close", *, left_running: bool = False) -> list[Finding]:
+def check_outside_connections(
+    job: Job, tcp: TcpMode = "close", *, left_running: bool = False, look: OneLook | None = None
+) -> list[Finding]:
     """Connections of a job that is to be dumped to programs outside it."""
-    found = sock_diag.outside_connections(sock_diag.sockets_of(job.pids))
+    found = sock_diag.outside_connections(sock_diag.sockets_of(job.pids, look))
     if tcp == "keep":
         elsewhere = [pid for pid in job.pids if _is_in_another_network(pid)]
         if elsewhere:

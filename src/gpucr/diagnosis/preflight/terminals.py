@@ -14,21 +14,23 @@ from collections.abc import Iterable, Iterator
 from gpucr.diagnosis.preflight.findings import Finding
 from gpucr.diagnosis.preflight.support import processes as facts
 from gpucr.linux import descriptor_scan, namespaces, processes
+from gpucr.linux.one_look import OneLook
 from gpucr.linux.processes import PROC, OpenFile
-from gpucr.linux.terminal import made_by
+from gpucr.linux.terminal import made_by, made_in
 from gpucr.model import Job
 
 _TERMINALS = "/dev/pts"
 _SLAVES = range(136, 144)  # UNIX98_PTY_SLAVE_MAJOR and what follows
 
 
-def check_foreign_terminals(job: Job) -> list[Finding]:
+def check_foreign_terminals(job: Job, look: OneLook | None = None) -> list[Finding]:
     """Pseudoterminals without their master in the tree, where CRIU would refuse them."""
     from gpucr.criu.options import is_shell_job  # a suspend does without CRIU
 
+    look = look or OneLook()
     found: list[Finding] = []
     for tree in job.trees:
-        foreign = dict(_foreign(tree))
+        foreign = dict(_foreign(tree, look))
         if not foreign:
             continue
         in_shell = is_shell_job(tree.root.pid, tree.pids)
@@ -60,9 +62,9 @@ def check_own_terminals(numbers: Iterable[int]) -> list[Finding]:
     ]
 
 
-def _foreign(tree: Job) -> Iterator[tuple[str, OpenFile]]:
-    files = descriptor_scan.descriptors_of(tree.pids)
-    own = {f"{_TERMINALS}/{index}" for pid in tree.pids for index in made_by(pid)}
+def _foreign(tree: Job, look: OneLook) -> Iterator[tuple[str, OpenFile]]:
+    files = look.files_of(tree.pids)
+    own = {f"{_TERMINALS}/{index}" for opened in files.values() for index in made_in(opened)}
     for target, opened in files.items():
         if target.startswith(f"{_TERMINALS}/") and target not in own and _is_slave(opened[0]):
             yield target.removesuffix(descriptor_scan.NAMELESS), opened[0]

@@ -16,9 +16,9 @@ from gpucr.helper.access import whose_criu
 from gpucr.linux import processes
 from gpucr.linux.files_in_use import linked_files
 from gpucr.linux.inherited import find_inherited
+from gpucr.linux.one_look import OneLook
 from gpucr.linux.pid_uses import PidUse
 from gpucr.linux.processes import PROC
-from gpucr.linux.sockets import sees_our_files
 from gpucr.model import CudaState, Job, ProcessInfo
 
 
@@ -73,11 +73,12 @@ def check_left_locked(job: Job) -> list[Finding]:
     ]
 
 
-def check_tracers(job: Job) -> list[Finding]:
+def check_tracers(job: Job, look: OneLook | None = None) -> list[Finding]:
     """Debuggers, strace and profilers: a process has at most one tracer, and CRIU must be it."""
+    look = look or OneLook()
     found = []
     for process in job.processes:
-        tracer = processes.tracer_pid(process.pid)
+        tracer = int(look.status_field(process.pid, "TracerPid") or 0)
         if tracer:
             found.append(
                 facts.TRACED.seen(
@@ -104,24 +105,26 @@ def check_limits(job: Job) -> list[Finding]:
     return found
 
 
-def check_interrupted(job: Job) -> list[Finding]:
+def check_interrupted(job: Job, look: OneLook | None = None) -> list[Finding]:
     """Programs that are known to end when a call of theirs ends with EINTR."""
+    look = look or OneLook()
     return [
         facts.SCRIPT.seen(f"/proc/{process.pid}/exe", process.pid, process=_name(process))
         for process in job.processes
-        if _program(process.pid) == "script"
+        if _program(process.pid, look) == "script"
     ]
 
 
-def _program(pid: int) -> str:
+def _program(pid: int, look: OneLook) -> str:
     with contextlib.suppress(OSError):
-        return os.path.basename(os.readlink(f"/proc/{pid}/exe"))
+        return os.path.basename(look.link(pid, "exe"))
     return ""
 
 
-def check_session(job: Job) -> list[Finding]:
+def check_session(job: Job, look: OneLook | None = None) -> list[Finding]:
     """Sessions that CRIU cannot restore: from outside the pid namespace, or from another branch of the tree."""
-    outside = next((each for each in job.processes if processes.innermost_session_id(each.pid) == 0), None)
+    look = look or OneLook()
+    outside = next((each for each in job.processes if _innermost_session(each.pid, look) == "0"), None)
     if outside is not None:
         return [
             facts.SESSION_OUTSIDE.seen(
@@ -140,6 +143,11 @@ def check_session(job: Job) -> list[Finding]:
         )
         for adopted, fact in _adopted(job)
     ]
+
+
+def _innermost_session(pid: int, look: OneLook) -> str | None:
+    """0 if it was created outside the process's own pid namespace. None: the process is gone."""
+    return (look.status_field(pid, "NSsid") or "").rpartition("\t")[2] or None
 
 
 def _adopted(job: Job) -> Iterator[tuple[ProcessInfo, Fact]]:
@@ -207,39 +215,38 @@ def check_terminal(job: Job) -> list[Finding]:
     return [facts.TERMINAL.seen(f"tty_nr in /proc/{job.root.pid}/stat", job.root.pid, process=_name(job.root))]
 
 
-def check_open_files(job: Job, *, is_sandboxed: bool = False) -> list[Finding]:
+def check_open_files(job: Job, *, is_sandboxed: bool = False, look: OneLook | None = None) -> list[Finding]:
     """Descriptors that CRIU cannot dump; a finding for each process and kind.
 
     Those of running CUDA processes go away with the checkpoint, as do those inherited by their children.
     ``is_sandboxed``: gpucr made the job's mounts, with this machine's files.
     """
+    look = look or OneLook()
     running = {member.pid for member in job.gang if member.found is not CudaState.CHECKPOINTED}
     passing = {(each.process.pid, fd) for each in find_inherited(job.processes, running) for fd in each.all_fds}
     found: list[Finding] = []
     judged: Judged = {}
     for process in job.processes:
-        files = [file for file in processes.open_files(process.pid) if (process.pid, file.fd) not in passing]
-        found += check_kinds(process, files, judged, in_gang=process.pid in running)
-        found += _linked_files(process, is_sandboxed=is_sandboxed)
+        files = [file for file in look.files(process.pid) if (process.pid, file.fd) not in passing]
+        found += check_kinds(process, files, judged, in_gang=process.pid in running, look=look)
+        found += _linked_files(process, look, is_sandboxed=is_sandboxed)
     return found
 
 
-def _linked_files(process: ProcessInfo, *, is_sandboxed: bool) -> list[Finding]:
+def _linked_files(process: ProcessInfo, look: OneLook, *, is_sandboxed: bool) -> list[Finding]:
     """Files whose opened name is gone while another name remains, which a restored job would miss.
 
     The snapshot has the content of those in /dev/shm, and of the others (see `gpucr.criu.linked_files`) if the process
     has this machine's mounts.
     """
-    shared = PROC / str(process.pid) / "root" / "dev" / "shm"
     written: set[str] = set()
     not_saved: set[str] = set()
     # Missing entries have ended, or permission is denied.
     with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
-        shared_device = shared.stat().st_dev if shared.is_dir() else None
-        is_saved = is_sandboxed or sees_our_files(process.pid)
-        for file in linked_files(process.pid):
-            if file.inode[0] != shared_device:
-                if not is_saved:
+        for file in linked_files(process.pid, look):
+            shared = PROC / str(process.pid) / "root" / "dev" / "shm"
+            if not shared.is_dir() or file.inode[0] != shared.stat().st_dev:
+                if not (is_sandboxed or look.sees_our_files(process.pid)):
                     not_saved.add(file.path)
                 elif file.is_written:
                     written.add(file.path)

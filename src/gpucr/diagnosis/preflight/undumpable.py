@@ -14,8 +14,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from gpucr.diagnosis.preflight.findings import Finding
 from gpucr.diagnosis.preflight.support import processes as facts
 from gpucr.diagnosis.preflight.support.fact import Fact
-from gpucr.linux import memory, namespaces, proc_text
+from gpucr.linux import memory, proc_text
 from gpucr.linux.inherited import NVIDIA_DEVICE
+from gpucr.linux.one_look import OneLook
 from gpucr.linux.processes import PROC, OpenFile
 from gpucr.model import ProcessInfo
 
@@ -41,14 +42,25 @@ Judged = dict[str, tuple[Fact, str] | None]
 """What was found out about files that the processes of a job have in common, by what leads to them."""
 
 
-def check_kinds(process: ProcessInfo, files: Sequence[OpenFile], judged: Judged, *, in_gang: bool) -> list[Finding]:
+def check_kinds(
+    process: ProcessInfo,
+    files: Sequence[OpenFile],
+    judged: Judged,
+    *,
+    in_gang: bool,
+    look: OneLook | None = None,
+) -> list[Finding]:
     """Descriptors and mappings of one process that CRIU refuses.
 
     ``in_gang``: it uses CUDA, and the driver closes what it has opened at the checkpoint: its devices, and files of the
     kernel without a name.
     """
     seen: dict[str, tuple[Fact, list[str]]] = {}
-    looked = (*_files(process, files, judged, in_gang), *_mappings(process), *_unread(process, files))
+    looked = (
+        *_files(process, files, judged, in_gang),
+        *_mappings(process, look or OneLook()),
+        *_unread(process, files),
+    )
     for fact, evidence in looked:
         seen.setdefault(fact.what, (fact, []))[1].append(evidence)
     return [
@@ -143,14 +155,14 @@ def is_message_queue(file: OpenFile) -> bool:
     return False
 
 
-def _mappings(process: ProcessInfo) -> Iterator[tuple[Fact, str]]:
+def _mappings(process: ProcessInfo, look: OneLook) -> Iterator[tuple[Fact, str]]:
     try:
-        mappings = memory.read_maps(process.pid)
-        shares_ipc = namespaces.namespace_id(process.pid, "ipc") == namespaces.namespace_id("self", "ipc")
+        paths = look.mapped(process.pid).paths
     except (FileNotFoundError, ProcessLookupError):
         return
-    for path in sorted({mapping.path for mapping in mappings if mapping.path.startswith("/")}):
-        if path.startswith(_SYSTEM_V) and path.endswith("(deleted)") and shares_ipc:
+    for path in sorted(path for path in paths if path.startswith((_SYSTEM_V, "/dev/"))):
+        is_deleted = path.endswith("(deleted)")
+        if path.startswith(_SYSTEM_V) and is_deleted and look.is_in_namespace_of(process.pid, "self", "ipc"):
             yield facts.SYSTEM_V, f"{path} in /proc/{process.pid}/maps"
         elif path.startswith("/dev/") and not path.startswith(_NOT_DEVICES) and not NVIDIA_DEVICE.match(path):
             yield facts.UNDUMPABLE, f"{path} in /proc/{process.pid}/maps"

@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from gpucr.diagnosis.preflight.findings import Finding
 from gpucr.diagnosis.preflight.support import processes as facts
 from gpucr.diagnosis.preflight.support.fact import Fact
-from gpucr.linux import descriptor_scan, proc_text, watches
+from gpucr.linux import proc_text, watches
+from gpucr.linux.one_look import OneLook
 from gpucr.linux.processes import PROC
 from gpucr.linux.watches import Watched
 from gpucr.model import Job
@@ -27,19 +28,20 @@ _SEARCHED = (
 _WITHOUT_LASTING_INODES = ("tmpfs", "devtmpfs")
 
 
-def check_watches(job: Job) -> list[Finding]:
+def check_watches(job: Job, look: OneLook | None = None) -> list[Finding]:
     """Those of each process that CRIU would not find, or leave out."""
+    look = look or OneLook()
     names = {process.pid: f"process {process.pid} ({process.name})" for process in job.processes}
     found: dict[tuple[str, int], Finding] = {}
     for tree in job.trees:
-        for pid, fact, evidence in _refused(tree):
+        for pid, fact, evidence in _refused(tree, look):
             found.setdefault((fact.what, pid), fact.seen(evidence, pid, process=names[pid]))
     return list(found.values())
 
 
-def _refused(tree: Job) -> Iterator[tuple[int, Fact, str]]:
+def _refused(tree: Job, look: OneLook) -> Iterator[tuple[int, Fact, str]]:
     lost: dict[tuple[int, int], tuple[int, Fact, str]] = {}
-    for target, files in descriptor_scan.descriptors_of(tree.pids).items():
+    for target, files in look.files_of(tree.pids).items():
         for file in files if target.startswith("anon_inode:") else ():
             for watched in watches.watched_by(file) if watches.is_watcher(file) else ():
                 where = f"/proc/{file.pid}/fd/{file.fd}"

@@ -17,8 +17,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from gpucr.diagnosis.preflight.findings import Finding
 from gpucr.diagnosis.preflight.support import processes as facts
 from gpucr.diagnosis.preflight.ties import cloned, files, memory, pidfds, pipes, sessions, sockets, terminals
-from gpucr.diagnosis.preflight.ties.look import Seen, Tie, look
+from gpucr.diagnosis.preflight.ties.look import Seen, Tie, look_at
 from gpucr.linux import processes
+from gpucr.linux.one_look import OneLook
 from gpucr.model import Job
 
 _FINDERS: tuple[Callable[[Seen], Iterator[Tie]], ...] = (
@@ -37,7 +38,12 @@ _WITH_UNSEEN = "run gpucr where it can be seen (outside the container, as root)"
 
 
 def check_ties(
-    job: Job, instead: Callable[[int], str], one_tree: Callable[[], str], *, apart_from: Collection[int] = ()
+    job: Job,
+    instead: Callable[[int], str],
+    one_tree: Callable[[], str],
+    *,
+    apart_from: Collection[int] = (),
+    look: OneLook | None = None,
 ) -> list[Finding]:
     """Findings against a dump of this job, for what its processes share with others, or its trees with each other.
 
@@ -47,17 +53,17 @@ def check_ties(
     What is there twice, a moment apart, counts: a process between fork and exec shares everything with its parent, and
     a look into the job is a connection to it.
     """
-    found = _ties(job, apart_from)
+    found = _ties(job, look or OneLook(), apart_from)
     if found:
         time.sleep(_PAUSE_S)
-        again = {tie.key for tie in _ties(job, apart_from)}
+        again = {tie.key for tie in _ties(job, OneLook(), apart_from)}
         found = [tie for tie in found if tie.key in again]
     trees = {process.pid: tree.root.pid for tree in job.trees for process in tree.processes}
     return [_finding(each, count, trees, instead, one_tree) for each, count in _grouped(found, trees)]
 
 
-def _ties(job: Job, apart_from: Collection[int]) -> list[Tie]:
-    seen = look(job, apart_from)
+def _ties(job: Job, look: OneLook, apart_from: Collection[int]) -> list[Tie]:
+    seen = look_at(job, look, apart_from)
     return [tie for tree in seen.trees() for find in _FINDERS for tie in find(tree)]
 
 

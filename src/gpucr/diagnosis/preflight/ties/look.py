@@ -14,8 +14,9 @@ from msgspec import Struct
 from gpucr.diagnosis.preflight.support.fact import Fact
 from gpucr.linux import descriptor_scan, namespaces, proc_text, processes, unix_diag
 from gpucr.linux.descriptor_scan import Kin, MemoryKey, is_memory
+from gpucr.linux.one_look import OneLook
 from gpucr.linux.processes import PROC, OpenFile
-from gpucr.linux.terminal import MASTER, made_by
+from gpucr.linux.terminal import MASTER, made_in
 from gpucr.linux.unix_diag import UnixSocket
 from gpucr.model import Job, ProcessInfo
 
@@ -61,10 +62,14 @@ Use = TypeVar("Use", OpenFile, MemoryUse)
 
 
 class Seen(Struct, frozen=True):
-    """One tree, and what it may share. ``others`` are outside the tree: strangers, or of another tree of the job."""
+    """One tree, and what it may share. ``others`` are outside the tree: strangers, or of another tree of the job.
+
+    ``pids``: of the tree.
+    """
 
     job: Job
     tree: tuple[ProcessInfo, ...]
+    pids: frozenset[int]
     files: Files
     others: Files
     memory: Memory
@@ -73,11 +78,6 @@ class Seen(Struct, frozen=True):
     kin: Mapping[int, Kin]
     other_kin: Mapping[int, Kin]
 
-    @property
-    def pids(self) -> frozenset[int]:
-        """Of the tree."""
-        return frozenset(process.pid for process in self.tree)
-
     def nearest(self, files: Iterable[OpenFile]) -> OpenFile:
         """Of several who share something, the one to name: of the job, else an ancestor of the tree, before others."""
         above, job = processes.ancestors(self.tree[0].pid) - {1}, set(self.job.pids)
@@ -85,7 +85,7 @@ class Seen(Struct, frozen=True):
 
 
 class Look(Struct, frozen=True):
-    """Everything about a job, and about others. Made by `look`."""
+    """Everything about a job, and about others. Made by `look_at`."""
 
     job: Job
     files: Files
@@ -104,19 +104,21 @@ class Look(Struct, frozen=True):
             memory, other_memory = _divided(self.memory, self.strangers_memory, own)
             kin = {pid: each for pid, each in self.kin.items() if pid in own}
             other_kin = {pid: each for pid, each in self.kin.items() if pid not in own} | dict(self.stranger_kin)
-            yield Seen(self.job, tree.processes, files, other_files, memory, other_memory, self.sockets, kin, other_kin)
+            yield Seen(
+                self.job, tree.processes, own, files, other_files, memory, other_memory, self.sockets, kin, other_kin
+            )
 
 
-def look(job: Job, apart_from: Collection[int] = ()) -> Look:
+def look_at(job: Job, look: OneLook, apart_from: Collection[int] = ()) -> Look:
     """Look at all descriptors and shared memory of a job, and at those of all other processes that may be the same.
 
     Processes that the caller may not look into seem to share nothing. Changes nothing.
     """
-    files = descriptor_scan.descriptors_of(job.pids)
+    files = look.files_of(job.pids)
     sockets, peers = _sockets(job, files)
-    masters = {f"/dev/pts/{index}" for pid in job.pids for index in made_by(pid)} if _has_masters(files) else set()
+    masters = {f"/dev/pts/{index}" for opened in files.values() for index in made_in(opened)}
     wanted = {target for target in files if may_be_shared(target)} | peers | masters
-    memory = _memory(files, job.pids)
+    memory = _memory(files, job.pids, look)
     stranger_pids = descriptor_scan.other_pids({*job.pids, *apart_from})
     strangers = descriptor_scan.descriptors_of(stranger_pids, wanted) if wanted else {}
     strangers_memory = _memory_of(strangers, memory)
@@ -158,10 +160,6 @@ def fdinfo(file: OpenFile) -> list[str]:
         return []
 
 
-def _has_masters(files: Files) -> bool:
-    return any(target.endswith(MASTER) for target in files)
-
-
 def _sockets(job: Job, files: Files) -> tuple[dict[int, UnixSocket], set[str]]:
     """The job's local sockets, and what leads to those at their other ends."""
     inodes: dict[int, list[int]] = {}  # by a process whose network namespace has them
@@ -182,13 +180,14 @@ def _sockets(job: Job, files: Files) -> tuple[dict[int, UnixSocket], set[str]]:
     return found, {f"socket:[{each.peer_inode}]" for each in found.values() if each.peer_inode}
 
 
-def _memory(files: Files, pids: Iterable[int]) -> dict[MemoryKey, list[MemoryUse]]:
+def _memory(files: Files, pids: Iterable[int], look: OneLook) -> dict[MemoryKey, list[MemoryUse]]:
     """The memory that these processes have mapped or open."""
     found = _memory_of(files)
     for pid in pids:
-        for mapping in descriptor_scan.shared_mappings(pid):
-            if not mapping.path.startswith(_OURS):
-                found.setdefault(mapping.key, []).append(MemoryUse(pid, mapping.path, mapping.is_writable))
+        with contextlib.suppress(OSError):  # it has ended, or the caller may not look
+            for mapping in descriptor_scan.shared_mappings_in(look.mapped(pid).passing, pid):
+                if not mapping.path.startswith(_OURS):
+                    found.setdefault(mapping.key, []).append(MemoryUse(pid, mapping.path, mapping.is_writable))
     return found
 
 
