@@ -235,6 +235,8 @@ class Forwarder:
             if time.monotonic() > self._new_until_s or self._phase == "gone":
                 raise NotServed("no-listener", f"the job {self._job.name} does not listen on port {job_port}")
             await asyncio.sleep(_TRY_PORT_EVERY_S)
+            with contextlib.suppress(GpucrError):
+                await self._aside(self._job.look)  # it may have been restored, with another network
 
     def passed(self, connection: Connection, *, from_client: int = 0, to_client: int = 0) -> None:
         """See `Served`."""

@@ -61,6 +61,7 @@ class ServedJob:
         self._folder = folder
         self._settings = settings
         self.state: OnDemandState = folder.state()
+        self._record: JobRecord | None = None
 
     def update(self, **changes: object) -> None:
         """Change members of the state. A full disk does not stop a forwarder."""
@@ -74,7 +75,7 @@ class ServedJob:
         """Where it is now. Raises Unsupported if the registry cannot be read."""
         with registry_in_use():
             listed = registry().look(self.name)
-        record = listed.record if listed is not None else None
+        record = self._record = listed.record if listed is not None else None
         known = self.state.device_bytes or None
         if listed is None or record is None:
             return self._without("it was forgotten" if listed is None else "its record is damaged")
@@ -213,15 +214,14 @@ class ServedJob:
     # --- its port --------------------------------------------------------------------------------------------------
 
     def socket(self, family: socket.AddressFamily) -> socket.socket:
-        """A socket in the job's network. Raises NotPermitted, Unsupported, OSError."""
+        """A socket in the job's network, as of the last look. Raises NotPermitted, Unsupported, OSError."""
 
         def make() -> socket.socket:
             return socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
 
-        record = self.record()
-        if record is None or not has_own_network(record):
+        if self._record is None or not has_own_network(self._record):
             return make()
-        return in_network_of(record, make)
+        return in_network_of(self._record, make)
 
     def record(self) -> JobRecord | None:
         """Its record now."""
