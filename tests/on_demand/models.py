@@ -21,6 +21,7 @@ from gpucr.on_demand.folder import OnDemandFolder, on_demand
 from gpucr.on_demand.listing import OnDemandJob, look
 from gpucr.on_demand.start import end_forwarders, serve_on_demand
 from gpucr.operations.end_job import end_processes
+from tests import command
 from tests.counter import DEADLINE_S, wait_until
 from tests.ports import lasting_port
 
@@ -136,6 +137,16 @@ class Models:
             environment=variables,
         )  # fmt: skip
         wait_until(lambda: "ready" in made.record.log.read_text(), f"{name} to listen")
+        return made
+
+    def later(self, name: str, *options: object, mib: int = 80) -> Model:
+        """A model that starts when it is asked."""
+        made = Model(name)
+        done = command.run(
+            "run", "--name", name, "--no-isolate", "--on-demand", made.listen, "--http", "--start", "lazily",
+            "--cwd", self.folder, *options, "--", *made.command(mib, "0"),
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
         return made
 
     def asleep(self, name: str, **how: Any) -> Model:

@@ -123,13 +123,7 @@ def test_jobs_on_several_gpus(models: Models) -> None:
 
 def test_a_job_starts_when_it_is_asked(models: Models) -> None:
     busy = models.start("busy", mib=150)
-    later = Model("later")
-    done = command.run(
-        "run", "--name", "later", "--no-isolate", "--on-demand", later.listen, "--http", "--start", "lazily",
-        "--idle", "300s", "--", *later.command(150, "0"),
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "it starts when it is asked" in done.stdout
+    later = models.later("later", "--idle", "300s", mib=150)
     assert (later.phase, later.state) == ("unstarted", "unknown")
     assert later.ask() == "later 101"
     assert busy.phase == "asleep"

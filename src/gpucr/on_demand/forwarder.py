@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
+from gpucr import Cancellation
 from gpucr.errors import GpucrError, JobDamaged, reason_of
 from gpucr.linux import processes
 from gpucr.on_demand import policy
@@ -26,7 +27,6 @@ from gpucr.on_demand.policy import Contender, Phase
 from gpucr.on_demand.settings import OnDemand
 from gpucr.on_demand.turn import GaveUp, Turn, Woken, sleep_with_room
 from gpucr.records import DEFAULT_PRIORITY, to_json
-from gpucr.undo.cancellation import Cancellation
 
 LOOK_EVERY_S = 1.0
 """How often it looks whether somebody else has changed the job: ended, suspended or resumed it."""
@@ -124,10 +124,11 @@ class Forwarder:
                 seen = await self._aside(self._job.look)
             except (GpucrError, OSError):
                 return  # the next look may show more
-            before = self._phase
             self._take(seen)
-            if self._needs is None or seen.where == "awake" or self._phase != before:
-                await self._learn(seen)
+            with contextlib.suppress(GpucrError, OSError):
+                self._needs = self._job.learn_needs(seen)
+                if self._needs is None:
+                    self._may_use = await self._aside(self._job.may_use)
 
     def _take(self, seen: Seen) -> None:
         self._priority, self._where = seen.priority, seen.where
@@ -140,12 +141,6 @@ class Forwarder:
             if seen.where in ("awake", "asleep"):
                 self._job.note(asleep=seen.where == "asleep")
             self._enter(phase)
-
-    async def _learn(self, seen: Seen) -> None:
-        with contextlib.suppress(GpucrError, OSError):
-            self._needs = await self._aside(lambda: self._job.learn_needs(seen))
-            if self._needs is None:
-                self._may_use = await self._aside(self._job.may_use)
 
     # --- requests --------------------------------------------------------------------------------------------------
 
@@ -340,7 +335,6 @@ class Forwarder:
             seconds = round(time.monotonic() - begun_s, 3)
             self._folder.tell("asleep", reason=reason, seconds=seconds)
             self._where = "asleep"
-            await self._learn(Seen("asleep", self._needs, self._priority))
             self._stirred.set()
             return True
 

@@ -6,36 +6,33 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
 
 from msgspec import Struct
 from msgspec.structs import replace
 
+from gpucr import Cancellation, Secret
 from gpucr.driver.gpus import list_gpus, visible_gpus
 from gpucr.errors import GpucrError, InvalidRequest, NotACudaProcess, NotPermitted, Unsupported, reason_of
-from gpucr.gpu_state.gpu_choice import GpuRequest
+from gpucr.gpu_state import suspended
 from gpucr.jobs.record import JobRecord
 from gpucr.jobs.registered import registry, registry_in_use
-from gpucr.linux import namespaces, processes
+from gpucr.linux import claims, namespaces, processes
 from gpucr.model import CudaState
 from gpucr.on_demand.folder import OnDemandFolder, OnDemandState
 from gpucr.on_demand.policy import Bytes
 from gpucr.on_demand.settings import OnDemand
-from gpucr.operations.chosen import Chosen, when_free
+from gpucr.operations.chosen import when_free
 from gpucr.operations.dump import dump
 from gpucr.operations.launch import launch
-from gpucr.operations.listing import job_states
-from gpucr.operations.requests import LaunchRequest, ResumeRequest, SuspendRequest
+from gpucr.operations.listing import ProcessState, job_states
+from gpucr.operations.requests import LaunchRequest
 from gpucr.operations.restore import restore
-from gpucr.operations.several import plan_of_resumes
 from gpucr.operations.stores import remove_snapshot
-from gpucr.operations.suspend import run_resume, run_suspend
+from gpucr.operations.suspend import resume, suspend
 from gpucr.records import DEFAULT_PRIORITY
-from gpucr.store.keys import Secret
 from gpucr.supervise.folder import SupervisedFolder
-from gpucr.undo.cancellation import Cancellation
-from gpucr.undo.operation import Terms
 
 Where = Literal["awake", "asleep", "stored", "unstarted", "lent", "gone"]
 """``asleep``: in host memory. ``stored``: in a snapshot. ``lent``: a borrower has its GPUs. ``gone``: it has ended."""
@@ -92,13 +89,10 @@ class ServedJob:
             return Seen("awake", known, record.priority)
         except (GpucrError, OSError) as e:
             return Seen("gone", known, record.priority, reason_of(e))
-        if any(each.state is CudaState.CHECKPOINTED for each in states):
-            return Seen("asleep", known, record.priority)
-        held: dict[str, int] = {}
-        for each in states:
-            for uuid, size_bytes in each.device_bytes.items():
-                held[uuid] = held.get(uuid, 0) + size_bytes
-        return Seen("awake", held or known, record.priority)
+        if any(each.state is CudaState.CHECKPOINTED for each in states) or _is_left_behind(states):
+            notes = [suspended.recall(each.process.id) for each in states]
+            return Seen("asleep", _sum(note.device_bytes for note in notes if note) or known, record.priority)
+        return Seen("awake", _sum(each.device_bytes for each in states) or known, record.priority)
 
     def _without(self, why: str) -> Seen:
         first, known = self._settings.first_start, self.state.device_bytes or None
@@ -119,11 +113,8 @@ class ServedJob:
         return tuple(gpu.uuid for gpu in visible_gpus(list_gpus(), variables))
 
     def learn_needs(self, seen: Seen) -> Bytes | None:
-        """What it needs on its GPUs, as exactly as can be known where it is now; noted for later."""
+        """What it needs on its GPUs; noted for a time when it is not there."""
         found = seen.device_bytes
-        if seen.where == "asleep":
-            (outlook,) = plan_of_resumes(Chosen((self.name,)), GpuRequest(), only=False, force=False)
-            found = outlook.device_bytes or found
         if found and found != self.state.device_bytes:
             self.update(device_bytes=dict(found))
         return found
@@ -138,7 +129,7 @@ class ServedJob:
         begun_s = time.monotonic()
         self._mark(asleep=True)
         try:
-            when_free(lambda: run_suspend(SuspendRequest(self.name), Terms(cancel=cancel)), cancel, _BUSY_S)
+            when_free(lambda: suspend(self.name, cancel=cancel), cancel, _BUSY_S)
         except BaseException:
             with contextlib.suppress(GpucrError):
                 self._mark(asleep=False)
@@ -168,7 +159,7 @@ class ServedJob:
         self.update(wake_s=time.monotonic() - begun_s, asleep_since_s=None)
 
     def _resume(self, cancel: Cancellation) -> None:
-        when_free(lambda: run_resume(ResumeRequest(self.name), Terms(cancel=cancel)), cancel, _BUSY_S)
+        when_free(lambda: resume(self.name, cancel=cancel), cancel, _BUSY_S)
 
     def note(self, *, asleep: bool) -> None:
         """Somebody else has woken it, or put it to sleep: note that, so that it counts as if the forwarder had."""
@@ -228,6 +219,21 @@ class ServedJob:
         with registry_in_use():
             listed = registry().look(self.name)
         return listed.record if listed is not None else None
+
+
+def _is_left_behind(states: Sequence[ProcessState]) -> bool:
+    """Whether it is locked, and nobody works on it: a gpucr was killed together with its guard. A resume ends that."""
+    if all(each.state is not CudaState.LOCKED for each in states):
+        return False
+    return not claims.at_work_on(each.process.pid for each in states)
+
+
+def _sum(parts: Iterable[Bytes]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for part in parts:
+        for uuid, size_bytes in part.items():
+            found[uuid] = found.get(uuid, 0) + size_bytes
+    return found
 
 
 def has_own_network(record: JobRecord) -> bool:

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from msgspec import Struct
 from msgspec.structs import replace
 
+from gpucr import Secret
 from gpucr.driver.gpus import list_gpus
 from gpucr.errors import BrokenInstall, DeadlineExceeded, GpucrError, InvalidRequest
 from gpucr.jobs.names import check_name
@@ -30,7 +31,6 @@ from gpucr.operations.launch import LaunchPlan, StartedJob, launch, plan_of_laun
 from gpucr.operations.requests import LaunchRequest
 from gpucr.operations.several import plan_suspend
 from gpucr.quantities import whole_number
-from gpucr.store.keys import Secret
 from gpucr.supervise.start import require_store
 
 _MOST_ANSWER_BYTES = 4096

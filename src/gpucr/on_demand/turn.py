@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 
 from msgspec import Struct
 
+from gpucr import Cancellation
 from gpucr.borrow import ledger
 from gpucr.driver.gpus import list_gpus, nvml_kept_open
 from gpucr.errors import Busy, GpucrError, GpuFull, Unsupported
@@ -25,7 +26,6 @@ from gpucr.on_demand.policy import Contender, Never, Wait
 from gpucr.operations.chosen import lent_jobs
 from gpucr.quantities import format_bytes
 from gpucr.records import to_json
-from gpucr.undo.cancellation import Cancellation
 
 POLL_S = 0.05
 ANSWER_LIMIT_S = 600.0
