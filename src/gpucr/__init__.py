@@ -72,6 +72,16 @@ if TYPE_CHECKING:
     from gpucr.nodes.parts import PartReport
     from gpucr.nodes.rendezvous import Rendezvous
     from gpucr.nodes.restore import restore_part
+    from gpucr.on_demand.folder import OnDemandCounts
+    from gpucr.on_demand.listing import OnDemandJob, list_on_demand
+    from gpucr.on_demand.start import (
+        ForwarderStarted,
+        OnDemandPlan,
+        end_forwarders,
+        plan_on_demand,
+        serve_on_demand,
+        start_missing_forwarders,
+    )
     from gpucr.operations.dump import DumpReport, dump, plan_dump
     from gpucr.operations.freeze import FrozenJob, freeze, plan_freeze
     from gpucr.operations.gpu_jobs import GpuJob, list_gpu_jobs
@@ -161,6 +171,12 @@ _HOMES = {
     "gpucr.nodes.parts": ("PartReport",),
     "gpucr.nodes.rendezvous": ("Rendezvous",),
     "gpucr.nodes.restore": ("restore_part",),
+    "gpucr.on_demand.folder": ("OnDemandCounts",),
+    "gpucr.on_demand.listing": ("OnDemandJob", "list_on_demand"),
+    "gpucr.on_demand.start": (
+        "ForwarderStarted", "OnDemandPlan", "end_forwarders", "plan_on_demand", "serve_on_demand",
+        "start_missing_forwarders",
+    ),
     "gpucr.operations.dump": ("DumpReport", "dump", "plan_dump"),
     "gpucr.operations.freeze": ("FrozenJob", "freeze", "plan_freeze"),
     "gpucr.operations.gpu_jobs": ("GpuJob", "list_gpu_jobs"),
@@ -235,6 +251,7 @@ __all__ = [
     "Event",
     "FilesMode",
     "Finding",
+    "ForwarderStarted",
     "FrozenJob",
     "GangLock",
     "Gpu",
@@ -271,6 +288,9 @@ __all__ = [
     "NotACudaProcess",
     "NotPermitted",
     "NotSupportedByDriver",
+    "OnDemandCounts",
+    "OnDemandJob",
+    "OnDemandPlan",
     "OnEvent",
     "OnProgress",
     "OpenDescriptor",
@@ -337,6 +357,7 @@ __all__ = [
     "doctor",
     "dump",
     "dump_part",
+    "end_forwarders",
     "end_supervisors",
     "find_container",
     "forget_job",
@@ -349,6 +370,7 @@ __all__ = [
     "list_cuda_processes",
     "list_gpu_jobs",
     "list_jobs",
+    "list_on_demand",
     "list_snapshots",
     "move",
     "open_snapshot",
@@ -357,6 +379,7 @@ __all__ = [
     "plan_freeze",
     "plan_job",
     "plan_move",
+    "plan_on_demand",
     "plan_restore",
     "plan_resume",
     "plan_suspend",
@@ -371,6 +394,8 @@ __all__ = [
     "resume_jobs",
     "run_job",
     "run_supervised",
+    "serve_on_demand",
+    "start_missing_forwarders",
     "stop_job",
     "store_keys",
     "subscribe",

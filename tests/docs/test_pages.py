@@ -66,8 +66,8 @@ def test_every_number_of_a_decision_is_in_their_index() -> None:
 def test_the_commands_and_options_of_a_page_exist(path: Path) -> None:
     """In the text and in the examples."""
     text = path.read_text()
-    typed = re.findall(r"`gpucr ([a-z]+)([^`\n]*)`", without_fences(text))
-    typed += re.findall(r"^(?:[#$] )?gpucr ([a-z]+)(.*)$", fences(text), re.MULTILINE)
+    typed = re.findall(r"`gpucr ([a-z]+(?:-[a-z]+)*)([^`\n]*)`", without_fences(text))
+    typed += re.findall(r"^(?:[#$] )?gpucr ([a-z]+(?:-[a-z]+)*)(.*)$", fences(text), re.MULTILINE)
     for name, rest in typed:
         assert f"gpucr {name}" in COMMANDS
         assert unknown_options(name, rest) == set(), f"gpucr {name}"

@@ -31,6 +31,10 @@ from gpucr.linux import unit_files
 from gpucr.linux.process_records import ProcessRecords
 from gpucr.model import ProcessId
 from gpucr.network import records as network_records
+from gpucr.on_demand import listing
+from gpucr.on_demand.address import Address
+from gpucr.on_demand.folder import OnDemandFolder
+from gpucr.on_demand.settings import OnDemand
 from gpucr.privileged import sandboxes
 from gpucr.privileged.keys import Keys, SignedFile, signature
 from gpucr.privileged.rights import Refused
@@ -188,6 +192,32 @@ def supervision_state(data: bytes) -> bool:
     return True
 
 
+def on_demand_settings(data: bytes) -> bool:
+    with state_folder("on-demand/llama/settings.json", data):
+        try:
+            found = OnDemandFolder("llama").settings()
+        except GpucrError as e:
+            return refused(e, "GPUCR-ON-DEMAND-DAMAGED")
+    found.check()
+    assert all(map(str, found.listen))
+    return True
+
+
+def on_demand_state(data: bytes) -> bool:
+    with state_folder("on-demand/llama/state.json", data):
+        folder = OnDemandFolder("llama")
+        folder.forwarder()
+        try:
+            found = folder.state()
+        except GpucrError as e:
+            return refused(e, "GPUCR-ON-DEMAND-DAMAGED")
+        folder.write_state(found)
+        assert folder.state() == found
+        folder.write_settings(OnDemand((Address(8000, port=8001),)))
+        assert listing.look("llama") is not None
+    return True
+
+
 def borrower(data: bytes) -> bool:
     with state_folder("borrow/borrow-1.json", data):
         try:
@@ -262,6 +292,7 @@ TARGETS: dict[str, Target] = {
     for each in (
         job_record, registry, job_status, process_note, network_record, sandbox_note, canary_results, guard_record,
         keeper_tag, container, supervision_settings, supervision_state, borrower, helper_signature,
+        on_demand_settings, on_demand_state,
         unit_file, criu_conf,
     )
 }  # fmt: skip

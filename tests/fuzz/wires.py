@@ -34,6 +34,8 @@ from gpucr.jobs.sandbox.started import StartedKeeper
 from gpucr.model import ProcessId
 from gpucr.nodes import wire
 from gpucr.nodes.wire import Channel, WrongSecret
+from gpucr.on_demand import listing, neighbours, policy
+from gpucr.on_demand.policy import Contender
 from gpucr.records import UNREADABLE, RecordError, decode, decoder
 from gpucr.undo.guard import Guard
 from gpucr.undo.guard_process import Post
@@ -307,10 +309,37 @@ def helpers_message(data: bytes) -> bool:
     return True
 
 
+# --- forwarders ----------------------------------------------------------------------------------------------------
+
+
+def forwarders_message(data: bytes) -> bool:
+    """Another user's, too: it is taken for that user, and decided about."""
+    try:
+        found = neighbours.contender_in(neighbours.message_in(data), "for", 4711)
+    except ValueError:
+        return False
+    assert found.uid == 4711
+    me = Contender("me", 0, "waiting", 100, {"GPU-0": 40}, 10.0, waits_since_s=1.0)
+    policy.decide(me, [found], {"GPU-0": 100}, {"GPU-0": 20}, 1000.0)
+    policy.decide(found, [me], {"GPU-0": 100}, {"GPU-0": 20}, 1000.0)
+    assert policy.makes_room(me, found, 1000.0) == "no"
+    return True
+
+
+def forwarders_status(data: bytes) -> bool:
+    try:
+        found = listing._served("llama", None, (), neighbours.message_in(data))
+    except (ValueError, KeyError, TypeError):
+        return False
+    assert found.name == "llama"
+    return True
+
+
 TARGETS: dict[str, Target] = {
     each.__name__: each
     for each in (
         nodes_message, nodes_handshake, keepers_word, word_to_a_keeper, guards_answer, word_to_the_guard, agents_answer,
         shares_kept, carriers_answer, request_to_a_carrier, attendants_answer, ray_start, ray_answers, helpers_message,
+        forwarders_message, forwarders_status,
     )
 }  # fmt: skip

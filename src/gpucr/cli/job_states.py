@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import signal
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gpucr.cli.output import printable
 from gpucr.jobs.record import JobState
+from gpucr.quantities import format_seconds
+
+if TYPE_CHECKING:
+    from gpucr.on_demand.listing import OnDemandJob
 
 
 def state_text(state: JobState, detail: str | None = None, *, word: str | None = None) -> str:
@@ -17,6 +21,16 @@ def state_text(state: JobState, detail: str | None = None, *, word: str | None =
         detail = _signal_name(state.signal)
     word = word or state.word
     return word if detail is None else f"{word} ({printable(detail)})"
+
+
+def on_demand_text(job: OnDemandJob | None) -> str:
+    """``serving``, ``asleep 5 min``, ``waiting (3 wait)``; ``-`` for a job that is not served on demand."""
+    if job is None:
+        return "-"
+    words = job.phase
+    if job.idle_s is not None and job.phase in ("asleep", "serving") and not job.open_requests:
+        words += f", idle {format_seconds(job.idle_s)}"
+    return f"{words} ({job.waiting} wait)" if job.waiting else words
 
 
 def state_fields(state: JobState) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pwd
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -32,7 +33,11 @@ _SHARED_COLUMNS = (
 )
 _WAY = Column("WAY", rank=8)
 _CHECK = Column("CHECKPOINTABLE")
-_KEPT = (Column("SNAPSHOT", rank=1, is_number=True), Column("RESTARTS", rank=1, is_number=True))
+_KEPT = (
+    Column("SNAPSHOT", rank=1, is_number=True),
+    Column("RESTARTS", rank=1, is_number=True),
+    Column("ON DEMAND", rank=1, least=8),
+)
 _COMMAND = Column("COMMAND", rank=3, least=_SHORTEST_COMMAND, keeps_end=False)
 
 
@@ -56,35 +61,40 @@ def process_lines(jobs: Sequence[GpuJob], gpus: Sequence[Gpu], width: int | None
 
 
 class Kept(Struct, frozen=True):
-    """What a supervisor has done for a job: seconds since the last snapshot (None: there is none), and restarts."""
+    """What a supervisor has done for a job: seconds since the last snapshot (None: there is none), and restarts.
 
-    snapshot_age_s: float | None
-    restarts: int
+    ``on_demand``: what its forwarder does, in words. None: it has no supervisor, no forwarder.
+    """
 
-    def cells(self) -> tuple[str, str]:
-        """The two columns' cells."""
+    snapshot_age_s: float | None = None
+    restarts: int | None = None
+    on_demand: str | None = None
+
+    def cells(self) -> tuple[str, str, str]:
+        """The columns' cells."""
         age = "-" if self.snapshot_age_s is None else format_seconds(max(self.snapshot_age_s, 0.0))
-        return age, str(self.restarts)
+        return age, "-" if self.restarts is None else str(self.restarts), self.on_demand or "-"
 
 
 def job_lines(
     jobs: Sequence[GpuJob], gpus: Sequence[Gpu], width: int | None, kept: Mapping[str, Kept] = MappingProxyType({})
 ) -> list[str]:
-    """A table with a line per job; ``kept``, by name, is shown if one of them is supervised."""
+    """A table with a line per job; ``kept``, by name, is shown if one of them is supervised or served on demand."""
     columns = (Column("PID", is_number=True), Column("NAME", least=_SHORTEST_NAME), Column("N", rank=7, is_number=True))
-    is_kept = any(job.name in kept for job in jobs)
+    facts = [kept.get(job.name or "", Kept()) for job in jobs]
+    shown = [any(each.restarts is not None for each in facts)] * 2 + [any(each.on_demand for each in facts)]
     rows = [
         (
             str(job.pid),
             job.name or "-",
             str(len(job.processes)),
             *_job_cells(job, gpus),
-            *((facts.cells() if (facts := kept.get(job.name or "")) else ("-", "-")) if is_kept else ()),
+            *itertools.compress(each.cells(), shown),
             command_of(job),
         )
-        for job in jobs
+        for job, each in zip(jobs, facts, strict=True)
     ]
-    return fit((*columns, *_SHARED_COLUMNS, *(_KEPT if is_kept else ()), _COMMAND), rows, width)
+    return fit((*columns, *_SHARED_COLUMNS, *itertools.compress(_KEPT, shown), _COMMAND), rows, width)
 
 
 def as_json_records(jobs: Sequence[GpuJob]) -> dict[str, Any]:

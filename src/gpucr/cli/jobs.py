@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from gpucr.cli.columns import Column, fit, terminal_width, wrapped
-from gpucr.cli.job_states import state_text
+from gpucr.cli.job_states import on_demand_text, state_text
 from gpucr.cli.options import JobTarget, json_option
 from gpucr.cli.output import print_json, printable
 from gpucr.errors import GpucrError, InvalidRequest
@@ -22,10 +22,12 @@ from gpucr.jobs.record import JobRecord
 from gpucr.jobs.registered import find_by_pid_or_name
 from gpucr.jobs.registry import ListedJob, is_gone
 from gpucr.model import ProcessId
+from gpucr.on_demand.folder import OnDemandFolder
+from gpucr.on_demand.listing import OnDemandJob, list_on_demand
 from gpucr.operations.gpu_jobs import device_bytes_of_jobs
 from gpucr.operations.launch import forget_jobs, list_jobs
 from gpucr.quantities import format_bytes, format_seconds
-from gpucr.records import DEFAULT_PRIORITY
+from gpucr.records import DEFAULT_PRIORITY, to_json
 from gpucr.supervise.folder import UNFINISHED, SupervisedFolder, SupervisedState, as_time
 
 _OPTIONAL = (
@@ -36,6 +38,7 @@ _OPTIONAL = (
     Column("NEXT", rank=8, is_number=True),
     Column("RESTARTS", rank=7, is_number=True),
     Column("SUPERVISOR", rank=9, is_number=True),
+    Column("ON DEMAND", rank=2, least=8),
 )
 """Shown if a job has something to show there."""
 _COLUMNS = (
@@ -89,6 +92,7 @@ def command(
         found: Sequence[ListedJob] = forget_jobs(map(str, targets), force=force)
         for job in found:
             SupervisedFolder(job.name).remove()
+            OnDemandFolder(job.name).remove()
         if not as_json:
             for job in found:
                 click.echo(f"{job.name} forgotten ({_state_text(job)}){_kept(job, force=force)}")
@@ -134,6 +138,7 @@ class _More:
     waits_for: tuple[str, ...] = ()
     is_dumped: bool = False
     restart: str | None = None
+    on_demand: OnDemandJob | None = None
 
     @property
     def is_wanted(self) -> bool:
@@ -144,7 +149,8 @@ class _More:
         """The optional columns' cells."""
         is_usual = record is None or record.priority == DEFAULT_PRIORITY
         lent_to = (", ".join(self.waits_for) or "nobody") if self.is_lent else "-"
-        return ("-" if is_usual or record is None else str(record.priority), lent_to, *self._other_cells())
+        priority = "-" if is_usual or record is None else str(record.priority)
+        return (priority, lent_to, *self._other_cells(), on_demand_text(self.on_demand))
 
     def _other_cells(self) -> tuple[str, ...]:
         now_s, state = time.time(), self.state
@@ -182,6 +188,7 @@ def _more(found: Sequence[ListedJob]) -> dict[str, _More]:
 
         with contextlib.suppress(GpucrError):
             lent = {each.name: each.waits_for for each in list_borrowed().lent}
+    served = {each.name: each for each in list_on_demand()}
     for job in found:
         if others.SEPARATOR in job.name:  # other users' supervision is not shown
             more[job.name] = _More(held.get(job.record.pid) if job.record is not None else None)
@@ -195,8 +202,9 @@ def _more(found: Sequence[ListedJob]) -> dict[str, _More]:
         if job.state.word in ("ended", "lost") and job.state.exit_code != 0 and supervisor is not None:
             restart = state_text(job.state, word="restarting")
         more[job.name] = _More(
-            device_bytes, state, supervisor, job.name in lent, lent.get(job.name, ()), is_dumped, restart
-        )
+            device_bytes, state, supervisor, job.name in lent, lent.get(job.name, ()), is_dumped, restart,
+            served.get(job.name),
+        )  # fmt: skip
     return more
 
 
@@ -276,6 +284,7 @@ def _as_json_record(job: ListedJob, more: _More) -> dict[str, Any]:
         "waits_for": more.waits_for,
         "held_bytes": more.device_bytes,
         "supervision": _supervision_fields(more),
+        "on_demand": more.on_demand and to_json(more.on_demand),
     }
 
 

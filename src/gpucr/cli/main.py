@@ -50,6 +50,7 @@ _COMMANDS = {
     "metrics": "print metrics of supervised jobs, for Prometheus",
     "move": "move a running job to other GPUs",
     "nodes": "dump and restore a job that is on several nodes",
+    "on-demand": "let a job sleep until it is asked",
     "prune": "remove old snapshots and unneeded data from a store",
     "ps": "list the processes that use CUDA",
     "restore": "bring a job back from a snapshot",
@@ -91,7 +92,7 @@ class _LazyGroup(SuggestingGroup):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _COMMANDS:
             return None
-        found = importlib.import_module(f"gpucr.cli.{cmd_name}").command
+        found = importlib.import_module(f"gpucr.cli.{cmd_name.replace('-', '_')}").command
         if not gc.isenabled():  # disabled in `gpucr.__main__`
             gc.freeze()
             gc.enable()

@@ -1,4 +1,4 @@
-"""`gpucr metrics`: metrics of supervised jobs, for Prometheus."""
+"""`gpucr metrics`: metrics of jobs that are supervised or served on demand, for Prometheus."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import click
 
 from gpucr.cli.options import complete_file, json_option
 from gpucr.cli.output import print_json
+from gpucr.on_demand.metrics import OnDemandCollector
 from gpucr.quantities import whole_number
 from gpucr.supervise import metrics, metrics_server
 
@@ -29,7 +30,9 @@ from gpucr.supervise import metrics, metrics_server
 @click.option("--dashboard", is_flag=True, help="Print a dashboard for Grafana instead.")
 @json_option
 def command(*, listen: str | None, textfile: Path | None, alerts: bool, dashboard: bool, as_json: bool) -> None:
-    """Print the metrics of supervised jobs in Prometheus's text format. Needs `pip install 'gpucr[metrics]'`.
+    """Print the metrics of jobs that are supervised or served on demand, in Prometheus's text format.
+
+    Needs `pip install 'gpucr[metrics]'`.
 
     \b
     Example:
@@ -43,17 +46,20 @@ def command(*, listen: str | None, textfile: Path | None, alerts: bool, dashboar
     if alerts or dashboard:
         click.echo(metrics.alerts() if alerts else metrics.dashboard(), nl=False)
     elif as_json:
-        found = [{"metric": name, "labels": labels, "value": str(value)} for name, labels, value in metrics.samples()]
+        found = [
+            {"metric": name, "labels": labels, "value": str(value)}
+            for name, labels, value in metrics.samples((OnDemandCollector(),))
+        ]
         print_json("metrics", {"metrics": found})
     elif textfile is not None:
-        metrics.write_textfile(textfile)
+        metrics.write_textfile(textfile, (OnDemandCollector(),))
     elif listen is not None:
         host, port = _address(listen)
-        click.echo(f"http://{host}:{metrics_server.serve(host, port)}/metrics")
+        click.echo(f"http://{host}:{metrics_server.serve(host, port, (OnDemandCollector(),))}/metrics")
         sys.stdout.flush()
         threading.Event().wait()
     else:
-        click.echo(metrics.as_text().decode(), nl=False)
+        click.echo(metrics.as_text((OnDemandCollector(),)).decode(), nl=False)
 
 
 def _address(text: str) -> tuple[str, int]:

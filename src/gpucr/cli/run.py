@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
+from gpucr.cli.on_demand_options import on_demand_options
 from gpucr.cli.options import as_one, complete_file, complete_folder, json_option
 from gpucr.cli.output import print_json, printable, say
 from gpucr.cli.supervision import supervision_options
@@ -15,12 +18,13 @@ from gpucr.cli.units import warn_of_our_end, warn_of_shutdowns
 from gpucr.errors import GpucrError
 from gpucr.jobs.record import Network
 from gpucr.linux import capabilities
-from gpucr.operations.launch import LaunchPlan, launch, plan_of_launch
+from gpucr.operations.launch import LaunchPlan, StartedJob, launch, plan_of_launch
 from gpucr.operations.requests import LaunchRequest
 from gpucr.records import DEFAULT_PRIORITY, HIGHEST_PRIORITY, to_json
 from gpucr.supervise.folder import SupervisedFolder
 
 if TYPE_CHECKING:
+    from gpucr.on_demand.settings import OnDemand
     from gpucr.supervise.settings import Supervision
 
 
@@ -60,17 +64,37 @@ if TYPE_CHECKING:
     help="Jobs with a higher priority may borrow its GPUs (`gpucr borrow`).",
 )
 @supervision_options
+@on_demand_options(
+    "--on-demand",
+    "Let it sleep until it is asked (`gpucr on-demand`): listen there, and forward to its JOBPORT (PORT). Repeatable.",
+)
+@click.option(
+    "--start",
+    type=click.Choice(("now", "lazily")),
+    default="now",
+    help="With --on-demand: start the job at once (default), or at its first connection.",
+)
 @click.option("--explain", is_flag=True, help="Show what would be set and why; start nothing.")
 @json_option
 @click.argument(
     "command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="[--] CMD...", shell_complete=complete_file
 )
 @as_one("request", LaunchRequest)
-def command(*, request: LaunchRequest, supervision: Supervision | None, explain: bool, as_json: bool) -> None:
+def command(
+    *,
+    request: LaunchRequest,
+    supervision: Supervision | None,
+    served: Callable[[Path | None], OnDemand | None],
+    start: str,
+    explain: bool,
+    as_json: bool,
+) -> None:
     """Start CMD as a job that can be frozen and brought back anywhere, and return at once.
 
     The job gets an environment that makes NCCL and PyTorch checkpointable, a log file, and no io_uring. As root it gets
     its own namespaces, so that pids, ports and shared memory never collide when it comes back.
+
+    With --on-demand it sleeps while nobody asks it.
 
     With --every it is supervised (see `gpucr supervise`): checkpoints are taken, and it is restored when it fails.
 
@@ -78,21 +102,20 @@ def command(*, request: LaunchRequest, supervision: Supervision | None, explain:
     Example:
       gpucr run --every 10m --to /var/snapshots/store --name train -- python3 train.py
       gpucr run --name train -- torchrun --nproc-per-node 2 train.py
+      gpucr run --on-demand 8000 --idle 5m --http --name llama -- python server.py --port 8000
       gpucr logs -f train
       gpucr dump train --to /var/snapshots/train
     """
     if explain:
         _print_plan(plan_of_launch(request), as_json=as_json)
         return
-    if supervision is not None:
-        from gpucr.supervise import start  # all that supervisors need: other jobs start without it
-
-        supervised = start.launch_supervised(request, supervision)
-        started, supervisor_pid = supervised.job, supervised.supervisor_pid
-    else:
-        started, supervisor_pid = launch(request), None
-        with contextlib.suppress(GpucrError):  # an ended job of this name may have left it
-            SupervisedFolder(started.record.name).leave_to_new_job()
+    settings = served(_key_file(supervision))
+    if start == "lazily":
+        if settings is None or supervision is not None:
+            raise click.UsageError("--start lazily goes with --on-demand, and without --every")
+        _start_later(request, settings, as_json=as_json)
+        return
+    started, pids = _start(request, supervision, settings)
     record, plan = started.record, started.plan
     for warning in plan.warnings:
         say(f"warning: {warning}")
@@ -113,7 +136,7 @@ def command(*, request: LaunchRequest, supervision: Supervision | None, explain:
                 "interposer": plan.interposer,
                 "environment": dict(record.environment),
                 "warnings": list(plan.warnings),
-                "supervisor_pid": supervisor_pid,
+                **pids,
             },
         )
         return
@@ -125,8 +148,57 @@ def command(*, request: LaunchRequest, supervision: Supervision | None, explain:
     click.echo(f"name  {record.name}")
     click.echo(f"pid   {record.pid}")
     click.echo(f"log   {record.log_path}")
-    if supervisor_pid is not None:
+    if (supervisor_pid := pids["supervisor_pid"]) is not None:
         click.echo(f"supervised by {supervisor_pid}: `gpucr jobs` shows it")
+    if (forwarder_pid := pids["forwarder_pid"]) is not None:
+        click.echo(f"forwarded by {forwarder_pid}: `gpucr on-demand --list` shows it")
+
+
+def _start(
+    request: LaunchRequest, supervision: Supervision | None, settings: OnDemand | None
+) -> tuple[StartedJob, dict[str, int | None]]:
+    """The job, and the pids of what serves it. Other jobs start without what that needs."""
+    pids: dict[str, int | None] = {"supervisor_pid": None, "forwarder_pid": None}
+    if supervision is not None:
+        from gpucr.supervise.start import launch_supervised
+
+        if settings is not None:
+            from gpucr.on_demand.start import check_launch
+
+            check_launch(request, settings)
+        supervised = launch_supervised(request, supervision)
+        started, pids["supervisor_pid"] = supervised.job, supervised.supervisor_pid
+        if settings is not None:
+            from gpucr.on_demand.start import serve
+
+            pids["forwarder_pid"] = serve(started.record.name, settings)
+        return started, pids
+    if settings is not None:
+        from gpucr.on_demand.start import launch_on_demand
+
+        served_job = launch_on_demand(request, settings)
+        started, pids["forwarder_pid"] = served_job.started, served_job.forwarder_pid
+    else:
+        started = launch(request)
+    with contextlib.suppress(GpucrError):  # an ended job of this name may have left it
+        SupervisedFolder(started.record.name).leave_to_new_job()
+    return started, pids
+
+
+def _key_file(supervision: Supervision | None) -> Path | None:
+    named = supervision.key_file if supervision is not None else os.environ.get("GPUCR_KEY_FILE")
+    return Path(named) if named else None
+
+
+def _start_later(request: LaunchRequest, settings: OnDemand, *, as_json: bool) -> None:
+    from gpucr.on_demand.start import launch_later  # other jobs start without it
+
+    pid = launch_later(request, settings)
+    if as_json:
+        print_json("run.later", {"name": request.name, "forwarder_pid": pid})
+        return
+    click.echo(f"name  {request.name}")
+    click.echo(f"it starts when it is asked: forwarded by {pid}")
 
 
 def _print_plan(plan: LaunchPlan, *, as_json: bool) -> None:

@@ -12,12 +12,14 @@ import click
 
 from gpucr.cli.columns import terminal_width
 from gpucr.cli.durations import Limit
+from gpucr.cli.job_states import on_demand_text
 from gpucr.cli.job_table import Kept, chosen, job_lines
 from gpucr.cli.options import JobTarget
 from gpucr.cli.output import printable, say
 from gpucr.cli.top_work import Seen
 from gpucr.driver.gpus import gpu_activity, list_gpus
 from gpucr.errors import GpucrError, InvalidRequest, JobDamaged
+from gpucr.on_demand.listing import look as look_on_demand
 from gpucr.operations.gpu_jobs import GpuJob, list_gpu_jobs
 from gpucr.supervise.folder import SupervisedFolder
 
@@ -63,16 +65,20 @@ def command(*, targets: tuple[int | str, ...], interval_s: float, once: bool) ->
 
 
 def _kept(jobs: Iterable[GpuJob]) -> dict[str, Kept]:
-    """The work of supervisors, for jobs that have or had one."""
+    """The work of supervisors and forwarders, for jobs that have or had one."""
     found = {}
     for name in {job.name for job in jobs if job.name is not None}:
-        with contextlib.suppress(GpucrError):  # it never had one, or its files are damaged
+        served = look_on_demand(name)
+        on_demand = None if served is None else on_demand_text(served)
+        age_s, restarts = None, None
+        with contextlib.suppress(GpucrError):  # it never had a supervisor, or its files are damaged
             folder = SupervisedFolder(name)
             if folder.exists():
                 state = folder.state()
-                last_s = state.last_checkpoint_s
-                age_s = None if last_s is None else time.time() - last_s
-                found[name] = Kept(age_s, sum(state.restarts.values()))
+                age_s = None if state.last_checkpoint_s is None else time.time() - state.last_checkpoint_s
+                restarts = sum(state.restarts.values())
+        if on_demand is not None or restarts is not None:
+            found[name] = Kept(age_s, restarts, on_demand)
     return found
 
 

@@ -76,6 +76,7 @@ class JobRecord(Record, frozen=True):
     for it (None: restored without one, so its exit status will be unknown). Both are valid under ``boot_id`` of
     ``host`` and in one pid namespace. ``environment``: what gpucr set in it. ``snapshot`` is its last one, and
     ``dumped`` says that this ended it. Jobs of a higher ``priority`` may borrow its GPUs; ``lent``: one has.
+    ``asleep``: its forwarder has put it to sleep, and wakes it when it is asked (`gpucr on-demand`).
     ``ends_with_caller``: it is killed when the process that started or restored it ends, as that of `gpucr batch`.
     """
 
@@ -99,6 +100,7 @@ class JobRecord(Record, frozen=True):
     priority: Priority = DEFAULT_PRIORITY
     lent: Lent | None = None
     ends_with_caller: bool = False
+    asleep: bool = False
     format_version: int = FORMAT_VERSION
 
     @property

@@ -12,6 +12,7 @@ import fcntl
 import functools
 import os
 import struct
+import zlib
 from collections.abc import Iterable, Iterator, Set
 
 from gpucr.errors import Busy, ProcessNotFound
@@ -24,6 +25,8 @@ _FLOCK = struct.Struct("@hhqqi4x")
 _RESTORED = 1 << 22
 """Where the bytes of pids that are being restored begin: above all pids (PID_MAX_LIMIT), which are claims on older
 kernels. A restore holds both, of a process that it has restored; with one byte for both it refused itself on 6.1."""
+_GPUS = 1 << 40
+"""Where the bytes of GPUs begin."""
 
 
 @contextlib.contextmanager
@@ -75,6 +78,24 @@ def claimed_pids(pids: Iterable[int]) -> Iterator[None]:
         yield
     finally:
         os.close(fd)
+
+
+@contextlib.contextmanager
+def claimed_gpus(uuids: Iterable[str]) -> Iterator[bool]:
+    """Keep the forwarders of all users off these GPUs in the block, unless one of them has a claim: then yield False.
+
+    Of two that come at the same moment both may get False: try again after a time that is not always the same.
+    """
+    fd = os.open(PROC / "self" / "ns" / "pid", os.O_RDONLY)
+    try:
+        yield all(_lock_number(fd, _GPUS + number) for number in sorted({*map(_gpu_number, uuids)}))
+    finally:
+        os.close(fd)
+
+
+def _gpu_number(uuid: str) -> int:
+    """Of two GPUs with the same number one may wait for the other: no harm is done."""
+    return zlib.crc32(uuid.encode())
 
 
 @functools.cache

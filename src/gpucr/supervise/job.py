@@ -34,9 +34,9 @@ from gpucr.supervise.settings import StartAgain, Supervision
 class Look(Struct, frozen=True):
     """The current state of a job. ``reason`` says how it ended, in words; ``kind`` is the reason of its restart.
 
-    ``running``; ``lent``: a borrower has its GPUs, and brings it back; ``done``: exit code 0; ``failed``;
-    ``dumped``: a dump has ended it, and a snapshot has it; ``elsewhere``: it may run on another machine or in another
-    container, where it was started or restored.
+    ``running``; ``lent``: a borrower has its GPUs, and brings it back, or it sleeps until it is asked; ``done``: exit
+    code 0; ``failed``; ``dumped``: a dump has ended it, and a snapshot has it; ``elsewhere``: it may run on another
+    machine or in another container, where it was started or restored.
     """
 
     word: Literal["running", "lent", "done", "failed", "dumped", "elsewhere"]
@@ -113,9 +113,9 @@ class RegisteredJob:
         record = self._latest()
         if record is None:
             return Look("failed", "its record is gone or damaged")
-        if record.lent is not None:
-            return Look("lent")
         state = state_of(record)
+        if record.lent is not None or (record.asleep and state.word in ("running", "dumped")):
+            return Look("lent")
         if state.word == "running":
             with contextlib.suppress(GpucrError):
                 self._known = tuple(each.id for each in processes.tree(record.pid))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from gpucr import extras
 from gpucr.errors import GpucrError, InvalidRequest
@@ -28,6 +28,13 @@ _GAUGES = (
     ("failed_checkpoints_in_a_row", "gpucr_failed_checkpoints_in_a_row", "Failed checkpoints since the last success."),
     ("restarts_in_a_row", "gpucr_restarts_in_a_row", "Restarts since the last checkpoint."),
 )
+
+
+class Collector(Protocol):
+    """Of prometheus_client."""
+
+    def collect(self) -> Iterator[Any]:
+        """The current metric families."""
 
 
 class JobsCollector:
@@ -86,18 +93,19 @@ def _is_lent(name: str) -> bool:
     return False
 
 
-def samples() -> list[tuple[str, dict[str, str], float]]:
-    """Name, labels and value of every metric. Raises BrokenInstall."""
+def samples(more: Sequence[Collector] = ()) -> list[tuple[str, dict[str, str], float]]:
+    """Name, labels and value of every metric; of ``more`` collectors too. Raises BrokenInstall."""
     return [
         (sample.name, dict(sample.labels), float(sample.value))
-        for family in JobsCollector().collect()
+        for collector in (JobsCollector(), *more)
+        for family in collector.collect()
         for sample in family.samples
     ]
 
 
-def as_text() -> bytes:
+def as_text(more: Sequence[Collector] = ()) -> bytes:
     """All metrics in Prometheus's text format. Raises BrokenInstall."""
-    text: bytes = extras.load("prometheus_client", "metrics").generate_latest(_registry())
+    text: bytes = extras.load("prometheus_client", "metrics").generate_latest(_registry(more))
     return text
 
 
@@ -111,9 +119,9 @@ def dashboard() -> str:
     return (_FILES / "dashboard.json").read_text()
 
 
-def write_textfile(path: Path) -> None:
+def write_textfile(path: Path, more: Sequence[Collector] = ()) -> None:
     """Write the file for node_exporter's textfile collector, atomically. Raises InvalidRequest, BrokenInstall."""
-    text = as_text()
+    text = as_text(more)
     try:
         durable.write(path.absolute(), text, mode=0o644)
     except OSError as e:
@@ -122,12 +130,13 @@ def write_textfile(path: Path) -> None:
         ) from e
 
 
-def application() -> Any:
+def application(more: Sequence[Collector] = ()) -> Any:
     """Serves them over HTTP: a WSGI application (PEP 3333). Raises BrokenInstall."""
-    return extras.load("prometheus_client", "metrics").make_wsgi_app(_registry())
+    return extras.load("prometheus_client", "metrics").make_wsgi_app(_registry(more))
 
 
-def _registry() -> Any:
+def _registry(more: Sequence[Collector]) -> Any:
     registry = extras.load("prometheus_client", "metrics").CollectorRegistry()
-    registry.register(JobsCollector())
+    for collector in (JobsCollector(), *more):
+        registry.register(collector)
     return registry

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+from collections.abc import Sequence
 from socketserver import ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
@@ -43,9 +44,9 @@ class _Handler(WSGIRequestHandler):
         """Nothing is logged."""
 
 
-def serve(host: str, port: int) -> int:
+def serve(host: str, port: int, more: Sequence[metrics.Collector] = ()) -> int:
     """Serve http://HOST:PORT/metrics in a thread. Port 0: any free one. Returns the port. Raises InvalidRequest."""
-    application = metrics.application()
+    application = metrics.application(more)
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         kind: type[_Server] = type("Server", (_Server,), {"address_family": family})

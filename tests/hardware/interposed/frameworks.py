@@ -61,7 +61,7 @@ def compiled() -> Step:
 def transformer() -> Step:
     """A GPT-2 of random weights from transformers: a training step, and eight tokens generated from the result."""
     torch = _seeded()
-    import transformers  # type: ignore[import-not-found]  # the libraries are not where types are checked
+    import transformers  # the libraries are not where types are checked
 
     shape = transformers.GPT2Config(
         vocab_size=1024, n_positions=64, n_embd=256, n_layer=4, n_head=4, bos_token_id=0, eos_token_id=0

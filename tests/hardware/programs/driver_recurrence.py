@@ -20,17 +20,22 @@ class DeviceBuffer:
         self._cuda = ctypes.CDLL("libcuda.so.1")
         self.size_bytes = size_bytes
         self._address = ctypes.c_uint64()
-        device, context = ctypes.c_int(), ctypes.c_void_p()
+        device = ctypes.c_int()
+        self._context = ctypes.c_void_p()
         self._call("cuInit", 0)
         self._call("cuDeviceGet", ctypes.byref(device), 0)
-        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
-        self._call("cuCtxSetCurrent", context)
+        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), device)
+        self.make_current()
         self._call("cuMemAlloc_v2", ctypes.byref(self._address), ctypes.c_size_t(size_bytes))
 
     def _call(self, function: str, *arguments: object) -> None:
         result = getattr(self._cuda, function)(*arguments)
         if result != 0:
             raise SystemExit(f"{function} gave {result}")
+
+    def make_current(self) -> None:
+        """For the calling thread."""
+        self._call("cuCtxSetCurrent", self._context)
 
     def write(self, data: bytes, offset: int = 0) -> None:
         """Copy to the device."""

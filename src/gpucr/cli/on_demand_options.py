@@ -1,0 +1,79 @@
+"""The options that say how a job is served on demand: `gpucr run` and `gpucr on-demand` share them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import click
+
+from gpucr.cli.durations import Duration
+from gpucr.cli.options import complete_place
+
+if TYPE_CHECKING:
+    from gpucr.on_demand.settings import OnDemand
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_OPTIONS = (
+    click.option(
+        "--idle", "idle_s", type=Duration(), metavar="TIME",
+        help="Sleep after this time without a byte and without an open request. Default: 5m.",
+    ),
+    click.option(
+        "--stay", "stay_s", type=Duration(), metavar="TIME",
+        help="How long a job that is asked stays on its GPU before others get it. Default: 10s.",
+    ),
+    click.option(
+        "--wake-timeout", "wake_timeout_s", type=Duration(), metavar="TIME",
+        help="How long a request waits for the job. Default: 1m.",
+    ),
+    click.option(
+        "--request-limit", "request_limit_s", type=Duration(), metavar="TIME",
+        help="End a connection with an open request for which the job sends no byte in this time. Default: 10m.",
+    ),
+    click.option(
+        "--http", is_flag=True, default=None,
+        help="The job speaks HTTP/1.1: a request ends with its response, and gets 503 if the job cannot be woken.",
+    ),
+    click.option(
+        "--sleep-to", metavar="STORE", shell_complete=complete_place,
+        help="Where the sleeping job goes if host memory becomes short for others; made if missing. Needs root.",
+    ),
+)  # fmt: skip
+_NAMES = ("idle_s", "stay_s", "wake_timeout_s", "request_limit_s", "http", "sleep_to")
+
+
+def on_demand_options(listen: str, what: str) -> Callable[[F], F]:
+    """Add the options, with the addresses as ``listen``. The command gets ``served``: see `settings`.
+
+    It is a function of a key file (or None) that returns the settings, or None without addresses.
+    """
+
+    def decorate(command: F) -> F:
+        @functools.wraps(command)
+        def with_settings(**options: Any) -> Any:
+            addresses: tuple[str, ...] = options.pop("listen")
+            given = {name: value for name in _NAMES if (value := options.pop(name, None)) is not None}
+            if given and not addresses:
+                raise click.UsageError(f"say where to listen: {listen} 8000")
+
+            def settings(key_file: Path | None = None) -> OnDemand | None:
+                if not addresses:
+                    return None
+                from gpucr.on_demand.start import settings_of  # other jobs start without it
+
+                return settings_of(addresses, **given, key_file=key_file)
+
+            return command(served=settings, **options)
+
+        for option in reversed(_OPTIONS):
+            with_settings = option(with_settings)
+        with_settings = click.option(listen, "listen", multiple=True, metavar="[HOST:]PORT[:JOBPORT]", help=what)(
+            with_settings
+        )
+        return cast("F", with_settings)
+
+    return decorate

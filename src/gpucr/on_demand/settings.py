@@ -1,0 +1,63 @@
+"""How a job is served on demand: the options of `gpucr on-demand`, stored in the job's folder."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from gpucr.errors import InvalidRequest
+from gpucr.jobs.record import Network
+from gpucr.on_demand.address import Address
+from gpucr.records import DEFAULT_PRIORITY, Priority, Record, Text
+
+FORMAT_VERSION = 1
+_LONGEST_S = 366 * 86400.0
+
+
+class FirstStart(Record, frozen=True):
+    """How to start a job that begins with its first connection. ``environment``: the complete one."""
+
+    command: tuple[Text, ...]
+    cwd: Text
+    environment: Mapping[Text, Text]
+    isolate: bool | None
+    network: Network | None
+    interpose: bool | None
+    log: Text | None = None
+    priority: Priority = DEFAULT_PRIORITY
+
+
+class OnDemand(Record, frozen=True):
+    """How a job is served on demand. Times are in seconds.
+
+    ``listen``: where its forwarder listens. Without a byte for ``idle_s`` and an open request the job is put to sleep.
+    ``stay_s``: how long it stays on its GPU at least once it is there, while it is asked. A request waits for at most
+    ``wake_timeout_s``; its connection is ended if the job sends no byte for ``request_limit_s``.
+    ``http``: requests are told apart by HTTP/1.1, and get an answer 503 if the job cannot be woken. ``sleep_to``: the
+    store to which the job goes from host memory when others need that; ``key_file`` opens it. ``first_start``: of a
+    job that starts lazily.
+    """
+
+    listen: tuple[Address, ...]
+    idle_s: float = 300.0
+    stay_s: float = 10.0
+    wake_timeout_s: float = 60.0
+    request_limit_s: float = 600.0
+    http: bool = False
+    sleep_to: Text | None = None
+    key_file: Text | None = None
+    first_start: FirstStart | None = None
+    format_version: int = FORMAT_VERSION
+
+    def check(self) -> None:
+        """Raise InvalidRequest for implausible times, or without an address."""
+        if not self.listen:
+            raise InvalidRequest("there is no address to listen on", hint="give one: 8000", code="GPUCR-ADDRESS")
+        for value, option in (
+            (self.idle_s, "--idle"),
+            (self.stay_s, "--stay"),
+            (self.wake_timeout_s, "--wake-timeout"),
+            (self.request_limit_s, "--request-limit"),
+        ):
+            if not (math.isfinite(value) and 0 < value <= _LONGEST_S):
+                raise InvalidRequest(f"{option} is {value:g} s", hint="give more than 0 s and at most a year: 10s, 5m")

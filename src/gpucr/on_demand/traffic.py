@@ -1,0 +1,206 @@
+"""Which requests are open on a connection, from the bytes that pass. Pure: moments come in, no sockets, no clock.
+
+For plain bytes a request begins with the client's first byte, and is answered once the job's bytes have stopped for
+`QUIET_S`. With HTTP/1.1 it is answered with the last byte of its response. What no parser understands, and what follows
+a switch of protocols (WebSocket), are plain bytes again.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Literal, Protocol
+
+from gpucr.on_demand.policy import QUIET_S
+
+_MOST_HEAD_BYTES = 64 << 10
+_HEAD_END = b"\r\n\r\n"
+_STATUS = re.compile(rb"HTTP/1\.[01] (\d{3})")
+_LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*(\d{1,18})[ \t]*\r\n", re.IGNORECASE)
+_CHUNKED = re.compile(rb"\r\ntransfer-encoding:[^\r\n]*chunked[ \t]*\r\n", re.IGNORECASE)
+_SWITCHED = 101
+_WITHOUT_BODY = (204, 304)
+
+
+class Traffic(Protocol):
+    """The requests of one connection."""
+
+    def asked(self, data: bytes, now_s: float) -> None:
+        """The client sent this."""
+
+    def answered(self, data: bytes, now_s: float) -> None:
+        """The job sent this."""
+
+    def begins_one(self, now_s: float) -> bool:
+        """Whether what the client sends next begins a request."""
+
+    def is_open(self, now_s: float) -> bool:
+        """Whether a request waits for its answer, or for the rest of it. Changes nothing: other threads ask too."""
+
+    def silent_s(self, now_s: float) -> float:
+        """How long ago the open request began, or the job's last byte of its answer came."""
+
+
+class PlainTraffic:
+    """Any protocol. The connection itself is the first request: some jobs speak first."""
+
+    def __init__(self, now_s: float) -> None:
+        self._asked_s: float | None = now_s
+        self._answered_s: float | None = now_s
+        """The job's last byte since the client's last: None if there was none."""
+
+    def asked(self, data: bytes, now_s: float) -> None:
+        """It opens a request, or continues one."""
+        if self._asked_s is None or self._answered_s is not None:
+            self._asked_s = now_s
+        self._answered_s = None
+
+    def answered(self, data: bytes, now_s: float) -> None:
+        """What comes unasked opens a request too: its end is as little known."""
+        if self._asked_s is None:
+            self._asked_s = now_s
+        self._answered_s = now_s
+
+    def begins_one(self, now_s: float) -> bool:
+        """After an answer has begun."""
+        return self._answered_s is not None or self._asked_s is None
+
+    def is_open(self, now_s: float) -> bool:
+        """See `Traffic`."""
+        return self._asked_s is not None and (self._answered_s is None or now_s - self._answered_s < QUIET_S)
+
+    def silent_s(self, now_s: float) -> float:
+        """See `Traffic`."""
+        return now_s - max(self._asked_s or 0.0, self._answered_s or 0.0)
+
+
+class HttpTraffic:
+    """HTTP/1.0 and 1.1, one request after the other; of pipelined ones the last answer counts."""
+
+    def __init__(self) -> None:
+        self._asked_s: float | None = None
+        self._answered_s = 0.0
+        self._is_head = False
+        self._part: Literal["head", "length", "chunk-size", "chunk", "trailer", "until-end"] = "head"
+        self._buffer = b""
+        self._left_bytes = 0
+        self._plain: PlainTraffic | None = None
+
+    def asked(self, data: bytes, now_s: float) -> None:
+        """See `Traffic`."""
+        if self._plain is not None:
+            self._plain.asked(data, now_s)
+        elif self._asked_s is None:
+            self._asked_s = now_s
+            self._is_head = data.startswith(b"HEAD ")
+
+    def answered(self, data: bytes, now_s: float) -> None:
+        """Follow the response to its end."""
+        if self._plain is not None:
+            self._plain.answered(data, now_s)
+            return
+        if self._asked_s is None:
+            self._asked_s = now_s
+        self._answered_s = now_s
+        while data and self._plain is None:
+            data = getattr(self, f"_{self._part.replace('-', '_')}")(data)
+        if self._plain is not None:
+            self._plain.answered(data, now_s)
+
+    def begins_one(self, now_s: float) -> bool:
+        """See `Traffic`."""
+        return self._plain.begins_one(now_s) if self._plain is not None else self._asked_s is None
+
+    def is_open(self, now_s: float) -> bool:
+        """See `Traffic`."""
+        return self._plain.is_open(now_s) if self._plain is not None else self._asked_s is not None
+
+    def silent_s(self, now_s: float) -> float:
+        """See `Traffic`."""
+        if self._plain is not None:
+            return self._plain.silent_s(now_s)
+        return now_s - max(self._asked_s or 0.0, self._answered_s)
+
+    # --- the parts of a response: each takes what it can use, and returns the rest ---------------------------------
+
+    def _head(self, data: bytes) -> bytes:
+        self._buffer += data
+        head, end, rest = self._buffer.partition(_HEAD_END)
+        status = _STATUS.match(self._buffer)
+        if (status is None and len(self._buffer) >= len("HTTP/1.1 200")) or len(head) > _MOST_HEAD_BYTES:
+            self._becomes_plain()
+            return b""
+        if not end or status is None:
+            return b""
+        self._buffer = b""
+        code, head = int(status[1]), head + b"\r\n"
+        if code == _SWITCHED:
+            self._becomes_plain()
+        elif code < 200:
+            pass  # the response itself follows
+        elif self._is_head or code in _WITHOUT_BODY:
+            self._done()
+        elif _CHUNKED.search(head):
+            self._part = "chunk-size"
+        elif length := _LENGTH.search(head):
+            self._part, self._left_bytes = "length", int(length[1])
+            if not self._left_bytes:
+                self._done()
+        else:
+            self._part = "until-end"
+        return rest
+
+    def _length(self, data: bytes) -> bytes:
+        taken = min(len(data), self._left_bytes)
+        self._left_bytes -= taken
+        if not self._left_bytes:
+            self._done()
+        return data[taken:]
+
+    def _chunk_size(self, data: bytes) -> bytes:
+        line, rest = self._line(data)
+        if line is None:
+            return b""
+        try:
+            size_bytes = int(line.partition(b";")[0].strip(), 16)
+        except ValueError:
+            self._becomes_plain()
+            return rest
+        if size_bytes:
+            self._part, self._left_bytes = "chunk", size_bytes + len(b"\r\n")
+        else:
+            self._part = "trailer"
+        return rest
+
+    def _chunk(self, data: bytes) -> bytes:
+        taken = min(len(data), self._left_bytes)
+        self._left_bytes -= taken
+        if not self._left_bytes:
+            self._part = "chunk-size"
+        return data[taken:]
+
+    def _trailer(self, data: bytes) -> bytes:
+        line, rest = self._line(data)
+        if line == b"":
+            self._done()
+        return rest
+
+    def _until_end(self, data: bytes) -> bytes:
+        return b""
+
+    def _line(self, data: bytes) -> tuple[bytes | None, bytes]:
+        """The next whole line, None if there is none yet; and what follows."""
+        self._buffer += data
+        line, end, rest = self._buffer.partition(b"\r\n")
+        if not end:
+            if len(self._buffer) > _MOST_HEAD_BYTES:
+                self._becomes_plain()
+            return None, b""
+        self._buffer = b""
+        return line, rest
+
+    def _done(self) -> None:
+        self._part, self._asked_s, self._is_head = "head", None, False
+
+    def _becomes_plain(self) -> None:
+        self._plain = PlainTraffic(self._asked_s or 0.0)
+        self._buffer = b""
