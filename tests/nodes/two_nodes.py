@@ -178,19 +178,13 @@ class Node:
 
     def start_job(self, *more: object) -> None:
         """Start its part, with these arguments besides its own."""
+        self.start_program(PROGRAM, self.number, ADDRESSES[0], *more)
+
+    def start_program(self, program: str, *words: object) -> None:
+        """Start a Python program as its part."""
         with self.output.open("wb") as out:
             self._job = subprocess.Popen(
-                [
-                    *self.enter(),
-                    sys.executable,
-                    "-I",
-                    "-S",
-                    "-c",
-                    PROGRAM,
-                    str(self.number),
-                    ADDRESSES[0],
-                    *map(str, more),
-                ],
+                [*self.enter(), sys.executable, "-I", "-S", "-c", program, *map(str, words)],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,

@@ -47,6 +47,30 @@ class Holdable(Protocol):
         ...
 
 
+class Others(Protocol):
+    """Ranks of the same job that somebody else holds, on other nodes, and that ours may wait for."""
+
+    def begin(self) -> None:
+        """Wait until all are about to be held. May raise."""
+        ...
+
+    def are_held(self) -> bool | None:
+        """Ours are held: whether all others are too. None: they wait for ours, so release these for a moment."""
+        ...
+
+    def came_late(self) -> None:
+        """Ours are not held any more."""
+        ...
+
+    def wait(self) -> None:
+        """For a moment, or until `are_held` may have another answer."""
+        ...
+
+    def too_late(self) -> Exception:
+        """The error if ours are held, and time is over."""
+        ...
+
+
 class DriverLock:
     """A process that the driver locks (see `Holdable`): RUNNING is released, LOCKED is held."""
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from gpucr.errors import JobChanged, Unsupported, reason_of
 from gpucr.linux import processes, sock_diag, tcp_repair
 from gpucr.linux.sock_diag import TcpSocket
-from gpucr.model import Job, ProcessId
+from gpucr.model import Connection, Job, ProcessId
 from gpucr.network import kept
 from gpucr.network.filters import PREFIX, Filter, Namespace, find_method
 from gpucr.network.records import KeptRecord
@@ -65,6 +65,8 @@ class JobNetwork:
         self._protection = protection
         self._name = f"{PREFIX}{os.getpid()}-{os.urandom(4).hex()}"
         self.kept_name = f"{PREFIX}kept-{os.urandom(4).hex()}" if keeps else None
+        self.peers: Mapping[Connection, int] | None = None
+        """Connections to other parts of a job on several nodes, by node: blocked until `release` or `settle`."""
         self._parts: dict[int, _Part] = {}
         self._ids: tuple[ProcessId, ...] = ()
         self._reusing: tuple[int, ...] = ()
@@ -109,6 +111,10 @@ class JobNetwork:
                 if part.filter is not None:
                     part.filter.block([each.connection for each in part.seen.connected])
 
+    def leading_out(self) -> tuple[Connection, ...]:
+        """The connections whose other ends are outside this job, as they were at the last look."""
+        return tuple(dict.fromkeys(each.connection for each in self._leading_out()))
+
     def attend(self, criu: ProcessId) -> None:
         """This CRIU will work on the sockets: have the guard see to them if it is killed. Raises BrokenInstall."""
         if self._can_repair and self._connected():
@@ -117,8 +123,9 @@ class JobNetwork:
     def settle(self, snapshot: str) -> None:
         """The job is stopped, is in this snapshot and will be killed: what its connections come to then.
 
-        Both ends of those inside it vanish without a word, which leaves no remains at its ports. Those that lead out
-        end as when a process is killed, or are kept. Raises Unsupported, BrokenInstall.
+        Both ends of those inside it vanish without a word, which leaves no remains at its ports, as do those to its
+        parts on other nodes. Those that lead out end as when a process is killed, or are kept. Raises Unsupported,
+        BrokenInstall.
         """
         with explained("cannot be ended"):
             self._look()
@@ -127,7 +134,7 @@ class JobNetwork:
             if self.kept_name is not None:
                 self._keep(self.kept_name, snapshot)
             else:
-                inside -= {each.inode for each in self._leading_out()}
+                inside -= {each.inode for each in self._leading_out() if each.connection not in (self.peers or ())}
             if self._can_repair:
                 tcp_repair.begin(self._ids, inside)
             if self.kept_name is None:  # otherwise `close` does, when the job has ended
@@ -181,7 +188,7 @@ class JobNetwork:
 
     def _keep(self, name: str, snapshot: str) -> None:
         with Namespace() as own:
-            leading_out = tuple(dict.fromkeys(each.connection for each in self._leading_out()))
+            leading_out = self.leading_out()
             part = self._parts.get(own.inode)
             if part is None or part.filter is None or not leading_out:
                 return

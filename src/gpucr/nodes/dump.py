@@ -22,11 +22,13 @@ from gpucr.gpu_state.ways import GpuState
 from gpucr.jobs import selection
 from gpucr.jobs.selector import JobSelector
 from gpucr.nodes.guest import Guest
+from gpucr.nodes.holding import HeldTogether
 from gpucr.nodes.host import Host
 from gpucr.nodes.parts import TIMEOUT_S, PartReport, meeting_for, required_limit
+from gpucr.nodes.peers import find_peers
 from gpucr.nodes.rendezvous import Rendezvous
 from gpucr.operations.dump import DumpReport, target_of
-from gpucr.operations.freeze import forget_saved, run_freeze, save_frozen
+from gpucr.operations.freeze import block_connections, forget_saved, keep_blocked, run_freeze, save_frozen
 from gpucr.operations.requests import DumpRequest, FreezeRequest
 from gpucr.snapshot.in_store import SnapshotInStore
 from gpucr.snapshot.location import Compress, InStore, Place, in_store
@@ -123,13 +125,16 @@ class _Dump:
         for_criu = selection.findings_for_criu(found)  # before the freeze: the save would refuse it with all stopped
         preflight.require_no_blocking([*preflight.check_between_nodes(found.job), *for_criu], force=force)
         not_over_yet()
-        frozen = run_freeze(
-            FreezeRequest(request.job, request.gpu_state), terms.within(min(deadline, time.monotonic() + _FREEZE_S))
-        )
+        freeze_by = min(deadline, time.monotonic() + _FREEZE_S)
+        together = HeldTogether(meeting, freeze_by)
+        frozen = run_freeze(FreezeRequest(request.job, request.gpu_state, together), terms.within(freeze_by))
         try:
             with frozen:
+                if frozen.lock is None:
+                    together.hold_nothing()
+                leading_out = block_connections(frozen)
                 not_over_yet()
-                meeting.together("frozen", deadline)
+                keep_blocked(frozen, find_peers(meeting, leading_out, deadline))
                 report = save_frozen(frozen, self._place, terms.within(deadline))
                 self._saved = in_store(report.snapshot)
                 not_over_yet()

@@ -358,7 +358,8 @@ def _steps(context: OwnDump, request: DumpRequest, *, is_frozen: bool) -> tuple[
     cuda, prepare, criu, network = context.cuda, PrepareTarget(context), CriuDump(context), context.network
     save = CommitSnapshot(context, criu)
     if is_frozen:
-        return [prepare, SaveDevice(context), Block(network), criu, Unblock(network, refuses_new=True), save], save
+        unblock: list[Step] = [Unblock(network, refuses_new=True)] if network.peers is None else []
+        return [prepare, SaveDevice(context), Block(network), criu, *unblock, save], save
     begin: list[Step] = [prepare]
     if cuda is not None:
         begin += first_pass(cuda, context.writer, request.share, context.deadline)

@@ -37,6 +37,7 @@ from gpucr.snapshot.manifest import (
     LaunchRecord,
     Manifest,
     OverruledFinding,
+    Peer,
     ProcessRecord,
 )
 from gpucr.surroundings.folders import socket_folders
@@ -453,7 +454,7 @@ def started_cuda(context: JobDump) -> list[int]:
 
 def _draft(context: OwnDump, tree: Sequence[ProcessInfo], outside: Outside) -> Manifest:
     """The manifest of the tree, which is frozen now, without its files."""
-    sandbox = context.sandbox
+    sandbox, peers = context.sandbox, context.network.peers or {}
     draft = draft_of_gang(context, tree, context.criu.install.version_text, context.options)
     return replace(
         draft,
@@ -465,7 +466,8 @@ def _draft(context: OwnDump, tree: Sequence[ProcessInfo], outside: Outside) -> M
         open_folders=outside.open_folders,
         shared_files=outside.shared_files,
         endpoints=outside.endpoints,
-        connections=outside.connections,
+        connections=tuple(each for each in outside.connections if each not in peers),
+        peers=tuple(Peer(peers[each], each) for each in outside.connections if each in peers),
         databases=outside.databases,
         locks=outside.locks,
         terminals=outside.terminals,
