@@ -90,8 +90,7 @@ while left:
                 at = (end.begin(node) + end.sent) % len(data)
                 end.sent += end.socket.send(twice[at:at + PIECE])
         if end.ended:
-            if key.events & selectors.EVENT_WRITE and not finishing:
-                raise SystemExit("the other side ended it: %r" % ((end.peer, end.number),))
+            finishing = True  # the other part has seen that it is to finish
             if not chosen.get_key(end.socket).events & selectors.EVENT_WRITE:
                 chosen.unregister(end.socket)
                 left -= 1

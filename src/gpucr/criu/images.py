@@ -25,6 +25,7 @@ from gpucr.criu.image_entries import ImageError, ImageReader, encoded, head, ima
 from gpucr.errors import Unsupported
 from gpucr.linux import private_view, trusted_paths
 from gpucr.linux.sock_diag import TcpSocket, TcpState, endpoint
+from gpucr.model import Endpoint
 
 NAME = "files.img"
 MAX_IMAGE_BYTES = 256 << 20
@@ -74,6 +75,11 @@ class FilesImage:
     def tcp_sockets(self) -> tuple[TcpSocket, ...]:
         """The job's TCP sockets as they were dumped."""
         return tuple(tcp_socket(each) for each in self._tcp())
+
+    def udp_ends(self) -> tuple[Endpoint, ...]:
+        """Where the job's UDP sockets are bound. Raises ImageError."""
+        udp = [each.isk for each in self._entries if each.HasField("isk") and each.isk.proto == socket.IPPROTO_UDP]
+        return tuple(tcp_socket(each).local for each in udp)
 
     def close_connections(self, chosen: Collection[TcpSocket]) -> None:
         """Restore these connections as sockets that are not connected, as if the other end had closed them.

@@ -101,9 +101,10 @@ class JobNetwork:
     def block(self) -> None:
         """The job is stopped: from now on no packet of its connections arrives or leaves.
 
-        Raises JobChanged if a connection waits to be accepted, Unsupported, BrokenInstall.
+        Raises JobChanged if a connection waits to be accepted, or urgent data to be read; Unsupported, BrokenInstall.
         """
         self.require_accepted()
+        self._require_no_urgent_data()
         with explained("cannot be blocked"):
             self._protect_sockets()
             self._make()
@@ -111,9 +112,14 @@ class JobNetwork:
                 if part.filter is not None:
                     part.filter.block([each.connection for each in part.seen.connected])
 
-    def leading_out(self) -> tuple[Connection, ...]:
-        """The connections whose other ends are outside this job, as they were at the last look."""
-        return tuple(dict.fromkeys(each.connection for each in self._leading_out()))
+    def being_emptied(self) -> tuple[Connection, ...]:
+        """Connections in the job's networks that programs have closed before the other ends had all of their data."""
+        found = [each for part in self._parts.values() for each in part.there.visit(sock_diag.tcp_sockets)]
+        return tuple(each.connection for each in found if each.is_being_emptied)
+
+    def leading_out(self) -> tuple[TcpSocket, ...]:
+        """The sockets whose other ends are outside this job, as they were at the last look."""
+        return sock_diag.outside_connections([each for part in self._parts.values() for each in part.seen.sockets])
 
     def attend(self, criu: ProcessId) -> None:
         """This CRIU will work on the sockets: have the guard see to them if it is killed. Raises BrokenInstall."""
@@ -134,7 +140,7 @@ class JobNetwork:
             if self.kept_name is not None:
                 self._keep(self.kept_name, snapshot)
             else:
-                inside -= {each.inode for each in self._leading_out() if each.connection not in (self.peers or ())}
+                inside -= {each.inode for each in self.leading_out() if each.connection not in (self.peers or ())}
             if self._can_repair:
                 tcp_repair.begin(self._ids, inside)
             if self.kept_name is None:  # otherwise `close` does, when the job has ended
@@ -169,6 +175,18 @@ class JobNetwork:
                     part = self._parts[inode] = _Part(Namespace.of(pids[0]))
                 part.seen = look(pids, part.there)
 
+    def _require_no_urgent_data(self) -> None:
+        with explained("cannot be looked at"):
+            urgent = tcp_repair.with_urgent_data(self._ids) if self._can_repair and self._connected() else ()
+        for each in self._connected():
+            if each.inode in urgent:
+                raise JobChanged(
+                    f"the connection from {each.connection} has urgent data that the job has not read",
+                    pids=self._job.pids[:1],
+                    hint="CRIU cannot save it: dump again when the job has read it",
+                    code=IN_FLIGHT,
+                )
+
     def _protect_sockets(self) -> None:
         """Have the guard take them out of repair mode, if they are in it when the job must run again."""
         if self._can_repair:
@@ -188,7 +206,7 @@ class JobNetwork:
 
     def _keep(self, name: str, snapshot: str) -> None:
         with Namespace() as own:
-            leading_out = self.leading_out()
+            leading_out = tuple(dict.fromkeys(each.connection for each in self.leading_out()))
             part = self._parts.get(own.inode)
             if part is None or part.filter is None or not leading_out:
                 return
@@ -198,9 +216,6 @@ class JobNetwork:
 
     def _connected(self) -> list[TcpSocket]:
         return [each for part in self._parts.values() for each in part.seen.connected]
-
-    def _leading_out(self) -> tuple[TcpSocket, ...]:
-        return sock_diag.outside_connections([each for part in self._parts.values() for each in part.seen.sockets])
 
     def _remove_filters(self) -> None:
         for part in self._parts.values():

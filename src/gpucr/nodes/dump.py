@@ -132,9 +132,9 @@ class _Dump:
             with frozen:
                 if frozen.lock is None:
                     together.hold_nothing()
-                leading_out = block_connections(frozen)
+                leading_out, being_emptied = block_connections(frozen)
                 not_over_yet()
-                keep_blocked(frozen, find_peers(meeting, leading_out, deadline))
+                keep_blocked(frozen, find_peers(meeting, leading_out, being_emptied, deadline))
                 report = save_frozen(frozen, self._place, terms.within(deadline))
                 self._saved = in_store(report.snapshot)
                 not_over_yet()

@@ -24,16 +24,17 @@ _MOST_PROBED = 4
 
 
 class Place(Record, frozen=True):
-    """Where one part is restored: its addresses at the dump and now. ``named``: all old ones that ``--map`` names."""
+    """Where one part is restored: its addresses at the dump and now. ``given``: what its node was told."""
 
     addresses: dict[str, str]
-    named: tuple[str, ...]
+    given: dict[str, str]
 
 
-class Places(Record, frozen=True):
-    """Those of all parts, by node."""
+class Moves(Record, frozen=True):
+    """What all have agreed on: the new addresses by the old ones. ``of_parts``: those that parts had, moved or not."""
 
-    parts: tuple[Place, ...]
+    of_parts: dict[str, str]
+    addresses: dict[str, str]
 
 
 def parse_map(words: Iterable[str]) -> AddressMap:
@@ -66,32 +67,24 @@ def agree(
     old one; NodeFailed, DeadlineExceeded.
     """
     own = _own(manifest, asked, meeting.own_address)
-    named = () if asked == AUTO else tuple(asked)
-    heard = meeting.exchange("placed", encode(Place(own, named)).decode(), _merged, deadline)
-    places = decode(heard, Places).parts
-    for node, place in enumerate(places):
-        for new in place.addresses.values():
-            if new not in own.values() and is_local_address(new):
-                raise _refused(
-                    f"the part of node {node} is to have {new}, an address of this machine",
-                    "restore each part where its address is, or name other addresses with --map",
-                )
-    taken = {new for place in places for new in place.addresses.values()}
+    given = {} if asked == AUTO else dict(asked)
+    heard = meeting.exchange("placed", encode(Place(own, given)).decode(), _merged, deadline)
+    moves = decode(heard, Moves)
+    for new in moves.of_parts.values():
+        if new not in own.values() and is_local_address(new):
+            raise _refused(
+                f"the part of another node is to have {new}, an address of this machine",
+                "restore each part where its address is, or name other addresses with --map",
+            )
     if not force:
-        _require_gone(manifest, [old for old in own if old not in taken])
+        _require_gone(manifest, [old for old in own if old not in moves.of_parts.values()])
     meeting.together("agreed", deadline)
-    return {old: new for place in places for old, new in place.addresses.items() if old != new}
-
-
-def addresses_of(manifest: Manifest) -> tuple[str, ...]:
-    """The addresses of a part's TCP sockets that belong to its node: neither loopback nor wildcard."""
-    ends = (*manifest.endpoints, *(each.connection.local for each in manifest.peers))
-    return tuple(sorted({each.address for each in ends if _is_of_node(each.address)}))
+    return {old: new for old, new in moves.addresses.items() if old != new}
 
 
 def _own(manifest: Manifest, asked: AddressMap, reached_at: str | None) -> dict[str, str]:
     """This part's addresses, each with the one that it gets here."""
-    old = addresses_of(manifest)
+    old = manifest.addresses
     if asked == AUTO:
         moving = [each for each in old if each != reached_at]
         if not moving or reached_at is None:
@@ -130,12 +123,11 @@ def _merged(said: Sequence[str]) -> list[str]:
                 )
             if (other := old_by_new.setdefault(new, old)) != old:
                 raise _refused(f"both {other} and {old} would become {new}", "give each an address of its own")
-    strange = sorted({each for part in parts for each in part.named if each not in new_by_old})
-    if strange:
-        raise _refused(
-            f"--map names {strange[0]}, which no part had", f"the parts had {', '.join(sorted(new_by_old)) or 'none'}"
-        )
-    answer = encode(Places(parts)).decode()
+    of_parts = dict(new_by_old)
+    for old, new in (each for part in parts for each in part.given.items()):
+        if new_by_old.setdefault(old, new) != new:
+            raise _refused(f"--map names {new_by_old[old]} and {new} for {old}", "give all nodes the same --map")
+    answer = encode(Moves(of_parts, new_by_old)).decode()
     return [answer] * len(parts)
 
 
@@ -159,11 +151,6 @@ def _accepts(end: Endpoint) -> bool:
     except OSError:
         return False
     return True
-
-
-def _is_of_node(address: str) -> bool:
-    found = ipaddress.ip_address(address)
-    return not (found.is_loopback or found.is_unspecified)
 
 
 def _refused(what: str, hint: str) -> InvalidRequest:

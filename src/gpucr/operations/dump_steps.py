@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import ipaddress
 import platform
 import time
 from collections.abc import Callable, Sequence
@@ -25,7 +26,7 @@ from gpucr.jobs.recorded import process_record, sandbox_record
 from gpucr.jobs.registered import DumpNote
 from gpucr.jobs.sandbox import Sandbox
 from gpucr.linux import oom, processes, processor, tcp_tables
-from gpucr.model import GangMember, Job, ProcessId, ProcessInfo
+from gpucr.model import Endpoint, GangMember, Job, ProcessId, ProcessInfo
 from gpucr.network.lock import IN_FLIGHT, JobNetwork
 from gpucr.quantities import counted, format_bytes
 from gpucr.snapshot import shared_files
@@ -468,11 +469,18 @@ def _draft(context: OwnDump, tree: Sequence[ProcessInfo], outside: Outside) -> M
         endpoints=outside.endpoints,
         connections=tuple(each for each in outside.connections if each not in peers),
         peers=tuple(Peer(peers[each], each) for each in outside.connections if each in peers),
+        addresses=_own_addresses([*outside.endpoints, *outside.datagrams, *(each.local for each in peers)]),
         databases=outside.databases,
         locks=outside.locks,
         terminals=outside.terminals,
         kept=context.network.kept_name if outside.connections else None,
     )
+
+
+def _own_addresses(ends: Sequence[Endpoint]) -> tuple[str, ...]:
+    """Neither wildcards nor addresses that every machine has."""
+    found = {each.address: ipaddress.ip_address(each.address) for each in ends}
+    return tuple(sorted(text for text, each in found.items() if not (each.is_loopback or each.is_unspecified)))
 
 
 def draft_of_gang(

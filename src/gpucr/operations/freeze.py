@@ -31,6 +31,7 @@ from gpucr.jobs.end_frozen import EndFrozenJob
 from gpucr.jobs.selector import JobSelector
 from gpucr.jobs.taken import TakenJob, taken_job
 from gpucr.linux import processes
+from gpucr.linux.sock_diag import TcpSocket
 from gpucr.model import Connection, GangLock
 from gpucr.network.lock import JobNetwork
 from gpucr.network.steps import Quiet, Unblock
@@ -337,14 +338,16 @@ def save_frozen(job: FrozenJob, place: TargetPlace, terms: Terms) -> DumpReport:
     return job._save(place, terms)  # noqa: SLF001
 
 
-def block_connections(job: FrozenJob) -> tuple[Connection, ...]:
-    """From now on no packet of a frozen job's connections arrives or leaves. Returns those that lead out of it.
+def block_connections(job: FrozenJob) -> tuple[tuple[TcpSocket, ...], tuple[Connection, ...]]:
+    """From now on no packet of a frozen job's connections arrives or leaves.
 
-    Raises JobChanged if a connection waits to be accepted, Unsupported, BrokenInstall.
+    Returns those that lead out of it, and those of its machine that were closed with data under way.
+
+    Raises JobChanged if a connection waits to be accepted, or urgent data to be read; Unsupported, BrokenInstall.
     """
     network = job._hold.parts.network  # noqa: SLF001
     network.block()
-    return network.leading_out()
+    return network.leading_out(), network.being_emptied()
 
 
 def keep_blocked(job: FrozenJob, peers: Mapping[Connection, int]) -> None:

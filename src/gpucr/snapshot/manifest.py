@@ -324,7 +324,8 @@ class Manifest(Record, frozen=True):
     are those of its local sockets: programs remove them at exit, and CRIU does not recreate them. ``launch`` is None if
     the job was not started by `gpucr run`, ``sandbox`` if it was not in one. ``open_folders`` has working folders too.
     ``endpoints``: addresses of its TCP sockets, except those of ``connections``, whose peer is outside the job, and of
-    ``peers``, which lead to its parts on other nodes.
+    ``peers``, which lead to its parts on other nodes. ``addresses`` are those of its machine that a restore gives to
+    its sockets, if it may have others.
     ``kept`` names the record of these connections, if the machine of the dump keeps them for a restore.
     ``shares``: the blocks of device memory that its processes share, by pid and their interposers' numbers.
     """
@@ -351,6 +352,7 @@ class Manifest(Record, frozen=True):
     endpoints: tuple[Endpoint, ...] = ()
     connections: tuple[Connection, ...] = ()
     peers: tuple[Peer, ...] = ()
+    addresses: tuple[Text, ...] = ()
     kept: Text | None = None
     overruled: tuple[OverruledFinding, ...] = ()
     files: tuple[FileRecord, ...] = ()
@@ -572,7 +574,8 @@ def _check_consistency(manifest: Manifest) -> None:
     for part, data in manifest.device_parts.items():
         _check_extents(data, f"device_data of process {part.pid}")
     connections = (*manifest.connections, *(each.connection for each in manifest.peers))
-    for endpoint in (*manifest.endpoints, *(end for each in connections for end in (each.local, each.remote))):
+    ends = [end for each in connections for end in (each.local, each.remote)]
+    for endpoint in (*manifest.endpoints, *ends, *(Endpoint(each, 1) for each in manifest.addresses)):
         try:
             endpoint.require_valid()
         except ValueError as e:
