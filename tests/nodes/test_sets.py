@@ -12,7 +12,7 @@ import pytest
 from gpucr.linux import processes
 from tests import command
 from tests.counter import wait_until
-from tests.nodes.two_nodes import ADDRESSES, PORT, RENDEZVOUS_PORT, SECRET, TwoNodes, ended
+from tests.nodes.two_nodes import ADDRESSES, RENDEZVOUS_PORT, SECRET, TwoNodes, ended
 from tests.storm import later, long, sample
 
 pytestmark = pytest.mark.criu
@@ -27,6 +27,7 @@ def test_a_job_is_dumped_ended_and_restored(nodes: TwoNodes) -> None:
     back = nodes.restore()
     assert [each["pid"] for each in back] == [node.pid for node in nodes.nodes]
     nodes.assert_job_goes_on()
+    assert sum("connected" in line for line in nodes.nodes[1].lines()) == 1
     nodes.finish()
 
 
@@ -296,25 +297,36 @@ def test_nodes_with_different_requests(nodes: TwoNodes) -> None:
     assert nodes.listed() == []
 
 
-def test_a_job_with_nccl_across_nodes_is_refused_on_both(nodes: TwoNodes) -> None:
+def start_with_nccl(nodes: TwoNodes, env: dict[str, str]) -> None:
+    """Both parts again, with what shows that NCCL has a communicator."""
     for node in nodes.nodes:
         node.kill_job()
     library = nodes.folder / "libnccl.so.2"
     library.write_bytes(bytes(4096))
     for node in nodes.nodes:
-        node.start_job(library)
+        node.start_job(library, env=env)
     for node in nodes.nodes:
         node.works()
-    started = [nodes.start_dump(node) for node in range(2)]
-    done = [ended(each) for each in started]
+
+
+def test_nccl_over_sockets_goes_on(nodes: TwoNodes) -> None:
+    start_with_nccl(nodes, {"NCCL_NET": "Socket"})
+    nodes.dump()
+    nodes.restore()
+    nodes.assert_job_goes_on()
+    assert sum("connected" in line for line in nodes.nodes[1].lines()) == 1
+    nodes.finish()
+
+
+def test_nccl_over_another_network_is_refused_on_both(nodes: TwoNodes) -> None:
+    start_with_nccl(nodes, {"NCCL_NET": "IB"})
+    done = [ended(each) for each in [nodes.start_dump(node) for node in range(2)]]
     assert {code for code, _, _ in done} <= {1, 3}
     said = next(said for code, _, said in done if code == 3)
-    assert "NCCL connects" in said
-    assert str(PORT) in said
+    assert "NCCL_NET=IB was set" in said
+    assert "start the job with NCCL_NET=Socket" in said
     assert "code:  GPUCR-NODES-NCCL" in said
     nodes.assert_job_goes_on()
-    nodes.dump("--force")
-    assert len(nodes.listed()) == 2
 
 
 # --- restore -----------------------------------------------------------------------------------------------------
