@@ -44,7 +44,7 @@ def test_mapped_rdma_is_refused_too(monkeypatch: pytest.MonkeyPatch) -> None:
         ("IB", "/lib/libc.so.6", None),
     ],
 )
-def test_what_nccl_uses_between_nodes(
+def test_networks_of_nccl(
     monkeypatch: pytest.MonkeyPatch, asked: str | None, library: str, refused: str | None
 ) -> None:
     job = Job((processes.describe(os.getpid()),), (), ())

@@ -264,7 +264,7 @@ class Case:
         print(f"    {LINES_BETWEEN} steps more after {time.monotonic() - begin:.2f} s", flush=True)
 
     def left_running(self, number: int, outcome: Outcome) -> None:
-        """Dumped while it goes on."""
+        """Dumped while it runs."""
         with Standstill(self.log("disturbed", 0)) as still:
             begin = time.monotonic()
             made = self.dump(f"running-{number}", "--leave-running")

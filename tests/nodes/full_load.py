@@ -22,7 +22,8 @@ from tests.nodes.two_nodes import RENDEZVOUS_PORT, SECRET, Node, ended_well
 PORT = 9911
 
 # A part: its number, how many parts, connections for each pair, the addresses of all, by family. The part with the
-# higher number of a pair connects. Both send the same 1 MiB again and again, each from another offset, for ever.
+# higher number of a pair connects. Both send the same 1 MiB again and again, each from another offset, until a file is
+# there.
 LOAD = f"""
 import json, os, selectors, socket, sys, time
 node, count, each = map(int, sys.argv[1:4])

@@ -161,7 +161,7 @@ def test_restores_that_cannot_be(started: ExitStack, tmp_path: Path) -> None:
     nodes.finish()
 
 
-def test_nodes_that_are_told_different_maps(started: ExitStack, tmp_path: Path) -> None:
+def test_nodes_with_different_maps(started: ExitStack, tmp_path: Path) -> None:
     nodes = loaded(started, tmp_path, 2, 2, spare=2)
     nodes.dump()
     for node in nodes.parts():

@@ -309,7 +309,7 @@ def start_with_nccl(nodes: TwoNodes, env: dict[str, str]) -> None:
         node.works()
 
 
-def test_nccl_over_sockets_goes_on(nodes: TwoNodes) -> None:
+def test_nccl_over_sockets_is_kept(nodes: TwoNodes) -> None:
     start_with_nccl(nodes, {"NCCL_NET": "Socket"})
     nodes.dump()
     nodes.restore()

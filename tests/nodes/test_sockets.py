@@ -179,7 +179,7 @@ def test_remains_of_connections_are_in_nobodys_way(machines: LoadedNodes) -> Non
         ("urgent", "has urgent data that the job has not read", ["b'!'", ""]),
     ],
 )
-def test_what_no_snapshot_can_have_lets_the_job_run(
+def test_data_in_no_process_lets_the_job_run(
     machines: LoadedNodes, kind: str, says: str, later_seen: list[str]
 ) -> None:
     start(machines, kind, "4")

@@ -224,7 +224,7 @@ def restore(
     """Restore this node's part of the set STORE#NAME, together with all other nodes. Needs root.
 
     Node 0 says which set it is: the latest of the name. No part runs before all are there; if a node fails until then,
-    what was restored is ended on all nodes, and the set stays. Connections between the parts go on.
+    what was restored is ended on all nodes, and the set stays. Connections between the parts are kept.
 
     \b
     Example:

@@ -273,7 +273,7 @@ def _symlinked(images_dir: Path, made_in: Path, mark: str, machine: str = "") ->
 
 
 def _packed(address: str, before: bytes) -> bytes:
-    """The address in the place of this one: an IPv4 address is mapped if that was."""
+    """The bytes of an address that replaces this one: an IPv4 address is mapped if that was."""
     new = ipaddress.ip_address(address)
     is_mapped = len(before) == 16 and ipaddress.IPv6Address(before).ipv4_mapped is not None
     packed = _MAPPED + new.packed if is_mapped and new.version == 4 else new.packed

@@ -67,7 +67,7 @@ class Others(Protocol):
         ...
 
     def too_late(self) -> Exception:
-        """The error if ours are held, and time is over."""
+        """The error if ours are held, and it is too late."""
         ...
 
 

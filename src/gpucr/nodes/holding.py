@@ -60,7 +60,7 @@ class HeldTogether(Others):
             self.wait()
 
     def too_late(self) -> DeadlineExceeded:
-        """The error of a node whose work is held when the time is over."""
+        """The error of a node whose work is held, but too late."""
         return DeadlineExceeded(
             "timed out before the GPU work of all other nodes was held",
             hint="see what they say; check that all ranks make progress, or allow more time",

@@ -18,13 +18,12 @@ AUTO: Literal["auto"] = "auto"
 AddressMap = Mapping[str, str] | Literal["auto"]
 """New addresses by old ones, or ``auto``: a part's only address becomes the one by which the others reach its node."""
 
-_CODE = "GPUCR-NODES-ADDRESS"
 _PROBE_S = 1.0
 _MOST_PROBED = 4
 
 
 class Place(Record, frozen=True):
-    """Where one part is restored: its addresses at the dump and now. ``given``: what its node was told."""
+    """Where one part is restored: its addresses at the dump and now. ``given``: by ``--map``."""
 
     addresses: dict[str, str]
     given: dict[str, str]
@@ -141,7 +140,7 @@ def _require_gone(manifest: Manifest, old: Sequence[str]) -> None:
             raise Unsupported(
                 f"a program still listens at {each}, where this part was: the job may run there",
                 hint="end it first; --force insists",
-                code=_CODE,
+                code="GPUCR-NODES-ADDRESS",
             )
 
 
@@ -154,4 +153,4 @@ def _accepts(end: Endpoint) -> bool:
 
 
 def _refused(what: str, hint: str) -> InvalidRequest:
-    return InvalidRequest(what, hint=hint, code=_CODE)
+    return InvalidRequest(what, hint=hint, code="GPUCR-NODES-ADDRESS")

@@ -46,7 +46,7 @@ def restore_part(
     """Restore this node's part of the set ``STORE#NAME`` (the latest of this name), together with the other nodes.
 
     Node 0 says which set it is. No part runs before all are there: where one node fails until then, what all have
-    restored is ended, and the set stays. Connections between the parts go on, also if ``addresses`` of nodes have
+    restored is ended, and the set stays. Connections between the parts are kept, also if ``addresses`` of nodes have
     changed: new ones by old ones, or ``auto``, if each part had one. The other arguments are those of `gpucr.restore`
     and `dump_part`.
 

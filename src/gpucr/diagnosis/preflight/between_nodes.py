@@ -1,4 +1,4 @@
-"""Communication with other machines that no snapshot has: RDMA, and whatever else NCCL has instead of TCP.
+"""Communication with other machines that no snapshot has: RDMA, and other networks that NCCL may use instead of TCP.
 
 Seen with NCCL 2.28.9 (two ranks of torch 2.11 over sockets, /proc/net/unix): from its first collective on, a
 communicator has an abstract local socket ``tmp/nccl-socket-RANK-HASH``, which is gone after destroy_process_group. Over
