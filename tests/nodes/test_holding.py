@@ -23,7 +23,7 @@ def lock(driver: CudaDriver, job: Ranks, meeting: Meeting, node: int, count: int
     """Hold the ranks of one node: every so many of the job's."""
     deadline = time.monotonic() + limit_s
     gang = Gang(driver, job.members[node::count], deadline=deadline)
-    gang.others = HeldTogether(meeting, deadline)
+    gang.others = HeldTogether(meeting, deadline, limit_s)
     gang.lock(meeting.require_going_on)
     return gang
 
@@ -60,7 +60,7 @@ def test_all_are_held_and_nothing_is_lost(
 def test_a_node_without_gpu_work(ranks: RanksFactory, driver: CudaDriver) -> None:
     job = ranks(2)
     with met(2) as (host, guests):
-        nothing = Aside(HeldTogether(guests[0], time.monotonic() + 20).hold_nothing)
+        nothing = Aside(HeldTogether(guests[0], time.monotonic() + 20, 20).hold_nothing)
         gang = lock(driver, job, host, 0, 1)
         nothing.result()
         gang.unlock(down_to=lambda member: member.found)

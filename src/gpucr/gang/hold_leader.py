@@ -184,6 +184,7 @@ class LeaderHold:
         """
         if self._others is not None:
             self._others.begin()
+            self._end = min(self._end, self._others.end)
         for rank in self._ranks:
             threading.Thread(target=self._serve, args=(rank,), name=f"lock-{rank.pid}", daemon=True).start()
         try:

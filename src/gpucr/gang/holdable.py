@@ -54,6 +54,11 @@ class Others(Protocol):
         """Wait until all are about to be held. May raise."""
         ...
 
+    @property
+    def end(self) -> float:
+        """The time.monotonic() value by which all have to be; known once they have begun."""
+        ...
+
     def are_held(self) -> bool | None:
         """Ours are held: whether all others are too. None: they wait for ours, so release these for a moment."""
         ...

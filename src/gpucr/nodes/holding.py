@@ -17,17 +17,27 @@ _LOOK_EVERY_S = 0.002
 
 
 class HeldTogether(Others):
-    """This node's view of it. One operation, one hold."""
+    """This node's view of it. One operation, one hold.
 
-    def __init__(self, meeting: Meeting, deadline: float) -> None:
+    ``deadline``: for all nodes to begin; ``limit_s``: how long it may take then.
+    """
+
+    def __init__(self, meeting: Meeting, deadline: float, limit_s: float) -> None:
         self._meeting = meeting
         self._deadline = deadline
+        self._limit_s = limit_s
         self._said = -1
         """The ``times`` of what was said last."""
 
     def begin(self) -> None:
         """Wait until all nodes are about to hold their work. Raises NodeFailed, DeadlineExceeded."""
         self._meeting.together("holding", self._deadline)
+        self._deadline = min(self._deadline, time.monotonic() + self._limit_s)
+
+    @property
+    def end(self) -> float:
+        """The time.monotonic() value by which the work of all nodes has to be held."""
+        return self._deadline
 
     def are_held(self) -> bool | None:
         """Say that this node's work is held. True: all nodes' is. None: let it go for a moment, and hold it again."""

@@ -32,7 +32,7 @@ from gpucr.undo.cancellation import Cancellation
 _HANDSHAKE_S = 10.0
 _MOST_STRANGERS, _MOST_OF_ONE = 64, 32
 _FAREWELL_S = 5.0
-_STEPS = ("placed", "agreed", "holding", "frozen", "saved", "ready")
+_STEPS = ("placed", "agreed", "holding", "frozen", "imaged", "saved", "ready")
 
 
 class Host(Meeting):

@@ -20,7 +20,7 @@ from gpucr.nodes.wire import Channel, Failed
 from gpucr.undo.cancellation import Cancellation
 
 Side = TypeVar("Side", bound="Meeting")
-Step = Literal["placed", "agreed", "holding", "frozen", "saved", "complete", "ready"]
+Step = Literal["placed", "agreed", "holding", "frozen", "imaged", "saved", "complete", "ready"]
 Answer = Callable[[Sequence[str]], Sequence[str]]
 """What each node is told, from what each has said."""
 LAST_STEPS = frozenset({"complete", "ready"})
@@ -183,6 +183,7 @@ def too_late(step: Step, nodes: str) -> DeadlineExceeded:
         "agreed": "agreed on addresses",
         "holding": "begun to hold its GPU work",
         "frozen": "frozen its part",
+        "imaged": "saved its processes",
         "saved": "saved its part",
         "complete": "completed the set",
     }
