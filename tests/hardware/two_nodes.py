@@ -31,6 +31,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
+
+from tests.hardware.links import INTERFACE, Node  # noqa: E402 - found where the checkout is
+
 PROGRAM = ROOT / "tests" / "hardware" / "interposed" / "across.py"
 PAIRS = (("10.79.0.1", "10.79.0.2"), ("10.79.1.1", "10.79.1.2"))
 """Addresses: of the two nodes where the job starts, and of the two to which it goes, and back."""
@@ -53,35 +57,6 @@ class Outcome:
     stood_still: list[float] = field(default_factory=list)
     lines: int = 0
     error: str | None = None
-
-
-class Node:
-    """A network namespace with the interface ``eth``."""
-
-    def __init__(self, address: str) -> None:
-        self.address = address
-        self._holder = subprocess.Popen(
-            ["unshare", "--net", "sh", "-c", "ip link set lo up; echo; exec sleep infinity"], stdout=subprocess.PIPE
-        )
-        assert self._holder.stdout is not None
-        self._holder.stdout.readline()
-
-    @property
-    def pid(self) -> int:
-        """Of a process in it."""
-        return self._holder.pid
-
-    def enter(self, command: Sequence[str]) -> list[str]:
-        """The command, in it."""
-        return ["nsenter", f"--net=/proc/{self.pid}/ns/net", *command]
-
-    def ip(self, *words: str) -> None:
-        """Run `ip` in it."""
-        subprocess.run(self.enter(["ip", *words]), check=True, timeout=20)
-
-    def close(self) -> None:
-        self._holder.kill()
-        self._holder.communicate(timeout=20)
 
 
 class Standstill(threading.Thread):
@@ -115,13 +90,8 @@ class Case:
     def __init__(self, name: str, folder: Path, options: argparse.Namespace) -> None:
         self.name, self.folder, self.options = name, folder, options
         self.pairs = [[Node(address) for address in pair] for pair in PAIRS]
-        for number, (one, other) in enumerate(self.pairs):
-            names = [f"gn{os.getpid() % 10**6}{number}{side}" for side in "ab"]
-            one.ip("link", "add", "eth", "type", "veth", "peer", "name", names[1], "netns", str(other.pid))
-            other.ip("link", "set", names[1], "name", "eth")
-            for node in (one, other):
-                node.ip("addr", "add", f"{node.address}/24", "dev", "eth")
-                node.ip("link", "set", "eth", "up")
+        for one, other in self.pairs:
+            one.link_to(other)
         self.at = 0
         """In which pair of nodes it is."""
         self.is_swapped = False
@@ -140,8 +110,8 @@ class Case:
             "NCCL_HOSTID": f"node-{rank}",
             "NCCL_P2P_DISABLE": "1",
             "NCCL_SHM_DISABLE": "1",
-            "NCCL_SOCKET_IFNAME": "eth",
-            "GLOO_SOCKET_IFNAME": "eth",
+            "NCCL_SOCKET_IFNAME": INTERFACE,
+            "GLOO_SOCKET_IFNAME": INTERFACE,
         }
         path = os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH"))))
         return {**os.environ, **given, "PYTHONPATH": path}
