@@ -112,6 +112,20 @@ class JobNetwork:
                 if part.filter is not None:
                     part.filter.block([each.connection for each in part.seen.connected])
 
+    def keep_blocked(self, peers: Mapping[Connection, int]) -> None:
+        """These connections, which are blocked, lead to other parts of the job, by node: let them go with all parts.
+
+        Raises Unsupported if they are not blocked, because the kernel cannot.
+        """
+        for part in self._parts.values():
+            if part.filter is None and any(each.connection in peers for each in part.seen.connected):
+                raise Unsupported(
+                    f"the job's connections to other nodes cannot be blocked: {part.there.visit(find_method)[1]}",
+                    hint="gpucr needs nftables in the kernel, or iptables, and CAP_NET_ADMIN",
+                    code="GPUCR-NETWORK-LOCK",
+                )
+        self.peers = peers
+
     def being_emptied(self) -> tuple[Connection, ...]:
         """Connections in the job's networks that programs have closed before the other ends had all of their data."""
         found = [each for part in self._parts.values() for each in part.there.visit(sock_diag.tcp_sockets)]

@@ -159,7 +159,7 @@ class _Dump:
 
         def frozen(network: JobNetwork) -> None:
             network.block()
-            network.peers = find_peers(meeting, network.leading_out(), network.being_emptied(), deadline)
+            network.keep_blocked(find_peers(meeting, network.leading_out(), network.being_emptied(), deadline))
 
         parts = OtherParts(together, together.hold_nothing, frozen, imaged=lambda: meeting.together("imaged", deadline))
         in_background = replace(request, persist="background")

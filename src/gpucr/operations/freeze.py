@@ -353,9 +353,9 @@ def block_connections(job: FrozenJob) -> tuple[tuple[TcpSocket, ...], tuple[Conn
 def keep_blocked(job: FrozenJob, peers: Mapping[Connection, int]) -> None:
     """These connections lead to parts of the job on other nodes, given by number: blocked until it is thawed or ended.
 
-    They are saved as such, and end without a word to the other parts.
+    They are saved as such, and end without a word to the other parts. Raises Unsupported if nothing can block them.
     """
-    job._hold.parts.network.peers = peers  # noqa: SLF001
+    job._hold.parts.network.keep_blocked(peers)  # noqa: SLF001
 
 
 def forget_saved(job: FrozenJob) -> None:
