@@ -185,6 +185,35 @@ def test_ctrl_c_while_waiting_for_the_other_node(nodes: TwoNodes, node: int) -> 
     nodes.finish()
 
 
+@pytest.mark.parametrize("how", [[], ["--leave-running"]], ids=["ended", "left running"])
+def test_ctrl_c_while_the_other_node_does_not_hold_its_gpu_work(nodes: TwoNodes, how: list[str]) -> None:
+    action = "dump and keep running" if how else "dump and end"
+    code = f"""
+import time
+from pathlib import Path
+from gpucr.nodes.parts import meeting_for
+from gpucr.nodes.rendezvous import Rendezvous
+from gpucr.snapshot.location import open_store_for_jobs
+from gpucr.store import sets
+where = Rendezvous.at("{ADDRESSES[0]}:{RENDEZVOUS_PORT}", node=0, node_count=2, secret={SECRET!r}, meet_s=20)
+with meeting_for(where, "{action}", open_store_for_jobs("{nodes.store}", None), "set", None) as meeting:
+    meeting.arrive(sets.new_id)
+    while 1 not in meeting._here["holding"]:
+        time.sleep(0.01)
+    Path("{nodes.folder}/waits").touch()
+    meeting.together("frozen", time.monotonic() + 60)
+"""
+    other, mine = nodes.nodes[0].python(code), nodes.start_dump(1, *how)
+    wait_until((nodes.folder / "waits").exists, "node 1 to wait for node 0")
+    nodes.assert_job_goes_on()
+    mine.send_signal(signal.SIGINT)
+    assert ended(mine)[0] == 130
+    assert "node 1 failed" in ended(other)[2]
+    nodes.assert_job_goes_on()
+    assert nodes.listed() == []
+    nodes.finish()
+
+
 def test_ctrl_c_on_a_node_that_has_saved_abandons_the_set(nodes: TwoNodes) -> None:
     host, guest = nodes.drive(0, "before:complete", "pause"), nodes.start_dump(1)
     nodes.wait_there(0)

@@ -183,7 +183,7 @@ class LeaderHold:
         pending call has ended. (A call that does not end is in ``stuck``.)
         """
         if self._others is not None:
-            self._others.begin()
+            self._others.begin(self._check)
             self._end = min(self._end, self._others.end)
         for rank in self._ranks:
             threading.Thread(target=self._serve, args=(rank,), name=f"lock-{rank.pid}", daemon=True).start()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Protocol
 
 from gpucr.driver.api import Driver
@@ -50,8 +51,8 @@ class Holdable(Protocol):
 class Others(Protocol):
     """Ranks of the same job that somebody else holds, on other nodes, and that ours may wait for."""
 
-    def begin(self) -> None:
-        """Wait until all are about to be held. May raise."""
+    def begin(self, check: Callable[[], None]) -> None:
+        """Wait until all are about to be held. May raise; ``check`` is called often meanwhile, and may raise too."""
         ...
 
     @property

@@ -8,6 +8,7 @@ nodes hold theirs and others do not, node 0 has the former let go for a moment, 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from gpucr.errors import DeadlineExceeded
 from gpucr.gang.holdable import Others
@@ -29,9 +30,10 @@ class HeldTogether(Others):
         self._said = -1
         """The ``times`` of what was said last."""
 
-    def begin(self) -> None:
-        """Wait until all nodes are about to hold their work. Raises NodeFailed, DeadlineExceeded."""
-        self._meeting.together("holding", self._deadline)
+    def begin(self, check: Callable[[], None] = lambda: None) -> None:
+        """Wait until all nodes are about to hold their work, calling ``check``. Raises NodeFailed, DeadlineExceeded."""
+        with self._meeting.checking(check):
+            self._meeting.together("holding", self._deadline)
         self._deadline = min(self._deadline, time.monotonic() + self._limit_s)
 
     @property

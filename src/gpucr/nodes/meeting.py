@@ -10,7 +10,7 @@ import contextlib
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Literal, TypeVar
 
@@ -61,6 +61,7 @@ class Meeting(ABC):
         self.error: NodeFailed | None = None
         self._changed = threading.Condition()
         self._is_over = False
+        self._check: Callable[[], None] = lambda: None
         self._times = 0
         self._is_all_held = False
 
@@ -125,6 +126,15 @@ class Meeting(ABC):
         self._is_over = True
         self.close()
 
+    @contextlib.contextmanager
+    def checking(self, check: Callable[[], None]) -> Iterator[None]:
+        """Call this often in the block while it waits; what it raises ends the wait."""
+        self._check = check
+        try:
+            yield
+        finally:
+            self._check = lambda: None
+
     def require_going_on(self) -> None:
         """Raises NodeFailed if another node has failed, KeyboardInterrupt if this is cancelled."""
         if self.error is not None:
@@ -154,6 +164,7 @@ class Meeting(ABC):
         with self._changed:
             while not is_so():
                 self.require_going_on()
+                self._check()
                 if time.monotonic() > deadline:
                     raise late()
                 self._changed.wait(LOOK_S)

@@ -478,9 +478,13 @@ def _draft(context: OwnDump, tree: Sequence[ProcessInfo], outside: Outside) -> M
 
 
 def _own_addresses(ends: Sequence[Endpoint]) -> tuple[str, ...]:
-    """Neither wildcards nor addresses that every machine has."""
+    """Neither wildcards nor addresses that every machine has, or that belong to a link."""
     found = {each.address: ipaddress.ip_address(each.address) for each in ends}
-    return tuple(sorted(text for text, each in found.items() if not (each.is_loopback or each.is_unspecified)))
+    return tuple(sorted(text for text, each in found.items() if not _is_everywhere(each)))
+
+
+def _is_everywhere(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
+    return address.is_loopback or address.is_unspecified or address.is_link_local or address.is_multicast
 
 
 def draft_of_gang(
