@@ -15,6 +15,7 @@ BENCHMARKS = (
     "intervals",
     "many",
     "overhead",
+    "ranks",
     "startup",
     "store",
     "store-dump",

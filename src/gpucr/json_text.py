@@ -40,4 +40,4 @@ def parse(data: bytes | str, *, least: int = -(1 << 63)) -> object:
 
 
 def _refuse(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number")
+    raise ValueError(f"{name} is not a number")

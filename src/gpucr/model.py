@@ -245,7 +245,7 @@ class Endpoint(Struct, frozen=True, order=True):
         except ValueError:
             is_shortest = False
         if not is_shortest or not 1 <= self.port < 1 << 16:
-            raise ValueError(f"{self.address!r} and {self.port} are no address and port")
+            raise ValueError(f"{self.address!r} and {self.port} are not an address and a port")
 
 
 class Connection(Struct, frozen=True, order=True):

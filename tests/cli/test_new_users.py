@@ -206,7 +206,7 @@ def test_threads_of_a_process_that_has_a_wanted_pid_are_not_listed(counter: Coun
 
 
 def test_a_pid_and_a_container() -> None:
-    assert told(2, "dump", "1", "--container", "web", "--to", "x")[0].startswith("PID|NAME... means nothing with")
+    assert told(2, "dump", "1", "--container", "web", "--to", "x")[0].startswith("PID|NAME... cannot be combined with")
 
 
 def test_a_new_job_is_not_supervised_as_the_earlier_one_of_its_name(tmp_path: Path) -> None:

@@ -155,7 +155,7 @@ def test_an_unknown_container_is_refused(container: StartContainer, tmp_path: Pa
     assert gpucr(made, "dump", "--to", to).returncode == 2
     done = dump(made, to, "--timeout", "5")
     assert done.returncode == 2
-    assert "--timeout means nothing with --container" in done.stderr
+    assert "--timeout cannot be combined with --container" in done.stderr
     assert not to.exists()
 
 

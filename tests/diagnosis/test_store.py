@@ -93,7 +93,7 @@ def _result(**members: Any) -> Callable[[Path], object]:
         (_result(result="801"), "results[0].result: expected `int | null`"),
         (_result(state=3), "results[0].state: expected `str | null`"),
         (_result(seconds=-0.5), "results[0].seconds: expected `float` >= 0"),
-        (_result(seconds=float("nan")), "it is not json: nan is no number"),
+        (_result(seconds=float("nan")), "it is not json: nan is not a number"),
         (_result(seconds=10**400), "a number is out of range"),
         (_result(measured_at="yesterday"), "results[0].measured_at: expected `str` matching"),
     ],

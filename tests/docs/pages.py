@@ -33,12 +33,12 @@ def section(text: str, heading: str) -> str:
 
 
 def of_command(text: str, name: str) -> str:
-    """The description of a command: a section, or else the table row that begins with it."""
+    """The description of a command: a section, or else the table rows that begin with it."""
     if re.search(rf"^#+ {re.escape(name)}$", text, re.MULTILINE):
         return section(text, name)
-    row = re.search(rf"^\| `{re.escape(name)}[ `].*$", text, re.MULTILINE)
-    assert row is not None, f"there is no heading or row {name!r}"
-    return row[0]
+    found = re.findall(rf"^\| `{re.escape(name)}[ `].*$", text, re.MULTILINE)
+    assert found, f"there is no heading or row {name!r}"
+    return "\n".join(found)
 
 
 def without_fences(text: str) -> str:

@@ -1,9 +1,9 @@
-"""The tables of what is refused, made of what preflight says: ``python -m tests.docs.support`` writes them."""
+"""The facts that preflight knows, for the tests, and the pages that have them."""
 
 from __future__ import annotations
 
-import re
-import string
+import importlib.util
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -12,12 +12,22 @@ from gpucr.diagnosis.preflight.support import gpu_memory, gpu_use, interposed, m
 from gpucr.diagnosis.preflight.support.fact import Fact
 from tests.docs.pages import DOCS
 
-PAGE, PROCESSES_PAGE = DOCS / "what-comes-back.md", DOCS / "what-a-dump-refuses.md"
-_CODES = "../src/gpucr/error_codes.md"
-_HEAD = "| what | gpucr | because | do |\n| --- | --- | --- | --- |\n"
-_OPTION = re.compile(r"--[a-z][\w-]*(?: (?:auto|keep|rewind|close|OLD=NEW)\b)?")
+MAIN_PAGE = DOCS / "what-comes-back.md"
 MODULES = (gpu_memory, interposed, gpu_use, processes, ties, outside, machine, users)
-_ON_PAGE = {processes: PROCESSES_PAGE, ties: PROCESSES_PAGE}
+_BEGIN, _END = "<!-- made by tests/docs/support.py: canaries -->\n", "<!-- end -->"
+
+
+def site_module(name: str) -> ModuleType:
+    """A module of docs/site, which makes pages of the documentation site."""
+    path: Path = DOCS / "site" / f"{name}.py"
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))  # they import each other
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def facts(module: ModuleType) -> dict[str, Fact]:
@@ -25,55 +35,9 @@ def facts(module: ModuleType) -> dict[str, Fact]:
     return {name: value for name, value in vars(module).items() if isinstance(value, Fact)}
 
 
-def with_tables(page: Path) -> str:
-    """The page with new tables between its marks."""
-    tables = {
-        module.__name__.rpartition(".")[2]: _HEAD + "".join(map(_row, facts(module).values()))
-        for module in MODULES
-        if _ON_PAGE.get(module, PAGE) == page
-    }
-    if page == PAGE:
-        tables["canaries"] = "".join(f"| `{name}` | {what} |\n" for name, what in WHAT.items())
-        tables["canaries"] = "| canary | measures |\n| --- | --- |\n" + tables["canaries"]
-    text = page.read_text()
-    for name, table in tables.items():
-        begin, end = f"<!-- made by tests/docs/support.py: {name} -->\n", "<!-- end -->"
-        before, found, rest = text.partition(begin)
-        assert found, f"the page has no mark for {name}"
-        text = f"{before}{begin}{table}{end}{rest.partition(end)[2]}"
-    return text
-
-
-def _row(fact: Fact) -> str:
-    what = [_words(fact.what)]
-    if fact.kinds:
-        what.append(f"({', '.join(fact.kinds)})")
-    if fact.case:
-        what.append(f"– {fact.case}")
-    return f"| {' '.join(what)} | {_verdict(fact)} | {_words(fact.consequence)} | {_words(fact.remedy)} |\n"
-
-
-def _verdict(fact: Fact) -> str:
-    verdict = "warns" if fact.severity == "warning" else "refuses"
-    if fact.code:
-        verdict = f"[{verdict}]({_CODES}#{fact.code.lower()})"
-    canaries = " and ".join(f"`{name}`" for name in fact.unless)
-    if fact.warning_if or (canaries and fact.warning_consequence):
-        return f"{verdict}; warns if {fact.warning_if or f'{canaries} came back'}"
-    return f"{verdict}; not if {canaries} came back" if canaries else verdict
-
-
-def _words(text: str) -> str:
-    """A cell: the names of values in italics, options as code, so that no dash is made of theirs."""
-    parts = string.Formatter().parse(text.replace("|", "\\|"))
-    named = "".join(literal + (f"*{name.replace('_', ' ')}*" if name else "") for literal, name, _, _ in parts)
-    # What is outside code and inside it takes turns.
-    pieces = named.split("`")
-    pieces[::2] = [_OPTION.sub(r"`\g<0>`", piece) for piece in pieces[::2]]
-    pieces[1::2] = [f"`{piece.replace('*', '')}`" for piece in pieces[1::2]]
-    return "".join(pieces)
-
-
-if __name__ == "__main__":
-    for each in (PAGE, PROCESSES_PAGE):
-        each.write_text(with_tables(each))
+def with_canaries(text: str) -> str:
+    """The main page with a new list of canaries between its marks."""
+    before, found, rest = text.partition(_BEGIN)
+    assert found, "the page has no mark for canaries"
+    rows = "".join(f"| `{name}` | {what} |\n" for name, what in WHAT.items())
+    return f"{before}{_BEGIN}| canary | measures |\n| --- | --- |\n{rows}{_END}{rest.partition(_END)[2]}"

@@ -15,6 +15,7 @@ from gpucr.cli import main
 from gpucr.snapshot import manifest
 from tests.command import run, run_json, run_json_before
 from tests.counter import CounterFactory, wait_until
+from tests.docs import commands
 from tests.docs.command_tree import COMMANDS
 from tests.docs.pages import (
     CODE,
@@ -24,7 +25,6 @@ from tests.docs.pages import (
     first_cells,
     of_command,
     page,
-    rows,
     section,
     without_fences,
 )
@@ -32,7 +32,8 @@ from tests.docs.pages import (
 _COMMANDS_PAGES = "\n".join(
     page(f"reference/{name}.md") for name in ("commands", "commands-unattended", "commands-snapshots")
 )
-_MEMBER = re.compile(r"(?:^|<br>)((?:`[^`]+`(?:, )?)+) \*([^*]+)\*")
+_MEMBERS = re.compile(r"^\*\*(`.+?)\*\*(.*)\n\n((?:- .*\n(?:  .*\n)*)+)", re.MULTILINE)
+_MEMBER = re.compile(r"^- ((?:`[^`]+`(?:,\s+)?)+)\s+\*([^*]+)\*", re.MULTILINE)
 _HEADINGS = sorted({" ".join(name.split()[:2]) for name in COMMANDS if name != "gpucr"})
 
 
@@ -47,6 +48,11 @@ def test_every_command_is_described_with_its_real_options(name: str) -> None:
     known = {each for each in COMMANDS if " ".join(each.split()[:2]) in {name, *(f"gpucr {other}" for other in named)}}
     options = {opt for each in known for p in COMMANDS[each].params for opt in (*p.opts, *p.secondary_opts)}
     assert words - options == set(), "described, but not there"
+
+
+def test_the_list_of_commands_is_generated_from_their_help() -> None:
+    text = commands.PAGE.read_text()
+    assert text == commands.with_commands(text), "write it again: python -m tests.docs"
 
 
 def test_every_option_has_a_help_text() -> None:
@@ -210,12 +216,11 @@ def test_keys_use_consistent_words() -> None:
 def _all_fields() -> list[tuple[str, str, str]]:
     """Schema, path and type of every field of the page."""
     fields = [
-        (schema, f"{parent}.{name}".lstrip("."), kind)
-        for row in rows(page("reference/json.md"))
-        if row[0].startswith("`")
-        for schema in CODE.findall(row[0])
-        for parent in CODE.findall(row[1]) or [""]
-        for names, kind in _MEMBER.findall(row[2])
+        (schema, f"{parent}.{name}".lstrip("."), " ".join(kind.split()))
+        for schemas, parents, members in _MEMBERS.findall(page("reference/json.md") + "\n")
+        for schema in CODE.findall(schemas)
+        for parent in CODE.findall(parents) or [""]
+        for names, kind in _MEMBER.findall(members)
         for name in CODE.findall(names)
     ]
     assert len(fields) > 300

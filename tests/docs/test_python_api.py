@@ -13,13 +13,16 @@ import gpucr
 from gpucr.undo.events import OnProgress
 from gpucr.undo.interrupts import Interrupts
 from gpucr.undo.steps import Meter, run_steps
+from tests.docs import support
 from tests.docs.pages import CODE, error_classes, first_cells, page, rows, section
+
+_RECORDS_PAGE: str = support.site_module("generated").records()
 
 
 @pytest.mark.parametrize("name", gpucr.__all__)
 def test_every_exported_name_is_described(name: str) -> None:
-    pages = "".join(page(f"reference/{each}.md") for each in ("python-api", "python-records", "errors"))
-    assert re.search(rf"(?:`(?:gpucr\.)?{name}[`(])", pages)
+    pages = "".join(page(f"reference/{each}.md") for each in ("python-api", "errors")) + _RECORDS_PAGE
+    assert re.search(rf"(?:`(?:gpucr\.)?{re.escape(name)}[`(])|^## {name}$", pages, re.MULTILINE)
 
 
 OPERATIONS = [
@@ -130,13 +133,12 @@ RECORDS = [
 
 @pytest.mark.parametrize("name", RECORDS)
 def test_every_member_of_a_record_is_described(name: str) -> None:
-    (row,) = re.findall(
-        rf"^\| `{name}` \|(.*)\|$", section(page("reference/python-records.md"), "Records"), re.MULTILINE
-    )
+    described = section(_RECORDS_PAGE, name)
     record = getattr(gpucr, name)
     members = list(getattr(record, "__struct_fields__", None) or [field.name for field in dataclasses.fields(record)])
     members += [name for name, value in vars(record).items() if isinstance(value, property)]
-    assert set(members) <= set(CODE.findall(row))
+    assert set(members) <= set(re.findall(r"^(\w+): ", described, re.MULTILINE))
+    assert (inspect.getdoc(record) or "no docstring") in described
 
 
 def test_every_event_of_progress_is_described() -> None:

@@ -18,10 +18,10 @@ from gpucr.linux.processor import Processor
 from gpucr.model import Extent, Gpu, JobFile, StagedExtent
 from gpucr.snapshot import device, files, manifest
 from gpucr.snapshot.manifest import SharedFileRecord
-from tests.docs.pages import CODE, DOCS, ROW, first_cells, page, rows, section
+from tests.docs.pages import CODE, DOCS, ROW, first_cells, page, section
 from tests.snapshot import samples
 
-_MEMBER = re.compile(r"(?:^|<br>)`(\w+)` \*")
+_MEMBER = re.compile(r"^- `(\w+)` \*", re.MULTILINE)
 
 
 @pytest.mark.parametrize(
@@ -43,9 +43,8 @@ _MEMBER = re.compile(r"(?:^|<br>)`(\w+)` \*")
     ],
 )
 def test_every_member_of_the_manifest_is_described(heading: str, record: Any, extra: set[str]) -> None:
-    text = page("reference/snapshot-format.md")
-    (row,) = [row[1] for row in rows(text) if row[0] == f"`{heading}`" and "<br>" in row[1]] or [""]
-    described = _MEMBER.findall(row) if row else first_cells(section(text, heading).partition("\n### ")[0])
+    text = section(page("reference/snapshot-format.md"), heading).partition("\n### ")[0]
+    described = _MEMBER.findall(text) or first_cells(text)
     assert set(described) == set(record.__annotations__) | extra
 
 

@@ -1,4 +1,4 @@
-"""The pages of what is refused and preflight say the same, as both are made of the same facts."""
+"""What preflight says is data, and the site's page of findings is made from it."""
 
 from __future__ import annotations
 
@@ -15,25 +15,36 @@ from tests.docs import support
 from tests.docs.pages import ROOT, SOURCES
 
 _FACTS = {(module, name): fact for module in support.MODULES for name, fact in support.facts(module).items()}
+_PAGE = support.site_module("findings")
 _SUPPORT = SOURCES / "diagnosis" / "preflight" / "support"
 _ROOMS = ("jobs", "snapshot", "containers", "operations", "diagnosis/preflight")
 
 
-@pytest.mark.parametrize("page", [support.PAGE, support.PROCESSES_PAGE], ids=lambda page: page.name)
-def test_the_page_is_generated_from_the_facts(page: Path) -> None:
-    assert page.read_text() == support.with_tables(page), "write it again: python -m tests.docs.support"
+def test_every_fact_is_on_the_site_s_page() -> None:
+    page = " ".join(_PAGE.page().split())
+    assert [name for (_, name), fact in _FACTS.items() if _PAGE._words(fact.what) not in page] == []
+    codes = {fact.code for fact in _FACTS.values() if fact.code}
+    assert codes == set(re.findall(r"\*\*\[(GPUCR-[A-Z0-9-]+)\]", page))
+
+
+def test_the_canaries_are_those_of_the_code() -> None:
+    text = support.MAIN_PAGE.read_text()
+    assert text == support.with_canaries(text), "write it again: python -m tests.docs"
 
 
 def test_a_changed_fact_changes_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
     changed = Fact(what="{gpu} is red", consequence="none", remedy="paint it with --gpu auto", code="GPUCR-MIG")
     monkeypatch.setattr(gpu_use, "MIG", changed)
-    row = "| *gpu* is red | [refuses](../src/gpucr/error_codes.md#gpucr-mig) | none | paint it with `--gpu auto` |"
-    assert row in support.with_tables(support.PAGE).splitlines()
+    item = "- **[GPUCR-MIG](/src/gpucr/error_codes.md#gpucr-mig)**: *gpu* is red."
+    assert item in _PAGE.page().splitlines()
+    monkeypatch.setattr(gpu_use, "MIG", Fact(what="{gpu} is red", consequence="it may --force it", remedy="x"))
+    assert "  - *gpu* is red: it may `--force` it." in _PAGE.page().splitlines()
 
 
-def test_the_tests_of_criu_s_reasons_are_there() -> None:
+def test_the_tests_of_criu_s_reasons_exist() -> None:
     """Each row of the table names files, or functions in them."""
-    rows = [row for row in support.PROCESSES_PAGE.read_text().splitlines() if row.startswith("|") and "`tests/" in row]
+    reasons = ROOT / "tests" / "diagnosis" / "REASONS.md"
+    rows = [row for row in reasons.read_text().splitlines() if row.startswith("|") and "`tests/" in row]
     assert len(rows) > 15
     for file, _, name in (named.partition("::") for row in rows for named in re.findall(r"`(tests/[^`]+)`", row)):
         assert f"def {name}(" in (ROOT / file).read_text() if name else (ROOT / file).exists(), (file, name)

@@ -1,6 +1,6 @@
 """A job's threads: none is left stopped or traced, and none runs without its device memory.
 
-The simulator has a thread that CRIU's interruption kills while device memory is away (docs/reference/simulator.md), so
+The simulator has a thread that CRIU's interruption kills while device memory is away (tests/sim/README.md), so
 a job that survives here was held all the time.
 """
 

@@ -237,7 +237,7 @@ def rounds_of(options: argparse.Namespace, folder: Path, table: list[tuple[str, 
     shutil.rmtree(folder / "store")
     table.append(("rounds, all equal bit for bit", str(options.rounds)))
     table.append(("of these with a first pass", str(copied)))
-    table.append(("stood still, s (least, most)", f"{min(still):.3f} {max(still):.3f}"))
+    table.append(("stood still, s (least, most)", f"{min(still, default=0):.3f} {max(still, default=0):.3f}"))
 
 
 def at_the_brim(options: argparse.Namespace, folder: Path, table: list[tuple[str, str]]) -> None:

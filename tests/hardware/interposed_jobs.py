@@ -11,7 +11,7 @@ line must be the one of the first run.
 - ipc: torch.multiprocessing with CUDA tensors that both processes change (legacy CUDA IPC)
 - peers: one process on two GPUs, copies by peer access (measured first: `gpucr doctor --probe --only peer_access`)
 - ranks: a DDP rank on each GPU with NCCL's defaults over NVLink (P2P/CUMEM, HOST_NUMA)
-- fsdp, tensor, pipeline, experts, full: a rank on each GPU, as interposed/parallel.py tells (PARALLEL_RANKS: so many)
+- fsdp, tensor, pipeline, experts: a rank on each GPU, as interposed/parallel.py tells (PARALLEL_RANKS: so many)
 - compiled, transformer, jax, cupy, cupy-async, numba, server, hooks, profiled, loader, mpi: jobs on one GPU, as
   interposed/frameworks.py tells; the hooks of `hooks` must have been called once each in every cycle
 
@@ -52,7 +52,7 @@ from tests.hardware.interposed_suspend import (  # noqa: E402 - found where the 
     undisturbed,
 )
 
-PARALLEL = ("fsdp", "tensor", "pipeline", "experts", "full")
+PARALLEL = ("fsdp", "tensor", "pipeline", "experts")
 JOBS = {**{name: [program] for name, program in CASES.items()},
         **{name: ["parallel.py", name] for name in PARALLEL},
         **{name: ["frameworks.py", name] for name in frameworks.JOBS}}  # fmt: skip
@@ -155,7 +155,7 @@ def try_case(
             raise Failed(_difference(lines, expected))
         if name == "hooks" and called.read_text().split() != ["before", "after"] * disturbances.of_all:
             raise Failed(f"its hooks were called so: {called.read_text().split()}")
-    except Failed as error:
+    except (Failed, subprocess.TimeoutExpired) as error:
         outcome.error = str(error)
         print(f"    FAILED: {error}", flush=True)
     finally:

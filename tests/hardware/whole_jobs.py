@@ -8,7 +8,7 @@ Its parts, which ``--parts`` chooses from:
 
 - ``isolated``: a training of 2 ranks (ddp_job.py), started with `gpucr run`, dumped while it trains, gone, restored,
   and run to its end: its losses must be those of an undisturbed run, bit for bit;
-- ``four``: the same with 4 ranks, if there are 4 GPUs (NCCL ranks that share a GPU do not come back: docs/hardware.md);
+- ``four``: the same with 4 ranks, if there are 4 GPUs (ranks that share a GPU do not come back: docs/adr/hardware.md);
 - ``swapped``: restored with its two GPUs exchanged;
 - ``shared``: the same in the machine's own namespaces (`--no-isolate`);
 - ``locks``: a running training is suspended and resumed 20 times in a row;

@@ -165,7 +165,7 @@ def test_a_path_that_is_not_a_cgroup_is_refused(cgroup: Path, tmp_path: Path) ->
         (("resume", "--cgroup", "/sys/fs/cgroup/x", "--container", "x"), "name a job in one way"),
         (("state", "100", "--runtime-root", "/x"), "go with --container"),
         (("state",), "name a job: PID or NAME, or --cgroup"),
-        (("dump", "--container", "x", "--cgroup", "/y", "--to", "/z"), "means nothing with --container"),
+        (("dump", "--container", "x", "--cgroup", "/y", "--to", "/z"), "cannot be combined with --container"),
     ],
 )
 def test_a_job_is_named_in_one_way(arguments: tuple[str, ...], why: str) -> None:

@@ -1,16 +1,15 @@
-"""What ran on which machine, as the table of docs/tested.md: ``scripts/machines`` keeps its rows."""
+"""What ran on which machine: ``scripts/machines`` keeps the rows of benchmarks/results/machines.json."""
 
 from __future__ import annotations
 
 import ast
+import json
 import re
 from collections.abc import Iterable
 from datetime import datetime, timezone
 from pathlib import Path
 
-PAGE = Path(__file__).parents[2] / "docs/tested.md"
-BEGIN, END = "<!-- made by scripts/machines -->\n", "<!-- end of what scripts/machines makes -->\n"
-_HEAD = "| what | test | machines | passed |\n| --- | --- | --- | --- |\n"
+FILE = Path(__file__).parents[2] / "benchmarks/results/machines.json"
 
 
 class Results:
@@ -29,25 +28,22 @@ class Results:
         """A test ``passed`` or ``failed``."""
         self._outcomes[test] = outcome
 
-    def write(self, page: Path = PAGE) -> None:
-        """Put a row for each test that has passed on a machine into the page; one that has failed loses its row."""
-        text = page.read_text()
-        before, begin, rest = text.partition(BEGIN)
-        table, end, after = rest.partition(END)
-        if not begin or not end:
-            raise ValueError(f"{page} has no table that begins with {BEGIN.strip()} and ends with {END.strip()}")
-        rows = {_key(row): f"{row}\n" for row in table.removeprefix(_HEAD).splitlines() if row}
+    def write(self, file: Path = FILE) -> None:
+        """Put a row for each test that has passed on a machine into the file; one that has failed loses its row.
+
+        ``python -m tests.docs`` makes the page of it.
+        """
+        found = json.loads(file.read_text())
+        table = found["tables"][0]
+        rows = {tuple(row[:2]): row for row in table["rows"]}
         today = datetime.now(timezone.utc).date().isoformat()
         for test, machines in self._machines.items():
-            row = f"| {_subject(test)} | {_case(test)} | {'; '.join(machines)} | {today} |"
-            rows.pop(_key(row), None)
+            row = [_subject(test), _case(test), "; ".join(machines), today]
+            rows.pop(tuple(row[:2]), None)
             if self._outcomes.get(test) == "passed":
-                rows[_key(row)] = f"{row}\n"
-        page.write_text(before + BEGIN + _HEAD + "".join(rows[key] for key in sorted(rows)) + END + after)
-
-
-def _key(row: str) -> tuple[str, ...]:
-    return tuple(cell.strip() for cell in row.split("|")[1:3])
+                rows[tuple(row[:2])] = row
+        table["rows"] = [rows[key] for key in sorted(rows)]
+        file.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
 
 
 def _subject(test: str) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from tests.machines import images
 from tests.machines.images import MachinesMissing
-from tests.machines.results import BEGIN, END, Results
+from tests.machines.results import Results
 
 
 def test_a_host_without_qemu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -47,24 +48,21 @@ def test_a_build_without_network_ends_in_one_sentence(monkeypatch: pytest.Monkey
 
 
 def test_a_row_is_replaced_and_a_failure_removes_it(tmp_path: Path) -> None:
-    page, file = tmp_path / "page.md", tmp_path / "test_it.py"
+    kept, file = tmp_path / "kept.json", tmp_path / "test_it.py"
     file.write_text('"""Jobs in machines: they run."""\n')
-    page.write_text(f"before\n{BEGIN}{END}after\n")
+    kept.write_text('{"title": "Machines", "tables": [{"head": [], "rows": []}]}')
 
-    def ran(machine: str, **outcomes: str) -> str:
+    def ran(machine: str, **outcomes: str) -> list[list[str]]:
         results = Results()
         for case, outcome in outcomes.items():
             results.booted(f"{file}::test_a_{case}[12]", [machine, machine])
             results.ended(f"{file}::test_a_{case}[12]", outcome)
-        results.write(page)
-        return page.read_text()
+        results.write(kept)
+        found = json.loads(kept.read_text())
+        assert found["title"] == "Machines"
+        return [row[:3] for row in found["tables"][0]["rows"]]
 
-    first = ran("Debian 12", dump="passed", restore="passed")
-    assert first.startswith("before\n")
-    assert first.endswith("after\n")
-    assert "| Jobs in machines | a dump (12) | Debian 12 |" in first
-    assert "| Jobs in machines | a restore (12) | Debian 12 |" in first
-    second = ran("Debian 13", dump="passed", restore="failed")
-    assert "| Jobs in machines | a dump (12) | Debian 13 |" in second
-    assert second.count("Jobs in machines") == 1
-    assert "| Debian 13 |" in ran("Debian 14")  # a run of other tests
+    dump, restore = ["Jobs in machines", "a dump (12)"], ["Jobs in machines", "a restore (12)"]
+    assert ran("Debian 12", dump="passed", restore="passed") == [[*dump, "Debian 12"], [*restore, "Debian 12"]]
+    assert ran("Debian 13", dump="passed", restore="failed") == [[*dump, "Debian 13"]]
+    assert ran("Debian 14") == [[*dump, "Debian 13"]], "a run of other tests"

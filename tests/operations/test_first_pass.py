@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -161,14 +162,23 @@ def test_a_job_writes_while_it_is_copied(
 ) -> None:
     crowd(monkeypatch, gpu_mib, host_mib)
     job = run(WRITES, HOT=hot)
-    if place == "store":
-        gpucr.init_store(tmp_path / "store")
     for number in range(60 if IS_STORM else 2):
+        if place == "store" and number % 10 == 0:
+            fresh_store(tmp_path / "store")
         to = tmp_path / f"s{number}" if place == "folder" else f"{tmp_path / 'store'}#s{number}"
         report = gpucr.dump(job.pid, to, leave_running=True)
         assert saved(report, job.pid) == frozen[number]
         report.snapshot.verify()
+        if place == "folder":
+            shutil.rmtree(to)
     assert driver.state(job.pid) is CudaState.RUNNING
+
+
+def fresh_store(path: Path) -> None:
+    """An empty one: a storm would fill the disk."""
+    if path.exists():
+        shutil.rmtree(path)
+    gpucr.init_store(path)
 
 
 STANDS = (
@@ -205,7 +215,7 @@ def test_unchanged_memory_is_not_read_again(
 ) -> None:
     key = gpucr.Secret.passphrase("a good passphrase") if place == "encrypted" else None
     if place == "sha256":
-        monkeypatch.setattr("gpucr.store.extra.is_installed", lambda _: False)
+        monkeypatch.setattr("gpucr.extras.is_installed", lambda _: False)
     if place != "folder":
         gpucr.init_store(tmp_path / "store", key=key)
     read: list[tuple[bool, int]] = []
@@ -480,9 +490,11 @@ def test_killed_in_and_around_both_passes(
     variables = {"LD_PRELOAD": preload_path(installed()), "GPUCR_INTERPOSER_DIR": str(tmp_path / "agents")}
     job, store, chance = counter("--mib", "24", "--fork", "1", env=variables), tmp_path / "store", random.Random(1)  # noqa: S311
     pids = job.processes()
-    gpucr.init_store(store)
+    fresh_store(store)
     calls = int(command.python(KILLED, job.pid, store, 0, operation).stdout)
     for number in range(KILLS):
+        if number % 20 == 0:
+            fresh_store(store)
         last = chance.randrange(1, calls)
         done = command.python(KILLED, job.pid, f"{store}#s{number}", last, operation)
         assert done.returncode in (0, -signal.SIGKILL), done.stderr

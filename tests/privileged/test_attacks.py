@@ -588,4 +588,4 @@ def test_h15_a_socket_not_owned_by_root_is_not_used(user: OrdinaryUser) -> None:
         user.environment["GPUCR_HELPER"] = before
         kill_at_once([pid])  # it ends by itself when somebody has connected
     assert code == "GPUCR-HELPER"
-    assert "not root's" in said
+    assert "does not belong to root" in said

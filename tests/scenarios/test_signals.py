@@ -270,7 +270,7 @@ def test_store_operations(tmp_path: Path, numbers: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("numbers", SIGNALS, ids=str)
 def test_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, numbers: tuple[int, ...]) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    for name, expected in (("plan_job", 130), ("_start", 130), ("print_json", 0)):
+    for name, expected in (("plan_of_launch", 130), ("_start", 130), ("print_json", 0)):
         done = run_signalled(("call", name), numbers, "run", "--no-isolate", "--json", "sleep", "1000")
         assert done.returncode == expected, f"{name}: {done.stderr}"
         running = [job for job in gpucr.list_jobs() if job.state.word == "running" and job.record is not None]

@@ -1,6 +1,6 @@
 """Custom storage of CUDA 13.4, which no machine at hand has: what its documentation says, and what we assume beyond it.
 
-A test's name says which: ``documented`` or ``assumed``. docs/reference/simulator.md has the same two lists.
+A test's name says which: ``documented`` or ``assumed``. tests/sim/README.md has the same two lists.
 """
 
 from __future__ import annotations

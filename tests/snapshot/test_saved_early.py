@@ -199,3 +199,30 @@ def test_digests_that_do_not_fit(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is being saved already"):
         writer.add(Changing(some_memory(3)))
     writer.cancel()
+
+
+def test_a_process_that_frees_all_it_had_before_the_freeze_needs_nothing_more(tmp_path: Path) -> None:
+    writer = writer_to(tmp_path)
+    early(writer, Changing(some_memory(5)))
+    writer.add(Changing(b""))
+    assert writer.wait(LIMIT_S)
+    writer.sync()
+    assert {each.stat().st_size for each in (tmp_path / "device").iterdir()} == {0}
+
+
+def test_a_process_that_ends_before_the_freeze_needs_nothing_more(tmp_path: Path) -> None:
+    writer = writer_to(tmp_path)
+    early(writer, Changing(some_memory(5)))
+    assert writer.wait(LIMIT_S)
+    writer.sync()
+    assert {each.stat().st_size for each in (tmp_path / "device").iterdir()} == {0}
+
+
+def test_memory_present_at_the_freeze_is_waited_for(tmp_path: Path) -> None:
+    writer, source = writer_to(tmp_path), Changing(some_memory(5))
+    early(writer, source)
+    writer.add(Changing(bytes(source.memory)))
+    assert not writer.wait(0)
+    writer.complete(PART)
+    assert writer.wait(LIMIT_S)
+    writer.cancel()

@@ -118,7 +118,7 @@ def submit(
     Raises InvalidRequest (no cluster, an id that is in use, ...), BrokenInstall without Ray.
     """
     if isinstance(cmd, str) or not cmd:
-        raise InvalidRequest("cmd is not a list of words", hint='as in ["python", "train.py"]')
+        raise InvalidRequest("cmd is not a list of words", hint='as in ["python3", "train.py"]')
     if gpus < 1:
         raise InvalidRequest(f"a job needs a GPU, not {gpus}", hint="Ray runs other jobs better by itself")
     if grace_s <= 0 or (every_s is not None and every_s <= 0):

@@ -303,7 +303,7 @@ class _Borrower:
             return state.exit_code
         if state.signal is not None:
             return _BY_SIGNAL + state.signal
-        self._say(f"nobody knows how {self._me.name} ended ({state.word})")
+        self._say(f"the exit status of {self._me.name} is unknown ({state.word})")
         return 1
 
     def _print(self) -> None:

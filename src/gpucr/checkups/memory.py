@@ -149,7 +149,7 @@ def _why_small() -> str | None:
 
 
 def hierarchy() -> Hierarchy:
-    """Which versions of cgroups are mounted."""
+    """Name the versions of cgroups that are mounted."""
     kinds = {mount.kind for mount in proc_text.mounts(_MOUNTS)} & {"cgroup", "cgroup2"}
     if len(kinds) == 2:
         return "hybrid"

@@ -82,9 +82,9 @@ def command(
 
     \b
     Example:
-      gpucr run --name train -- python train.py
-      gpucr borrow --gpu 0,1 --dry-run -- python evaluate.py
-      gpucr borrow --gpu 0,1 -- python evaluate.py
+      gpucr run --name train -- python3 train.py
+      gpucr borrow --gpu 0,1 --dry-run -- python3 evaluate.py
+      gpucr borrow --gpu 0,1 -- python3 evaluate.py
       gpucr borrow --list
     """
     if list_only or recover_only:

@@ -25,7 +25,7 @@ def refuse_other_options(what: str, allowed: Collection[str]) -> None:
         name = parameter.name or ""
         given = context.get_parameter_source(name) not in (ParameterSource.DEFAULT, ParameterSource.DEFAULT_MAP, None)
         if given and context.params.get(name) is not None and name not in (*allowed, *_ALWAYS):
-            raise click.UsageError(f"{name_of(parameter)} means nothing with {what}: the container's runtime does that")
+            raise click.UsageError(f"{name_of(parameter)} cannot be combined with {what}: the runtime does that")
 
 
 def print_container(kind: str, report: ContainerReport, output: Output) -> None:

@@ -75,14 +75,14 @@ def command(
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """Show what stands in the way of gpucr on this machine, or of a suspend or dump of a job, and what fixes it.
+    """Show what blocks gpucr on this machine, or a suspend or dump of a job, and how to fix it.
 
     Nothing is changed without --fix, and no privileges are needed: what cannot be seen without them is "unknown". The
     last line counts the severities. Exit code 0 if nothing is blocking, else 3.
 
     With --probe, canaries are run first: small CUDA programs that are checkpointed and restored, in a process group of
     their own. Each takes some tens of MiB of GPU memory; no other program is touched. Results are kept for this driver,
-    these GPUs and this kernel, and `gpucr dump` and `gpucr suspend` go by them.
+    these GPUs and this kernel, and `gpucr dump` and `gpucr suspend` use them.
 
     \b
     Example:

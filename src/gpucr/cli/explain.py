@@ -45,7 +45,7 @@ class _Code(click.ParamType):  # type: ignore[type-arg]  # click 8.1 knows no ar
 @click.argument("code", type=_Code(), required=False, metavar="[CODE]")
 @json_option
 def command(*, code: str | None, as_json: bool) -> None:
-    """Print what the error code CODE means, why it comes and what to do. Without CODE, list all codes.
+    """Print what the error code CODE means, why it occurs and what to do. Without CODE, list all codes.
 
     \b
     Example:

@@ -30,7 +30,7 @@ from gpucr.snapshot.manifest import Manifest, ProcessRecord, members
 def command(*, snapshot: str, verify: bool, every_file: bool, key_file: Path | None, as_json: bool) -> None:
     """Show what a snapshot holds: versions, GPUs, sizes, and as a tree its processes, their memory and files.
 
-    An image that cannot be read is a warning; what only it tells is missing.
+    An image that cannot be read is a warning, and what only it holds is not shown.
 
     \b
     Example:

@@ -23,8 +23,8 @@ key_file_option = click.option(
     "--key-file",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="The key of an encrypted store. Else GPUCR_KEY_FILE names it, or there is a passphrase: in GPUCR_PASSPHRASE, "
-    "or it is asked for.",
+    help="The key of an encrypted store. Default: the file that GPUCR_KEY_FILE names, or the passphrase in "
+    "GPUCR_PASSPHRASE, or one that you type.",
 )
 
 

@@ -60,5 +60,5 @@ def _address(text: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
     number = whole_number(port)
     if number is None or number > 65535:
-        raise click.UsageError(f"{text!r} is no address: write --listen 9470 or --listen 0.0.0.0:9470")
+        raise click.UsageError(f"{text!r} is not an address: write --listen 9470 or --listen 0.0.0.0:9470")
     return host.strip("[]") or "127.0.0.1", number

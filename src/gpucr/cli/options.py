@@ -238,8 +238,8 @@ pace_option = click.option(
     "--pace",
     type=Percent(),
     metavar="PERCENT",
-    help="Of a GPU's and its threads' time, to save device memory while the job still runs; 0: do not. Without it 50 "
-    "for a job that is left running, else 100.",
+    help="The share of the GPU's and the threads' time for saving device memory while the job still runs; 0: none. "
+    "Default: 50 for a job that is left running, else 100.",
 )
 timeout_option = click.option(
     "--timeout",

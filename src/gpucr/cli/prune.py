@@ -70,7 +70,7 @@ if TYPE_CHECKING:
 def command(
     *, store: str, rules: PruneRules, repack: bool, dry_run: bool, key_file: Path | None, output: Output
 ) -> None:
-    """Remove snapshots that no rule keeps, and what died dumps left behind. Dumps and restores may run meanwhile.
+    """Remove snapshots that no rule keeps, and what dead dumps left behind. Dumps and restores may run meanwhile.
 
     A snapshot is kept if one of the --keep options says so; without any, all are. Space comes back with a later prune:
     unneeded data is first retired, then deleted when no dump can rely on it and --grace has passed. The last lines say

@@ -84,7 +84,7 @@ def rehearsal_text(report: RehearsalReport) -> str:
 
 
 def gpu_fields(report: ChangeReport | RestoreReport) -> dict[str, Any]:
-    """Which GPUs the job went to, old to new UUIDs (None: it stayed where it was), and gpucr's choices."""
+    """The GPUs that the job went to, old to new UUIDs (None: it stayed where it was), and gpucr's choices."""
     gpu_map = dict(report.gpu_map.pairs) if report.gpu_map is not None else None
     return {"gpu_map": gpu_map, "gpu_reasons": list(report.gpu_reasons)}
 

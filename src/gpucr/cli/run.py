@@ -76,7 +76,7 @@ def command(*, request: LaunchRequest, supervision: Supervision | None, explain:
 
     \b
     Example:
-      gpucr run --every 10m --to /var/snapshots/store --name train -- python train.py
+      gpucr run --every 10m --to /var/snapshots/store --name train -- python3 train.py
       gpucr run --name train -- torchrun --nproc-per-node 2 train.py
       gpucr logs -f train
       gpucr dump train --to /var/snapshots/train

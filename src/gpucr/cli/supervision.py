@@ -45,22 +45,23 @@ _OPTIONS = (
     ),
     click.option(
         "--output-timeout", "output_timeout_s", type=Duration(), metavar="TIME",
-        help="It hangs if it prints nothing for this long.",
+        help="The job hangs if it prints nothing for this long.",
     ),
     click.option(
-        "--heartbeat", type=click.Path(path_type=Path), metavar="FILE", help="It hangs if it does not touch FILE."
+        "--heartbeat", type=click.Path(path_type=Path), metavar="FILE", help="The job hangs if it does not touch FILE."
     ),
     click.option(
         "--heartbeat-timeout", "heartbeat_timeout_s", type=Duration(), metavar="TIME",
         help="How long FILE may stay untouched. Default: 10m.",
     ),
-    click.option("--health", metavar="CMD", help="It hangs if CMD fails three times in a row. No shell runs it."),
+    click.option("--health", metavar="CMD", help="The job hangs if CMD fails three times in a row. No shell runs it."),
     click.option(
         "--health-every", "health_every_s", type=Duration(), metavar="TIME",
         help="How often CMD runs, and its time limit. Default: 1m.",
     ),
     click.option(
-        "--gpu-idle", "gpu_idle_s", type=Duration(), metavar="TIME", help="It hangs if its GPUs are idle for this long."
+        "--gpu-idle", "gpu_idle_s", type=Duration(), metavar="TIME",
+        help="The job hangs if its GPUs are idle for this long.",
     ),
     click.option(
         "--crashes", type=click.IntRange(min=1), metavar="K",

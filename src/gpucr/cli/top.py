@@ -79,7 +79,7 @@ def _kept(jobs: Iterable[GpuJob]) -> dict[str, Kept]:
 def _run(look: Callable[[], Seen], interval_s: float) -> None:
     hint = "`gpucr top --once` and `gpucr ps` need none"
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        raise InvalidRequest("gpucr top needs a terminal, and stdin or stdout is none", hint=hint)
+        raise InvalidRequest("gpucr top needs a terminal, and stdin or stdout is not one", hint=hint)
     try:
         import curses
 

@@ -22,7 +22,7 @@ _UNKNOWN = 1
 def command(*, job: int | str, timeout_s: float | None, as_json: bool) -> None:
     """Wait until a job has ended, through restarts by its supervisor, and end with its exit code.
 
-    The exit code is 128 and the signal's number after a signal; 1 if the job was dumped or nobody knows how it ended.
+    The exit code is 128 and the signal's number after a signal; 1 if the job was dumped or its exit status is unknown.
 
     \b
     Example:

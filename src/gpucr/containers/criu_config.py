@@ -47,7 +47,7 @@ class Change(Struct, frozen=True):
 
 
 class HookStatus(Struct, frozen=True):
-    """Which files name the script, and whether the script would start this gpucr."""
+    """Return the files that name the script, and whether the script would start this gpucr."""
 
     script: Path
     configured: tuple[Path, ...]

@@ -271,7 +271,7 @@ def _open_folder(path: Path) -> Iterator[int]:
         raise SnapshotError(
             f"{path}, which CRIU needs, cannot be opened: {e.strerror}",
             path=str(path),
-            hint="somebody has removed it meanwhile: use a folder that others leave alone",
+            hint="it was removed while in use: use a private folder",
         ) from e
     try:
         yield fd

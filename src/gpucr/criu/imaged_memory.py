@@ -47,7 +47,7 @@ class MemoryUse(Struct, frozen=True):
 
 
 class PageRuns:
-    """Which pages an image holds: ranges of addresses or, of shared memory, of offsets."""
+    """The pages that an image holds: ranges of addresses or, of shared memory, of offsets."""
 
     def __init__(self, runs: Iterable[tuple[int, int]] = ()) -> None:
         """``runs``: begin and end of each. Raises ImageError if two overlap."""

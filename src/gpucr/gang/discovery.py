@@ -69,7 +69,7 @@ def uses_libcuda(pid: int) -> bool:
 def uses_gpu(pid: int, holders: Container[int]) -> bool:
     """Whether a process whose state is RUNNING has anything on a GPU. ``holders``: the pids that NVML knows.
 
-    NVML calls alone give a process that state (driver 580); cuInit maps device files (docs/hardware.md).
+    NVML calls alone give a process that state (driver 580); cuInit maps device files (docs/adr/hardware.md).
     """
     return pid in holders or memory.has_mapped(pid, "/dev/nvidia")
 

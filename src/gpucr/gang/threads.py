@@ -4,7 +4,7 @@ CRIU wakes the threads that it dumps or restores from their system calls. Measur
 woken inside libcuda continues and reads memory that is absent while the process is checkpointed, and the process
 dies of SIGSEGV (in the second dump and restore of the same process, in five of five runs). Once a thread did so while
 the driver checkpointed. With threads held as here, all of 34 cycles of dump and restore and 31 dumps with leave-running
-succeeded (docs/hardware.md).
+succeeded (docs/adr/hardware.md).
 """
 
 from __future__ import annotations

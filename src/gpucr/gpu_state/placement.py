@@ -33,7 +33,7 @@ class ProcessGpus(Struct, frozen=True):
     """The GPUs of a process. ``known``: to the driver, which requires a place for each.
 
     ``visible``: usable by the process. ``CUDA_VISIBLE_DEVICES`` makes fewer visible, not fewer known (measured on
-    driver 580: docs/hardware.md).
+    driver 580: docs/adr/hardware.md).
     """
 
     known: tuple[Gpu, ...]

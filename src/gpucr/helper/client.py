@@ -215,7 +215,7 @@ def _connected(path: Path) -> Connection:
     if _CREDENTIALS.unpack(data)[1] != 0:
         connected.close()
         raise BrokenInstall(
-            f"what listens at {path} is not root's",
+            f"the process listening at {path} does not belong to root",
             hint="unset GPUCR_HELPER, or name root's socket",
             code="GPUCR-HELPER",
         )

@@ -23,7 +23,7 @@ def check_name(text: str) -> str:
     if not is_name(text):
         raise InvalidRequest(
             f"{text!r} cannot be the name of a job",
-            hint="a name has up to 63 of a-z, 0-9, '.', '_' and '-', begins with a letter or digit, and is no number",
+            hint="use up to 63 of a-z, 0-9, '.', '_' and '-', beginning with a letter or digit, and not a number",
         )
     return text
 

@@ -1,7 +1,7 @@
 """The jobs of other users, for root: by the name ``USER/JOB``, as their own registries have them.
 
-A user can forge his registry. So no link in it and no path in a record is followed. A record counts only for a running
-process of that user. Nothing is written there.
+A user can forge their registry. So no link in it and no path in a record is followed. A record counts only for a
+running process of that user. Nothing is written there.
 """
 
 from __future__ import annotations

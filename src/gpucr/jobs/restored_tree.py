@@ -52,7 +52,7 @@ def take_stock(root_pids: Sequence[int], manifest: Manifest, gang: Gang | None, 
         raise JobChanged(
             "the job's first process ended while the job was restored",
             pids=root_pids,
-            hint="somebody may have killed it; the snapshot is intact",
+            hint="it may have been killed; the snapshot is intact",
         ) from e
     restored = tuple(process.id for process in tree)
     protection.protect(EndRestored(restored))
@@ -88,7 +88,7 @@ def _member(record: ProcessRecord, found_state: CudaState, restored: ProcessId |
         raise JobChanged(
             f"process {record.pid} ({record.name}) ended while the job was restored",
             pids=[record.pid],
-            hint="somebody may have killed it; the other processes have been ended, the snapshot is intact",
+            hint="it may have been killed; the other processes have been ended, the snapshot is intact",
         )
     return GangMember(restored, found_state)
 

@@ -43,7 +43,7 @@ def claimed(pids: Iterable[int]) -> Iterator[tuple[int, ...]]:
 
 
 def at_work_on(pids: Iterable[int]) -> dict[int, ProcessInfo]:
-    """Which of these processes are claimed now, if the caller may see it.
+    """Return those of these processes that are claimed now, if the caller may see it.
 
     It claims nothing, so nobody is refused for it.
     """

@@ -29,7 +29,7 @@ class PidUse(Struct, frozen=True):
 
 
 def uses_of_pids(pids: Collection[int]) -> list[PidUse]:
-    """Which of these pids are taken, and by whom: one use per pid. Thread ids count too.
+    """Return those of these pids that are taken, and by whom: one use per pid. Thread ids count too.
 
     ``holder`` is the pid itself if no user is found: a process or thread that has just been reaped.
     """
@@ -47,7 +47,7 @@ def uses_of_pids(pids: Collection[int]) -> list[PidUse]:
 
 
 def _taken(pids: Collection[int]) -> set[int]:
-    """Which of these pids the kernel cannot assign now.
+    """Return those of these pids that the kernel cannot assign now.
 
     /proc does not show it: since Linux 6.15 a reaped process leaves /proc first and frees its pid later, up to 0.1 s on
     a busy machine. F_SETOWN (fcntl(2)) looks in the pid table itself; the file used here sends no signals.

@@ -115,7 +115,7 @@ def make_folder_in(folder: int, name: str, *, mode: int, uid: int, gid: int) -> 
     os.mkdir(name, 0o700, dir_fd=folder)
     fd = os.open(name, _FOLDER, dir_fd=folder)
     try:
-        # The parent's owner may have put another folder there meanwhile. An empty one he could have made himself.
+        # The parent's owner may have put another folder there meanwhile. They could have made an empty one themselves.
         if os.fstat(fd).st_uid != os.geteuid() or os.listdir(fd):
             raise OSError(errno.ESTALE, "another folder was put there meanwhile")
         os.fchown(fd, uid, gid)

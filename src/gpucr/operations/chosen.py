@@ -29,7 +29,7 @@ _Result = TypeVar("_Result")
 
 
 class Chosen(NamedTuple):
-    """Which jobs an operation on several is for: those named, or (None) the caller's own that use one of the ``gpus``.
+    """The jobs that an operation is for: those named, or (None) the caller's own that use one of the ``gpus``.
 
     ``gpus``: indices and UUIDs separated by commas; None: any.
     """

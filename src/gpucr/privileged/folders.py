@@ -79,7 +79,7 @@ def folder_within(users_fd: int, peer: Peer, announce: Announce) -> Iterator[tup
         status = os.fstat(fd)
         # The user may have replaced it meanwhile, but not with an empty folder that only root can use.
         if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) != 0o700 or os.listdir(fd):
-            raise Refused("somebody has changed the folder for the images meanwhile")
+            raise Refused("the folder for the images was changed in the meantime")
         os.mkdir(_INNER, 0o700, dir_fd=fd)
         inner = os.open(_INNER, _FOLDER, dir_fd=fd)
         try:
@@ -114,7 +114,7 @@ def remove_within(users_fd: int, name: str) -> None:
 
 
 def hand_over(own_fd: int, names: tuple[str, ...], users_fd: int) -> None:
-    """Move these files into the user's folder, with his rights. Existing files of these names are replaced."""
+    """Move these files into the user's folder, with the user's rights. Existing files of these names are replaced."""
     for name in names:
         os.chmod(name, 0o600, dir_fd=own_fd)
         os.rename(name, name, src_dir_fd=own_fd, dst_dir_fd=users_fd)

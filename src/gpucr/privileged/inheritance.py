@@ -45,7 +45,7 @@ def needed(*, has_filter: bool) -> int:
 def as_peer_with(peer: Peer, wanted: int) -> Iterator[None]:
     """For a block, this process and its children are the peer's, with only the capabilities ``wanted``.
 
-    So CRIU opens and creates files with the peer's rights and is charged to him. He cannot trace it, since he lacks
+    So CRIU opens and creates files with the peer's rights and is charged to the peer, who cannot trace it, lacking
     these capabilities. The saved user id stays root's: this process, but nothing that it starts, returns to it.
     """
     libc.check(_prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0), "prctl")  # CRIU opens folders through /proc/PID/fd, as the peer

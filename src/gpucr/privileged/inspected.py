@@ -67,7 +67,7 @@ def image_names(folder: Path) -> tuple[str, ...]:
 
 
 def require_inspected(folder: Path, peer: Peer, kernel: Mapping[int, Rights] | None = None) -> bool:
-    """Raise Refused unless restoring these images gives the peer only what a process of his own can have.
+    """Raise Refused unless restoring these images gives the peer only what a process of their own can have.
 
     ``kernel``: the rights of each thread of the tree just dumped, which is still stopped. Returns whether there is a
     system call filter.

@@ -121,7 +121,7 @@ def make(peer: Peer, wanted: Isolate, keeper_fds: Sequence[int]) -> ProcessId:
     _require_bare_proc()
     told, tells = os.pipe()
     goes, go = os.pipe()
-    with as_peer_with(peer, capabilities.mask("SYS_ADMIN")):  # so that the namespaces count against his limit
+    with as_peer_with(peer, capabilities.mask("SYS_ADMIN")):  # so that the namespaces count against that user's limit
         namespaces.make_new("pid")
     pid = os.fork()
     if pid == 0:

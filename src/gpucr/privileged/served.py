@@ -301,7 +301,7 @@ class _Request:
         given: Mapping[int, int],
         sandbox: Sandbox | None,
     ) -> Mapping[str, int]:
-        """Remove the user's paths from the images: his descriptors replace all of them, and root's the root folder.
+        """Remove the user's paths from the images: descriptors replace all of them, and root's the root folder.
 
         This includes deleted files, so CRIU creates none.
         """

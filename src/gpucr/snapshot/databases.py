@@ -60,7 +60,7 @@ def save(databases: Mapping[str, Mapping[str, Inode]], snapshot: Path, first_num
 
 
 def state_now(database: SavedDatabase) -> SavedState:
-    """Which of its files are not as they were at the dump.
+    """Return those of its files that are not as they were at the dump.
 
     The database itself counts as gone if a gpucr was killed while it put it back.
     """

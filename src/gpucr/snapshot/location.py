@@ -107,7 +107,7 @@ def find_target(
     if location is None:
         if encrypt or key is not None or trust_store or compress != "auto":
             raise InvalidRequest(
-                f"{os.fspath(to)} is no store: only in a store are snapshots compressed and encrypted",
+                f"{os.fspath(to)} is not a store: only a store compresses and encrypts snapshots",
                 hint=f"make one first: gpucr store init {os.fspath(to)}",
             )
         return _Folder(Path(to))

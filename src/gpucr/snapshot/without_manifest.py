@@ -16,7 +16,7 @@ def unfinished(folder: Path, manifest_file: Path) -> SnapshotUnfinished:
     if names & {IMAGES_NAME, DEVICE_NAME}:
         what, hint = "its dump was never finished", "name another folder; what an interrupted dump left can be removed"
     elif within:
-        what, hint = "it is no snapshot, and has some in it", f"name one: {folder / within[-1]}"
+        what, hint = "it is not a snapshot, and has some in it", f"name one: {folder / within[-1]}"
     else:
-        what, hint = "it is no snapshot", "name the folder that was given to dump with --to"
+        what, hint = "it is not a snapshot", "name the folder that was given to dump with --to"
     return SnapshotUnfinished(f"{folder} holds no {MANIFEST_NAME}: {what}", path=str(manifest_file), hint=hint)

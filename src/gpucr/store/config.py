@@ -112,7 +112,7 @@ def check_mac(config: StoreConfig, mac: str | None, mac_key: bytes) -> None:
     """Raise RecordError if somebody without the key has changed the configuration."""
     expected = hmac.new(mac_key, _canonical(config), "sha256").hexdigest()
     if mac is None or not hmac.compare_digest(mac, expected):
-        raise RecordError("it was changed by somebody who does not have the key")
+        raise RecordError("it was changed without the key")
 
 
 def _canonical(config: StoreConfig) -> bytes:

@@ -295,7 +295,7 @@ def _walk(folder: str | os.PathLike[str], before: str, *, is_shared: bool) -> It
         if entry.name.startswith("."):
             continue
         if entry.is_dir(follow_symlinks=False):
-            # A member could replace his own folder by a link while root works below it.
+            # A member could replace their own folder by a link while root works below it.
             if not is_shared or entry.stat(follow_symlinks=False).st_uid == 0:
                 yield from _walk(entry.path, f"{before}{entry.name}/", is_shared=is_shared)
         elif entry.is_file(follow_symlinks=False):

@@ -340,7 +340,7 @@ def _require_few_passphrases(backend: Backend, key_objects: Sequence[bytes]) -> 
         raise StoreDamaged(
             f"the store {backend.url} has {count} keys for passphrases, more than {_MAX_PASSPHRASES}",
             path=f"{backend.url}/{KEYS_PREFIX}",
-            hint="somebody added them: delete from there those that are not yours, or open the store with a key file",
+            hint="others added them: delete those that are not yours, or open the store with a key file",
         )
 
 

@@ -46,7 +46,7 @@ class PruneRules(Struct, frozen=True):
 def choose(
     found: Sequence[StoredSnapshot], rules: PruneRules, now_s: float
 ) -> tuple[list[StoredSnapshot], list[StoredSnapshot]]:
-    """Which of the snapshots, oldest first, to keep and which to remove."""
+    """Return which of the snapshots, oldest first, to keep and which to remove."""
     if _keeps_all(rules):
         return list(found), []
     kept = set(rules.protected)

@@ -90,7 +90,7 @@ def rehearsal_is_due(taken: Sequence[str], rehearsed: Mapping[str, bool], every:
 
 
 def counted(rehearsed: Mapping[str, bool], in_store: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Which snapshots count when they are thinned out, and which stay besides. ``in_store``: newest first.
+    """Return the snapshots that count when they are thinned out, and which stay besides. ``in_store``: newest first.
 
     Those count that came back in a rehearsal. Newer ones stay; all stay if none has come back.
     """

@@ -49,7 +49,7 @@ def _scheduling_of(process: ProcessRecord, usable: UsableCpus | None) -> tuple[T
 
 
 def _core_filter_of(pid: int) -> int | None:
-    """Which memory core dumps of the process have (``/proc/PID/coredump_filter``); None if the kernel does not say."""
+    """The memory that core dumps have (``/proc/PID/coredump_filter``); None if the kernel does not say."""
     try:
         return int((PROC / str(pid) / _CORE_FILTER).read_text(), 16)
     except (OSError, ValueError):  # it has ended; a kernel without core dumps

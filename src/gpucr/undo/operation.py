@@ -128,7 +128,7 @@ def deadline_after(timeout_s: float | None) -> float | None:
         return None
     if not 0 < timeout_s <= LONGEST_TIMEOUT_S:
         raise InvalidRequest(
-            f"a timeout of {timeout_s} s cannot be met",
+            f"the timeout {timeout_s:g} s is out of range",
             hint=f"give a number of seconds above 0 and up to {LONGEST_TIMEOUT_S:.0f}, or none at all",
         )
     return time.monotonic() + timeout_s

@@ -198,7 +198,7 @@ def _try(part: Callable[[], object], failures: list[str]) -> None:
 
 
 def _lost(tree: Sequence[ProcessId]) -> str:
-    """Which processes of a job that should run have ended, and how. Only reported: nothing can bring them back."""
+    """Say which processes of a job have ended, and how. Only reported: nothing can bring them back."""
     ends.wait_until_they_ran(filter(processes.keeps_running, tree))
     missing = [
         f"process {each.pid} {ends.how(ends.wait_status(each, None))}"

@@ -57,7 +57,7 @@ class Roll:
             os.close(self._pidfds.popitem()[1])
 
     def call_after_undo(self) -> tuple[Ended, ...]:
-        """Which have ended, after everything was undone. Waits until released processes have run."""
+        """Return the processes that ended, after undoing everything. Waits until released processes have run."""
         ids = [process.id for process in self._known]
         ends.wait_until_they_ran(filter(processes.keeps_running, ids))
         processes.wait_for_killed(ids, END_LIMIT_S)

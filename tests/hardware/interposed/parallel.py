@@ -2,8 +2,7 @@
 
 ``fsdp`` (sharded parameters), ``tensor`` (layers in halves, a step captured as a CUDA graph with its all-reduces),
 ``pipeline`` (a part of the layers each, activations sent on and gradients sent back), ``experts`` (tokens exchanged by
-all-to-all), ``full`` (DDP beside GPUs filled with PARALLEL_GIB GiB each, which every step adds up). PARALLEL_RANKS: so
-many ranks, instead of one for each GPU. NCCL's defaults; multicast is off.
+all-to-all). PARALLEL_RANKS: so many ranks, instead of one for each GPU. NCCL's defaults; multicast is off.
 """
 
 from __future__ import annotations
@@ -23,11 +22,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as processes
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 GPUS = len(list(Path("/dev").glob("nvidia[0-9]*")))  # the parent must not start CUDA
 RANKS = int(os.environ.get("PARALLEL_RANKS", max(2, GPUS)))
-WIDTH, ROWS, GIB = 1024, 256, 1 << 30
+WIDTH, ROWS = 1024, 256
 Step = Callable[[int], object]
 
 
@@ -75,7 +73,7 @@ def fsdp(rank: int) -> Step:
 
 
 def tensor(rank: int) -> Step:
-    """Two matrices in parts, the sum of which an all-reduce makes; eight such layers are one graph."""
+    """Two matrices in parts, whose sum an all-reduce makes; eight such layers are one graph."""
     generator = torch.Generator("cuda").manual_seed(3 + rank)
     part = WIDTH * 4 // RANKS
     into = [torch.randn(WIDTH, part, device="cuda", generator=generator) / WIDTH**0.5 for _ in range(8)]
@@ -155,27 +153,8 @@ def experts(rank: int) -> Step:
     return step
 
 
-def full(rank: int) -> Step:
-    """DDP, and blocks of 1 GiB, of which each step changes one and adds up all."""
-    blocks = [
-        torch.full((GIB // 4,), 100 * rank + number, dtype=torch.int32, device="cuda")
-        for number in range(int(os.environ.get("PARALLEL_GIB", "1")))
-    ]
-    trained = train(DistributedDataParallel(layers(8), device_ids=[rank]), rank)
-
-    def step(number: int) -> tuple[object, float]:
-        block = blocks[number % len(blocks)]
-        block[number * 4099 % (len(block) // 2) :][: 1 << 16] += number
-        # A part at a time: what is added up is made 64-bit numbers first, for which a full GPU has no room.
-        total = sum((part.sum(dtype=torch.int64) for each in blocks for part in each.split(1 << 25)),
-                    torch.zeros((), dtype=torch.int64, device="cuda"))  # fmt: skip
-        return trained(number), of_all(total)
-
-    return step
-
-
 KINDS: dict[str, Callable[[int], Step]] = {
-    "fsdp": fsdp, "tensor": tensor, "pipeline": pipeline, "experts": experts, "full": full,
+    "fsdp": fsdp, "tensor": tensor, "pipeline": pipeline, "experts": experts,
 }  # fmt: skip
 
 
@@ -191,9 +170,6 @@ def rank_main(rank: int, port: int, kind: str, steps: int, pause_s: float) -> No
         pace.wait_for(number)
         value = step(number)
         if rank == 0:
-            if number == 0:
-                free, total = torch.cuda.mem_get_info()
-                print(f"{free >> 20} MiB of {total >> 20} are free", file=sys.stderr, flush=True)
             print(number, repr(value), flush=True)
         time.sleep(pause_s)
     sys.stdout.flush()

@@ -1,6 +1,6 @@
 """Where a rank computes, also if there are fewer GPUs than ranks: good for locks, not for restores.
 
-Ranks that share a GPU do not come back from a checkpoint (docs/hardware.md).
+Ranks that share a GPU do not come back from a checkpoint (docs/adr/hardware.md).
 """
 
 from __future__ import annotations

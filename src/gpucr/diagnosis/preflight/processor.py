@@ -42,6 +42,6 @@ def _described(processor: Processor) -> str:
 
 
 def _least(dumped: Processor, missing: list[str]) -> str:
-    """Which processors to look for: a level, and what else is missing here."""
+    """Say which processors to look for: a level, and what else is missing here."""
     others = [each for each in missing if each in dumped.beyond_level]
     return " and ".join([dumped.level, *([", ".join(others)] if others else [])])

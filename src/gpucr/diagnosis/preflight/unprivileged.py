@@ -36,7 +36,7 @@ def check_criu(install: CriuInstall) -> list[Finding]:
 
 
 def check_ptrace(pids: Iterable[int]) -> list[Finding]:
-    """Whether Yama lets an ordinary user attach to these processes if he has not started them himself.
+    """Whether Yama lets an ordinary user attach to these processes who has not started them.
 
     Those with an interposer have granted permission by now (jobs/tracing.py).
     """

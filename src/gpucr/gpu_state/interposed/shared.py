@@ -240,5 +240,5 @@ class _Left:
             raise JobChanged(
                 f"process {owner.pid} ended, and process {parts[0].pid} has device memory of it open",
                 pids=[owner.pid],
-                hint="nobody has that memory any more: end the job, and start it from its last snapshot",
+                hint="that memory is lost: end the job, and start it from its last snapshot",
             )

@@ -1,8 +1,8 @@
 """Staging: the host memory in which the driver leaves a process's device memory while it is checkpointed.
 
-Measured (H200, driver 580, docs/hardware.md): the restore thread asks for it with one populating mmap, as large as all
-of the process's device memory, fills it in ascending order with one thread's memcpy, reads it back in the same order on
-restore, and unmaps it. The modules here intercept that one system call:
+Measured (H200, driver 580, docs/adr/hardware.md): the restore thread asks for it with one populating mmap, as large as
+all of the process's device memory, fills it in ascending order with one thread's memcpy, reads it back in the same
+order on restore, and unmaps it. The modules here intercept that one system call:
 
 - ``extents``: where staging is, and how far it is filled.
 - ``capture``: huge pages for it, and for a dump a file of gpucr's own in place of private memory.

@@ -2,7 +2,7 @@
 
 The filled part is mapped, the rest stays a reservation. The restore thread copies in ascending order; at the edge it
 gets SIGSEGV, which stops it for its tracer, gpucr. The tracer waits until more is filled, maps that, and continues the
-thread without the signal: the access is repeated, now to mapped memory. Measured (H200, driver 580, docs/hardware.md):
+thread without the signal: the access is repeated, now to mapped memory. Measured (driver 580, docs/adr/hardware.md):
 all accesses to staging come from the restore thread in user mode, in ascending order but for the order within blocks of
 about 1.4 MiB; a restore of 10.6 GiB took 1.54 s with 43 such stops and 1.51 s without.
 

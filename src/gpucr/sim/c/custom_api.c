@@ -1,6 +1,6 @@
 /*
  * Custom storage, the caller's side: the interfaces of CUDA 13.4, available only through cuGetProcAddress.
- * docs/reference/simulator.md distinguishes documented behaviour from assumptions.
+ * tests/sim/README.md distinguishes documented behaviour from assumptions.
  */
 #include "device.h"
 #include "graph.h"

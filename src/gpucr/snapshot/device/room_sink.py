@@ -70,7 +70,7 @@ class RoomSink:
         contents: Sequence[bytes | None],
     ) -> DeviceData:
         """Not offered."""
-        raise ValueError("pieces in memory are no snapshot")
+        raise ValueError("pieces in memory are not a snapshot")
 
     def close(self) -> None:
         """The files are their owners'."""

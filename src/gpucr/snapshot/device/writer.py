@@ -64,6 +64,7 @@ class _Saving:
         self._early: deque[_Job] = deque()
         self._early_busy = self._early_read = self._early_moved = 0
         self.was_early = False
+        self.is_taken_up = True
 
     @property
     def pieces(self) -> int:
@@ -71,6 +72,9 @@ class _Saving:
 
     @property
     def is_done(self) -> bool:
+        # A process may end, or free all that it had, between a first pass and its freeze: then nothing follows.
+        if not self.is_final and self.was_early and not (self.is_taken_up and self.pieces):
+            return True
         return self.is_final and self._next == self.pieces and not self._busy and not self._rechecks
 
     def start(self, piece: int) -> int:
@@ -90,7 +94,7 @@ class _Saving:
 
     def replace(self, source: Source) -> None:
         """Another source, after a first pass. What was saved of the first one stays where it is."""
-        self.source = source
+        self.source, self.is_taken_up = source, True
         self._resize(self.names, self.contents)
         self.seen = [None] * self.pieces
 
@@ -99,7 +103,7 @@ class _Saving:
         return [piece for piece, (seen, content) in pairs if seen is None or seen != content]
 
     def begin_early(self, pieces: Sequence[int], *, reads: bool) -> None:
-        self.was_early = True
+        self.was_early, self.is_taken_up = True, False
         self._early_read = self._early_moved = 0
         self._early.extend(
             _Job(self, piece, is_final=False, is_recheck=False, is_early=True, reads=reads) for piece in pieces
@@ -129,7 +133,7 @@ class _Saving:
             self.end_early()
 
     def complete(self) -> None:
-        self.is_final = True
+        self.is_final = self.is_taken_up = True
         self.available = self.pieces
         self._rechecks.extend(sorted(self._provisional))
         self._provisional.clear()
@@ -159,7 +163,8 @@ class DeviceWriter:
     """Saves the device memory of several processes, with many threads.
 
     `start`, then for each part any number of `advance` and one `complete`; `wait`, `sync`, and `device_data` for the
-    manifest. `cancel` ends it at any time; the caller removes what was saved.
+    manifest. What was begun early, and is added no second time, or as nothing, needs no `complete`. `cancel` ends it at
+    any time; the caller removes what was saved.
 
     ``seen_bytes`` counts every piece once, ``written_bytes`` those that the sink did not have in their place, again
     where they changed, and ``again_bytes`` only what was saved again. ``early_known_bytes``, ``early_read_bytes``: of a
@@ -334,6 +339,9 @@ class DeviceWriter:
         if self._crew.has_ended:
             self._refuse_ended()
         try:
+            for part, saving in self._savings.items():
+                if not saving.is_taken_up:
+                    self._sink.grow(part, 0)
             self._sink.sync()
         finally:
             self.cancel()

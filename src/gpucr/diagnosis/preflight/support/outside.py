@@ -200,7 +200,7 @@ DATABASE = Fact(
 DATABASE_ENDS = Fact(
     what=_OPEN,
     consequence="who opens it before the restore removes files of it that the job needs (-wal, -shm)",
-    remedy="leave it alone until the restore; if somebody did not, --files rewind puts back the copy that the snapshot "
+    remedy="leave it alone until the restore; if it was opened, --files rewind puts back the copy that the snapshot "
     "has, and keeps the newer one",
     severity="warning",
     case="a dump that ends the job",

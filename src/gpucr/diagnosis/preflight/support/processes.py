@@ -194,7 +194,7 @@ SYSTEM_V = Fact(
     code="GPUCR-SYSTEM-V",
 )
 PROGRAM_IN_MEMORY = Fact(
-    what="{process} runs a program that is no file, but memory (memfd)",
+    what="{process} runs a program from memory (memfd), not from a file",
     consequence="CRIU dumps it, and no restore would succeed",
     remedy="start the program from a file",
     code="GPUCR-UNSUPPORTED-FILE",

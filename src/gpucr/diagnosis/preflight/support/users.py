@@ -8,9 +8,9 @@ _REMEDY = "let root dump it: the same command with sudo"
 YAMA = Fact(
     what="this machine lets nobody but root attach to process {pid}, which gpucr has not started itself",
     consequence="neither gpucr nor CRIU can stop its threads",
-    remedy="root can allow it with `sysctl kernel.yama.ptrace_scope=0`, which lets each program of a user look into "
-    "his others; or run the same command with sudo. With 1, a CUDA process that was started with "
-    "`gpucr run` gives its own leave",
+    remedy="root can allow it with `sysctl kernel.yama.ptrace_scope=0`, which lets the programs of a user "
+    "look into each other; or run the same command with sudo. With 1, a CUDA process that was started with "
+    "`gpucr run` allows it",
     code="GPUCR-ONLY-ROOT",
 )
 NO_ATTACH = Fact(
@@ -28,7 +28,7 @@ NO_EXECUTABLE_MEMORY = Fact(
 )
 OTHER_USER = Fact(
     what="{process} runs as uid {uid}",
-    consequence="an ordinary user can dump processes of his own only",
+    consequence="an ordinary user can dump only processes of that user",
     remedy=_REMEDY,
     code="GPUCR-ONLY-ROOT",
 )

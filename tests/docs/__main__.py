@@ -1,0 +1,16 @@
+"""``python -m tests.docs`` makes again every page and list that is made of the program or of measured figures."""
+
+from __future__ import annotations
+
+from tests.docs import commands, figures, support
+
+
+def main() -> None:
+    """Write all of them."""
+    figures.PAGE.write_text(figures.page())
+    support.MAIN_PAGE.write_text(support.with_canaries(support.MAIN_PAGE.read_text()))
+    commands.PAGE.write_text(commands.with_commands(commands.PAGE.read_text()))
+
+
+if __name__ == "__main__":
+    main()
