@@ -116,7 +116,9 @@ class Case:
         path = os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH"))))
         return {**os.environ, **given, "PYTHONPATH": path}
 
-    def gpucr(self, ranks: Sequence[int], words: Callable[[int], Sequence[object]]) -> list[dict[str, Any]]:
+    def gpucr(
+        self, ranks: Sequence[int], words: Callable[[int], Sequence[object]], limit_s: float | None = None
+    ) -> list[dict[str, Any]]:
         """Run a command on these nodes at once; each must succeed. Returns what they print."""
         started = [
             subprocess.Popen(
@@ -130,7 +132,7 @@ class Case:
         try:
             for rank, each in zip(ranks, started, strict=True):
                 try:
-                    done.append((rank, each.communicate(timeout=self.options.limit), each.returncode))
+                    done.append((rank, each.communicate(timeout=limit_s or self.options.limit), each.returncode))
                 except subprocess.TimeoutExpired as e:
                     raise Failed(f"node {rank}: gpucr {' '.join(map(str, words(rank)[:2]))} took too long") from e
         finally:
@@ -144,11 +146,11 @@ class Case:
 
     def run(self, label: str, steps: int) -> None:
         """Start both ranks with gpucr, to be ended by the file (0 steps)."""
-        address = self.pairs[self.at][0].address
+        address, pause_s = self.pairs[self.at][0].address, 0 if steps else self.options.pause
 
         def words(rank: int) -> list[object]:
             log = self.log(label, rank)
-            program = [self.options.python, PROGRAM, self.name, rank, address, steps, self.options.pause, self.stop]
+            program = [self.options.python, PROGRAM, self.name, rank, address, steps, pause_s, self.stop]
             return ["run", "--json", "--name", f"{self._names[rank]}-{label}", "--log", log, "--", *program]
 
         self.gpucr([0, 1], words)
@@ -248,7 +250,8 @@ class Case:
         """Both to their end. Returns their lines."""
         self.stop.touch()
         name = [f"{each}-{label}" for each in self._names]
-        self.gpucr([0, 1], lambda rank: ["wait", "--json", name[rank], "--timeout", f"{self.options.limit}s"])
+        limit_s = 4 * self.options.limit  # an undisturbed run does all steps meanwhile
+        self.gpucr([0, 1], lambda rank: ["wait", "--json", name[rank], "--timeout", f"{limit_s}s"], limit_s + 10)
         self.stop.unlink()
         return [self.lines(label, rank) for rank in range(2)]
 
