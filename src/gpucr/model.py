@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from msgspec import Struct, field
@@ -256,6 +256,11 @@ class Connection(Struct, frozen=True, order=True):
 
     def __str__(self) -> str:
         return f"{self.local} to {self.remote}"
+
+
+def moved(end: Endpoint, addresses: Mapping[str, str]) -> Endpoint:
+    """The same port at the new address, if there is one. ``addresses``: by the old ones."""
+    return Endpoint(addresses.get(end.address, end.address), end.port)
 
 
 class ProcessInfo(Struct, frozen=True):

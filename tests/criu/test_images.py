@@ -105,6 +105,37 @@ def test_only_connections_to_the_outside_are_closed() -> None:
         assert each.connection == Connection(Endpoint(unspecified, 0), Endpoint(unspecified, 0))
 
 
+def test_both_ends_get_their_new_addresses() -> None:
+    parsed = FilesImage.parse(
+        image(
+            connection(1, ("10.0.0.1", 80), ("10.0.0.2", 40000)),
+            connection(2, ("::ffff:10.0.0.1", 81), ("::ffff:10.0.0.2", 40001)),
+            connection(3, ("fd00::1", 82), ("fd00::2", 40002)),
+            connection(4, (ANY, 83), (ANY, 0), state=TcpState.LISTEN),
+            connection(5, ("10.0.0.9", 84), ("127.0.0.1", 40003)),
+        )
+    )
+    parsed.move({"10.0.0.1": "10.0.0.2", "10.0.0.2": "192.0.2.7", "fd00::2": "2001:db8::2"})
+    assert parsed.is_changed
+    found = FilesImage.parse(parsed.encode()).tcp_sockets()
+    assert [(str(each.local), str(each.remote)) for each in found] == [
+        ("10.0.0.2:80", "192.0.2.7:40000"),
+        ("10.0.0.2:81", "192.0.2.7:40001"),
+        ("[fd00::1]:82", "[2001:db8::2]:40002"),
+        ("0.0.0.0:83", "0.0.0.0:0"),
+        ("10.0.0.9:84", "127.0.0.1:40003"),
+    ]
+    (mapped,) = [each.isk for each in parsed.entries if each.isk.ino == 2]
+    assert struct.pack("=4I", *mapped.src_addr) == bytes(10) + b"\xff\xff" + bytes([10, 0, 0, 2])
+
+
+def test_addresses_of_another_family_are_refused() -> None:
+    for old, new in (("10.0.0.1", "fd00::1"), ("fd00::1", "10.0.0.1"), ("::ffff:10.0.0.1", "fd00::1")):
+        parsed = FilesImage.parse(image(connection(1, (old, 80), (old, 40000))))
+        with pytest.raises(ValueError, match="is of another family"):
+            parsed.move({old.removeprefix("::ffff:"): new})
+
+
 def test_nothing_to_close_changes_nothing() -> None:
     parsed = FilesImage.parse(image(*INSIDE))
     parsed.close_connections(outside_connections(parsed.tcp_sockets()))

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import pytest
 
 from gpucr.jobs.environment import EnvironmentChange, changed, choose_environment
+from gpucr.jobs.spanning import why_several_nodes
 
 NCCL = {"NCCL_P2P_DISABLE": "1", "NCCL_CUMEM_ENABLE": "0", "NCCL_CUMEM_HOST_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
 TORCH = {"TORCH_NCCL_ENABLE_MONITORING": "0", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
@@ -19,6 +20,7 @@ def _choose(
     comes_back: Mapping[str, bool] | None = None,
     io_uring_is_refused: bool = True,
     interposed: bool = False,
+    several_nodes: bool = False,
 ) -> dict[str, EnvironmentChange]:
     changes = choose_environment(
         given or {},
@@ -26,6 +28,7 @@ def _choose(
         comes_back=comes_back or {},
         io_uring_is_refused=io_uring_is_refused,
         interposed=interposed,
+        several_nodes=several_nodes,
     )
     assert all(change.reason and change.consequence for change in changes)
     return {change.variable: change for change in changes}
@@ -41,6 +44,30 @@ def test_settings_measured_to_be_restored_on_driver_580() -> None:
 
 def test_settings_interposers_restore_are_left_to_nccl() -> None:
     assert _values(_choose(interposed=True)) == {"NCCL_NVLS_ENABLE": "0"} | TORCH
+
+
+def test_between_nodes_nccl_uses_sockets() -> None:
+    chosen = _values(_choose(interposed=True, several_nodes=True))
+    assert chosen == {"NCCL_NVLS_ENABLE": "0", "NCCL_NET": "Socket", "NCCL_MNNVL_ENABLE": "0"} | TORCH
+
+
+@pytest.mark.parametrize(
+    ("command", "environment", "why"),
+    [
+        ("python train.py --nnodes 2", {}, None),
+        ("torchrun --nnodes 2 train.py", {}, "--nnodes 2"),
+        ("/opt/bin/torchrun --nnodes=1:4 train.py", {"SLURM_NNODES": "1"}, "--nnodes 1:4"),
+        ("torchrun --nnodes 1 train.py", {}, None),
+        ("torchrun --standalone train.py", {}, None),
+        ("python -m torch.distributed.run --nnodes 2 train.py", {}, "--nnodes 2"),
+        ("torchrun --nnodes $N train.py", {}, None),
+        ("python train.py", {"SLURM_NNODES": "2"}, "SLURM_NNODES=2"),
+        ("python train.py", {"SLURM_NNODES": "2", "SLURM_STEP_NUM_NODES": "1"}, None),
+        ("python train.py", {"SLURM_NNODES": "1"}, None),
+    ],
+)
+def test_jobs_on_several_nodes(command: str, environment: dict[str, str], why: str | None) -> None:
+    assert why_several_nodes(command.split(), environment) == why
 
 
 def test_without_a_driver_nothing_is_set() -> None:

@@ -459,3 +459,28 @@ def test_a_connection_that_is_made_during_the_dump(start: StartJob, tmp_path: Pa
     assert seen[:2] == ["prepare", "dump"]
     assert seen[2:6] == ["prepare", "quiet", "halt", "block"]
     assert job.go_on() == "x"
+
+
+URGENT = """
+import socket
+listener = socket.create_server(("127.0.0.1", 0))
+done(listener.getsockname()[1])
+accepted = listener.accept()[0]
+while True:
+    step()
+    done(accepted.recv(1, socket.MSG_OOB).decode() + accepted.recv(9).decode())
+"""
+
+
+def test_urgent_data_that_was_not_read(start: StartJob, tmp_path: Path) -> None:
+    """CRIU would lose it, and what comes after it."""
+    job = start(URGENT)
+    with socket.create_connection(("127.0.0.1", int(job.wait_done()))) as peer:
+        peer.sendall(b"a")
+        peer.send(b"!", socket.MSG_OOB)
+        peer.sendall(b"b")
+        with pytest.raises(gpucr.JobChanged, match="has urgent data that the job has not read") as raised:
+            gpucr.dump(job.pid, tmp_path / "s", timeout_s=2.5)
+        assert raised.value.code == IN_FLIGHT
+        assert filters() == ()
+        assert job.go_on() == "!a"

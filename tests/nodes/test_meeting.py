@@ -381,7 +381,8 @@ def channels() -> Iterator[Channels]:
 
 
 @pytest.mark.parametrize(
-    "message", [HELLO, Welcome(SET_ID), Here("saved", "x"), Together("frozen"), Failed(None, "why"), Failed(3, "é")]
+    "message",
+    [HELLO, Welcome(SET_ID), Here("saved", "x"), Together("frozen", "x"), Failed(None, "why"), Failed(3, "é")],
 )
 def test_messages_arrive(channels: Channels, message: wire.Message) -> None:
     host, guest, *_ = channels
@@ -395,7 +396,7 @@ def test_messages_arrive(channels: Channels, message: wire.Message) -> None:
 @pytest.mark.parametrize("position", [4, 20, -1])
 def test_a_changed_message_is_refused(channels: Channels, position: int) -> None:
     host, guest, here, there = channels
-    host.send(Together("frozen"))
+    host.send(Together("frozen", "x"))
     data = bytearray(there.recv(4096))
     data[position] ^= 1
     here.sendall(data)
@@ -405,17 +406,17 @@ def test_a_changed_message_is_refused(channels: Channels, position: int) -> None
 
 def test_a_replayed_message_is_refused(channels: Channels) -> None:
     host, guest, here, there = channels
-    host.send(Together("frozen"))
+    host.send(Together("frozen", "x"))
     data = there.recv(4096)
     here.sendall(data + data)
-    assert guest.receive() == Together("frozen")
+    assert guest.receive() == Together("frozen", "x")
     with pytest.raises(WrongSecret):
         guest.receive()
 
 
 def test_a_reflected_message_is_refused(channels: Channels) -> None:
     host, _, _, there = channels
-    host.send(Together("frozen"))
+    host.send(Together("frozen", "x"))
     there.sendall(there.recv(4096))
     with pytest.raises(WrongSecret):
         host.receive()
@@ -437,7 +438,7 @@ def test_a_recorded_conversation_cannot_be_replayed() -> None:
             host.result()
 
 
-@pytest.mark.parametrize("length", [(64 << 10) + 1, (1 << 32) - 1])
+@pytest.mark.parametrize("length", [wire._MAX_BYTES + 1, (1 << 32) - 1])
 def test_a_claimed_length_is_not_trusted(channels: Channels, length: int) -> None:
     host, _, _, there = channels
     there.sendall(struct.pack("!I", length))

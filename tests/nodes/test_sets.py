@@ -12,7 +12,7 @@ import pytest
 from gpucr.linux import processes
 from tests import command
 from tests.counter import wait_until
-from tests.nodes.two_nodes import ADDRESSES, PORT, RENDEZVOUS_PORT, SECRET, TwoNodes, ended
+from tests.nodes.two_nodes import ADDRESSES, RENDEZVOUS_PORT, SECRET, TwoNodes, ended
 from tests.storm import later, long, sample
 
 pytestmark = pytest.mark.criu
@@ -27,6 +27,7 @@ def test_a_job_is_dumped_ended_and_restored(nodes: TwoNodes) -> None:
     back = nodes.restore()
     assert [each["pid"] for each in back] == [node.pid for node in nodes.nodes]
     nodes.assert_job_goes_on()
+    assert sum("connected" in line for line in nodes.nodes[1].lines()) == 1
     nodes.finish()
 
 
@@ -184,6 +185,35 @@ def test_ctrl_c_while_waiting_for_the_other_node(nodes: TwoNodes, node: int) -> 
     nodes.finish()
 
 
+@pytest.mark.parametrize("how", [[], ["--leave-running"]], ids=["ended", "left running"])
+def test_ctrl_c_while_the_other_node_does_not_hold_its_gpu_work(nodes: TwoNodes, how: list[str]) -> None:
+    action = "dump and keep running" if how else "dump and end"
+    code = f"""
+import time
+from pathlib import Path
+from gpucr.nodes.parts import meeting_for
+from gpucr.nodes.rendezvous import Rendezvous
+from gpucr.snapshot.location import open_store_for_jobs
+from gpucr.store import sets
+where = Rendezvous.at("{ADDRESSES[0]}:{RENDEZVOUS_PORT}", node=0, node_count=2, secret={SECRET!r}, meet_s=20)
+with meeting_for(where, "{action}", open_store_for_jobs("{nodes.store}", None), "set", None) as meeting:
+    meeting.arrive(sets.new_id)
+    while 1 not in meeting._here["holding"]:
+        time.sleep(0.01)
+    Path("{nodes.folder}/waits").touch()
+    meeting.together("frozen", time.monotonic() + 60)
+"""
+    other, mine = nodes.nodes[0].python(code), nodes.start_dump(1, *how)
+    wait_until((nodes.folder / "waits").exists, "node 1 to wait for node 0")
+    nodes.assert_job_goes_on()
+    mine.send_signal(signal.SIGINT)
+    assert ended(mine)[0] == 130
+    assert "node 1 failed" in ended(other)[2]
+    nodes.assert_job_goes_on()
+    assert nodes.listed() == []
+    nodes.finish()
+
+
 def test_ctrl_c_on_a_node_that_has_saved_abandons_the_set(nodes: TwoNodes) -> None:
     host, guest = nodes.drive(0, "before:complete", "pause"), nodes.start_dump(1)
     nodes.wait_there(0)
@@ -296,25 +326,36 @@ def test_nodes_with_different_requests(nodes: TwoNodes) -> None:
     assert nodes.listed() == []
 
 
-def test_a_job_with_nccl_across_nodes_is_refused_on_both(nodes: TwoNodes) -> None:
+def start_with_nccl(nodes: TwoNodes, env: dict[str, str]) -> None:
+    """Both parts again, with what shows that NCCL has a communicator."""
     for node in nodes.nodes:
         node.kill_job()
     library = nodes.folder / "libnccl.so.2"
     library.write_bytes(bytes(4096))
     for node in nodes.nodes:
-        node.start_job(library)
+        node.start_job(library, env=env)
     for node in nodes.nodes:
         node.works()
-    started = [nodes.start_dump(node) for node in range(2)]
-    done = [ended(each) for each in started]
+
+
+def test_nccl_over_sockets_is_kept(nodes: TwoNodes) -> None:
+    start_with_nccl(nodes, {"NCCL_NET": "Socket"})
+    nodes.dump()
+    nodes.restore()
+    nodes.assert_job_goes_on()
+    assert sum("connected" in line for line in nodes.nodes[1].lines()) == 1
+    nodes.finish()
+
+
+def test_nccl_over_another_network_is_refused_on_both(nodes: TwoNodes) -> None:
+    start_with_nccl(nodes, {"NCCL_NET": "IB"})
+    done = [ended(each) for each in [nodes.start_dump(node) for node in range(2)]]
     assert {code for code, _, _ in done} <= {1, 3}
     said = next(said for code, _, said in done if code == 3)
-    assert "NCCL connects" in said
-    assert str(PORT) in said
+    assert "NCCL_NET=IB was set" in said
+    assert "start the job with NCCL_NET=Socket" in said
     assert "code:  GPUCR-NODES-NCCL" in said
     nodes.assert_job_goes_on()
-    nodes.dump("--force")
-    assert len(nodes.listed()) == 2
 
 
 # --- restore -----------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""PyTorch jobs on two nodes, on Gloo over TCP: what reconnects, and what does not.
+"""PyTorch jobs on two nodes, on Gloo over TCP: process groups, TCPStore and torchrun's agents keep their connections.
 
 Torch need not be in the Python of the tests: ``GPUCR_TEST_TORCH`` names one that has it.
 """
@@ -27,11 +27,7 @@ pytestmark = [pytest.mark.criu, pytest.mark.usefixtures("sim_only"), pytest.mark
 
 _DEADLINE_S = 300.0
 _RENDEZVOUS_PORT, _STORE_PORT = 9800, 9801
-_VARIABLES = {
-    "GLOO_SOCKET_IFNAME": "eth",
-    # Else an agent tells where its store is in its first rendezvous alone, and a new one waits for that in a later one.
-    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-}
+_VARIABLES = {"GLOO_SOCKET_IFNAME": "eth"}
 
 # As the program of the other tests: each step adds to a sum in device memory what both ranks have got.
 _BEGIN = """
@@ -61,47 +57,21 @@ call("cuCtxSetCurrent", context)
 call("cuMemAlloc_v2", ctypes.byref(memory), ctypes.c_size_t(1 << 20))
 """
 
-# Makes its process group again when it is lost, and continues with its memory. One rank may be a step ahead then.
-RECONNECTS = f"""{_BEGIN}
-rank, attempt, step, last, is_over = int(sys.argv[1]), 0, 0, 0, False
-put(0)
-def connect():
-    store = dist.TCPStore("{ADDRESSES[0]}", {_STORE_PORT} + attempt, 2, rank == 0, datetime.timedelta(seconds=120),
-                          use_libuv=False)
+# Knows nothing of dumps.
+TRAINS = f"""{_BEGIN}
+if len(sys.argv) > 1:
+    rank = int(sys.argv[1])
+    store = dist.TCPStore("{ADDRESSES[0]}", {_STORE_PORT}, 2, rank == 0, datetime.timedelta(seconds=120))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    common = torch.tensor([step])
-    dist.all_reduce(common, op=dist.ReduceOp.MIN)
-    return int(common[0])
-print("begins at step", connect(), flush=True)
-while not is_over:
-    try:
-        before = get()
-        is_over = add(step)
-        last, step = before, step + 1
-    except RuntimeError as e:
-        dist.destroy_process_group()
-        attempt += 1
-        if connect() < step:
-            put(last)
-            step -= 1
-        print("connected again at step", step, flush=True)
-print("result", step, get(), flush=True)
-"""
-
-# Begins from its own checkpoint each time that torchrun starts it.
-RESTARTS = f"""{_BEGIN}
-dist.init_process_group("gloo")
-rank, is_over = dist.get_rank(), False
-step, number = map(int, open("checkpoint").read().split()) if os.path.exists("checkpoint") else (0, 0)
-put(number)
+else:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+step, is_over = 0, False
+put(0)
 print("begins at step", step, flush=True)
 while not is_over:
     is_over = add(step)
     step += 1
-    if rank == 0 and step % 10 == 0:
-        with open("checkpoint.new", "w") as file:
-            file.write(f"{{step}} {{get()}}")
-        os.rename("checkpoint.new", "checkpoint")
 print("result", step, get(), flush=True)
 """
 
@@ -181,31 +151,28 @@ def jobs(torch_python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         made.close()
 
 
-def test_a_program_that_recreates_its_process_group(jobs: Jobs, torch_python: str) -> None:
-    """It keeps its memory: no step is lost or counted twice."""
-    jobs.start([[torch_python, "-c", RECONNECTS, rank] for rank in range(2)])
-    jobs.cycle()
-    jobs.wait_for(lambda node: any(line.startswith("connected again") for line in node.lines()))
+def continues(jobs: Jobs) -> None:
+    """Both parts make more steps, and have begun once."""
+    before = [node.step() for node in jobs.nodes]
+    jobs.wait_for(lambda node: node.step() > before[node.number] + 20)
     jobs.require_right()
     assert jobs.count("begins") == [1, 1]
 
 
-def test_torchrun_in_a_loop(jobs: Jobs, torch_python: str) -> None:
-    """torchrun alone ends, where it is not the one with the store: its own connection to that is never made again.
-
-    Started again by what is around it, and is in the snapshot, it continues from the program's own checkpoint.
-    """
-    program = jobs.folder / "program.py"
-    program.write_text(RESTARTS)
-    agents = [_torchrun(torch_python, node, program) for node in range(2)]
-    # Agents that are gone count as there for 15 s.
-    jobs.start([["sh", "-c", f"until {each}; do echo again; sleep 20; done"] for each in agents])
+def test_a_process_group_and_its_store(jobs: Jobs, torch_python: str) -> None:
+    jobs.start([[torch_python, "-c", TRAINS, rank] for rank in range(2)])
     jobs.cycle()
-    jobs.wait_for(lambda node: jobs.count("begins")[node.number] > 1)
-    assert jobs.count("again")[1] > 0
-    assert "RendezvousConnectionError" in jobs.nodes[1].output.read_text()
-    assert [line for line in jobs.nodes[1].lines() if line.startswith("begins")][-1] != "begins at step 0"
-    jobs.require_right()
+    continues(jobs)
+
+
+def test_torchrun_and_its_agents(jobs: Jobs, torch_python: str) -> None:
+    """The agents exchange heartbeats over a store of their own."""
+    program = jobs.folder / "program.py"
+    program.write_text(TRAINS)
+    jobs.start([shlex.split(_torchrun(torch_python, node, program)) for node in range(2)])
+    jobs.cycle()
+    continues(jobs)
+    assert not any("RendezvousConnectionError" in node.output.read_text() for node in jobs.nodes)
 
 
 def _torchrun(python: str, node: int, program: Path) -> str:

@@ -176,21 +176,16 @@ class Node:
         """The command that leads into its network."""
         return ["nsenter", f"--net=/proc/{self._holder.pid}/ns/net"]
 
-    def start_job(self, *more: object) -> None:
+    def start_job(self, *more: object, env: dict[str, str] | None = None) -> None:
         """Start its part, with these arguments besides its own."""
+        self.start_program(PROGRAM, self.number, ADDRESSES[0], *more, env=env)
+
+    def start_program(self, program: str, *words: object, env: dict[str, str] | None = None) -> None:
+        """Start a Python program as its part."""
         with self.output.open("wb") as out:
             self._job = subprocess.Popen(
-                [
-                    *self.enter(),
-                    sys.executable,
-                    "-I",
-                    "-S",
-                    "-c",
-                    PROGRAM,
-                    str(self.number),
-                    ADDRESSES[0],
-                    *map(str, more),
-                ],
+                [*self.enter(), sys.executable, "-I", "-S", "-c", program, *map(str, words)],
+                env={**os.environ, **(env or {})},
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,

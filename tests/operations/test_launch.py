@@ -313,6 +313,14 @@ def test_explain_starts_nothing_and_gives_reasons(state: Path, monkeypatch: pyte
     assert all(change["reason"] for change in by_name.values())
 
 
+def test_a_job_on_several_nodes_has_the_machines_network() -> None:
+    done = command.run("run", "--explain", "--", "sleep", "1000", env={"SLURM_NNODES": "2"})
+    assert done.returncode == 0, done.stderr
+    assert "nodes       several (SLURM_NNODES=2): this is one part, see gpucr nodes" in done.stdout
+    assert "network     the machine’s" in done.stdout
+    assert "set         NCCL_NET=Socket: NCCL must talk to other nodes over TCP" in done.stdout
+
+
 def test_measurements_override_the_rules(monkeypatch: pytest.MonkeyPatch) -> None:
     comes_back = Measurement(True, "comes back", "2026-01-02")
     monkeypatch.setattr(launch, "measurements", lambda _: {"peer_access": comes_back, "legacy_ipc": comes_back})

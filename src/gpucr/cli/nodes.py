@@ -33,6 +33,7 @@ from gpucr.gpu_state.gpu_choice import GpuRequest
 from gpucr.gpu_state.ways import GpuState
 from gpucr.jobs.selector import JobSelector
 from gpucr.nodes.dump import run_dump_part
+from gpucr.nodes.places import parse_map
 from gpucr.nodes.rendezvous import Rendezvous
 from gpucr.nodes.restore import run_restore_part
 from gpucr.nodes.secret import given_secret
@@ -196,6 +197,13 @@ def dump(
     "--files", type=click.Choice(get_args(FilesMode)), default="keep", show_default=True, help="As for `gpucr restore`."
 )
 @click.option("--isolate", is_flag=True, help="Put the part into a sandbox, where its pids and ports are free.")
+@click.option(
+    "--map",
+    "address_map",
+    multiple=True,
+    metavar="OLD=NEW",
+    help="A node's address has changed; repeatable. `auto`: each part gets the address of the node that restores it.",
+)
 @click.option("--name", metavar="NAME", help="The name of this node's part. Default: the old one, or NAME-2.")
 @key_file_option
 @force_option
@@ -208,6 +216,7 @@ def restore(
     snapshot: str,
     where: Rendezvous,
     options: _RestoreOptions,
+    address_map: tuple[str, ...],
     key_file: Path | None,
     terms: Terms,
     output: Output,
@@ -215,15 +224,19 @@ def restore(
     """Restore this node's part of the set STORE#NAME, together with all other nodes. Needs root.
 
     Node 0 says which set it is: the latest of the name. No part runs before all are there; if a node fails until then,
-    what was restored is ended on all nodes, and the set stays.
+    what was restored is ended on all nodes, and the set stays. Connections between the parts are kept.
 
     \b
     Example:
       gpucr nodes restore /shared/store#step-100 --rendezvous n1:7788 --secret-file s --node 1 --nodes 2
-      srun gpucr nodes restore /shared/store#step-100 --rendezvous n1:7788 --secret-file s --gpu auto
+      srun gpucr nodes restore /shared/store#step-100 --rendezvous n7:7788 --secret-file s --gpu auto --map auto
     """
-    request = RestoreRequest(snapshot, **options)
-    made = with_key(key_file, lambda key: run_restore_part(snapshot, request, where, terms, key), place=snapshot)
+    request, addresses = RestoreRequest(snapshot, **options), parse_map(address_map)
+    made = with_key(
+        key_file,
+        lambda key: run_restore_part(snapshot, request, where, terms, addresses=addresses, key=key),
+        place=snapshot,
+    )
     report = made.report
     assert isinstance(report, RestoreReport)  # noqa: S101 - a restore's
     if not output.quiet:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 @click.option(
     "--network",
     type=click.Choice(get_args(Network)),
-    help="An isolated job's network: its own loopback (default), or the machine's.",
+    help="An isolated job's network: its own loopback (default), or the machine's (default on several nodes).",
 )
 @click.option(
     "--interpose/--no-interpose",
@@ -208,6 +208,8 @@ def _print_plan(plan: LaunchPlan, *, as_json: bool) -> None:
     click.echo(f"run         {printable(' '.join((plan.program, *plan.command[1:])))}")
     click.echo(f"in          {plan.cwd}")
     click.echo(f"isolated    {'yes: pids, mounts, IPC' if plan.isolated else f'no: {plan.why_not_isolated}'}")
+    if plan.why_several_nodes is not None:
+        click.echo(f"nodes       several ({printable(plan.why_several_nodes)}): this is one part, see gpucr nodes")
     click.echo(f"network     {'its own, loopback only' if plan.network == 'own' else 'the machine’s'}")
     refused = "refused, so that libraries do without it: CRIU cannot dump it"
     click.echo(f"io_uring    {refused if plan.io_uring_is_refused else 'allowed: a filter needs CAP_SYS_ADMIN'}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import ipaddress
 import os
 import shutil
 import socket
@@ -24,12 +25,14 @@ from gpucr.criu.image_entries import ImageError, ImageReader, encoded, head, ima
 from gpucr.errors import Unsupported
 from gpucr.linux import private_view, trusted_paths
 from gpucr.linux.sock_diag import TcpSocket, TcpState, endpoint
+from gpucr.model import Endpoint
 
 NAME = "files.img"
 MAX_IMAGE_BYTES = 256 << 20
 """A file of the job takes about 100 bytes."""
 MAGIC, KIND = 0x56303138, "open files"
 _IS_OUTSIDE = 1  # USK_EXTERN of CRIU's sk-unix.h
+_MAPPED = bytes(10) + b"\xff\xff"  # of IPv4 addresses in IPv6 sockets (RFC 4291)
 _SHUT_DOWN = 3  # for reading and for writing
 
 
@@ -73,6 +76,11 @@ class FilesImage:
         """The job's TCP sockets as they were dumped."""
         return tuple(tcp_socket(each) for each in self._tcp())
 
+    def udp_ends(self) -> tuple[Endpoint, ...]:
+        """Where the job's UDP sockets are bound. Raises ImageError."""
+        udp = [each.isk for each in self._entries if each.HasField("isk") and each.isk.proto == socket.IPPROTO_UDP]
+        return tuple(tcp_socket(each).local for each in udp)
+
     def close_connections(self, chosen: Collection[TcpSocket]) -> None:
         """Restore these connections as sockets that are not connected, as if the other end had closed them.
 
@@ -89,6 +97,21 @@ class FilesImage:
                 for address in (each.src_addr, each.dst_addr):
                     address[:] = [0] * len(address)
                 self.is_changed = True
+
+    def move(self, addresses: Mapping[str, str]) -> None:
+        """Give sockets that are bound or connected to one of these addresses the new one. ``addresses``: by the old.
+
+        Both ends of a connection, TCP and UDP; ports stay. Raises ImageError, and ValueError for one of another family.
+        """
+        for entry in self._entries if addresses else ():
+            if not entry.HasField("isk"):
+                continue
+            for words in (entry.isk.src_addr, entry.isk.dst_addr):
+                old = struct.pack(f"={len(words)}I", *words) if len(words) in (1, 4) else b""
+                new = addresses.get(endpoint(old, 0).address) if old else None
+                if new is not None:
+                    words[:] = struct.unpack(f"={len(words)}I", _packed(new, old))
+                    self.is_changed = True
 
     def adapt_to_sizes(self, sizes: Mapping[str, tuple[int, int]]) -> None:
         """Let CRIU accept files whose size has changed. ``sizes``: by path, the size at the dump and now.
@@ -247,6 +270,16 @@ def _symlinked(images_dir: Path, made_in: Path, mark: str, machine: str = "") ->
     for name in os.listdir(images_dir):
         (folder / name).symlink_to(f"{machine}{lasting}/{name}")
     return folder
+
+
+def _packed(address: str, before: bytes) -> bytes:
+    """The bytes of an address that replaces this one: an IPv4 address is mapped if that was."""
+    new = ipaddress.ip_address(address)
+    is_mapped = len(before) == 16 and ipaddress.IPv6Address(before).ipv4_mapped is not None
+    packed = _MAPPED + new.packed if is_mapped and new.version == 4 else new.packed
+    if len(packed) != len(before) or (is_mapped and new.version == 6):
+        raise ValueError(f"{address} is of another family")
+    return packed
 
 
 def tcp_socket(entry: images_pb2.InternetSocket) -> TcpSocket:

@@ -25,7 +25,7 @@ from gpucr.driver.libcuda import NOT_READY
 from gpucr.errors import DeadlineExceeded, GpucrError, IllegalState, JobChanged, LockTimeout, reason_of
 from gpucr.gang.discovery import uses_libcuda
 from gpucr.gang.hold_leader import LeaderHold, LocksFailed
-from gpucr.gang.holdable import MAX_LOCK_TIMEOUT_MS, DriverLock, Holdable
+from gpucr.gang.holdable import MAX_LOCK_TIMEOUT_MS, DriverLock, Holdable, Others
 from gpucr.interposer.foreign import require_own
 from gpucr.linux import processes
 from gpucr.model import CudaState, GangLock, GangMember, GpuMap
@@ -56,6 +56,8 @@ class Gang:
         self.first_lock: GangLock | None = None
         self.rank: Callable[[int], Holdable | None] = lambda pid: None
         """What else keeps this process from submitting work and can release it; None: only the driver's lock."""
+        self.others: Others | None = None
+        """Ranks of other nodes that have to be held at the same time."""
         self.bring_back: Callable[[Mapping[int, GpuMap | None]], Mapping[int, Exception | None]] = lambda maps: {}
         """Restores the members, with these maps, whose memory is not in the driver; the result for each."""
         self.before_restore: Callable[[Sequence[int]], None] = lambda pids: None
@@ -143,7 +145,7 @@ class Gang:
     ) -> GangLock:
         """Lock the running ones; those of ``locked`` are locked already, and may be released for a moment."""
         begin = time.monotonic()
-        if len(running) + len(locked) > 1:
+        if len(running) + len(locked) > 1 or self.others is not None:
             return self._hold_leader(running, locked, end, check)
         self._everywhere("lock", CudaState.RUNNING, lambda pid: self._hold(pid, end), running)
         return GangLock(len(running), 1, time.monotonic() - begin)
@@ -174,7 +176,8 @@ class Gang:
         self, running: Sequence[int], locked: Sequence[int], end: float, check: Callable[[], None]
     ) -> GangLock:
         ranks = [self.rank(pid) or DriverLock(self.driver, pid) for pid in (*running, *locked)]
-        hold = LeaderHold(ranks, end=end, stuck_after_s=STUCK_AFTER_S, locked=locked, check=check)
+        others, self.others = self.others, None  # those who use CUDA later are locked here alone
+        hold = LeaderHold(ranks, end=end, stuck_after_s=STUCK_AFTER_S, locked=locked, check=check, others=others)
         try:
             return hold.lock()
         except LocksFailed as failed:

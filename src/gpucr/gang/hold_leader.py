@@ -28,7 +28,7 @@ from msgspec import Struct, field
 
 from gpucr.driver.libcuda import NOT_READY
 from gpucr.errors import GpucrError, LockTimeout
-from gpucr.gang.holdable import Holdable
+from gpucr.gang.holdable import Holdable, Others
 from gpucr.model import GangLock
 
 FIRST_PATIENCE_S = 0.005
@@ -140,8 +140,8 @@ class LeaderHold:
 
     They run, except those of ``locked`` (pids), which are locked already and may also be released for a moment. One of
     these that cannot be unlocked stays as it is, and the others are locked without it. ``check`` is called often while
-    this waits, and may raise to end it. ``stuck_after_s``: how long to wait for a hold after its own timeout. ``stuck``
-    has the pids of those that did not return even then.
+    this waits, and may raise to end it. ``others`` are held elsewhere. ``stuck_after_s``: how long to wait for a hold
+    after its own timeout. ``stuck`` has the pids of those that did not return even then.
     """
 
     def __init__(
@@ -152,6 +152,7 @@ class LeaderHold:
         stuck_after_s: float,
         locked: Collection[int] = (),
         check: Callable[[], None] = lambda: None,
+        others: Others | None = None,
         chance: random.Random | None = None,
     ) -> None:
         self.stuck: list[int] = []
@@ -159,6 +160,7 @@ class LeaderHold:
         self._end = end
         self._stuck_after_s = stuck_after_s
         self._check = check
+        self._others = others
         self._chance = chance or random.Random()  # noqa: S311 - not for secrets
         self._attempt = 0
         self._news: queue.SimpleQueue[_News] = queue.SimpleQueue()
@@ -180,6 +182,9 @@ class LeaderHold:
         Raises LocksFailed, and what ``check`` raises, after everything that was locked is unlocked again and every
         pending call has ended. (A call that does not end is in ``stuck``.)
         """
+        if self._others is not None:
+            self._others.begin(self._check)
+            self._end = min(self._end, self._others.end)
         for rank in self._ranks:
             threading.Thread(target=self._serve, args=(rank,), name=f"lock-{rank.pid}", daemon=True).start()
         try:
@@ -231,7 +236,7 @@ class LeaderHold:
         """
         are_locked = [rank.is_locked for rank in ahead]
         came_up = sum(rank.is_pending for rank in released)
-        if ahead and all(are_locked) and came_up:
+        if (ahead or self._others is not None) and all(are_locked) and came_up:
             self._base_hold_s /= 2
             self._passes += 1
         if any(are_locked) and came_up and len(self._ranks) > self._fewest_released:
@@ -262,9 +267,16 @@ class LeaderHold:
             self._check()
             if self._errors:
                 raise LocksFailed(self._errors)
-            if all(rank.is_locked for rank in self._ranks):
-                return True
             now = time.monotonic()
+            if all(rank.is_locked for rank in self._ranks):
+                held = self._others.are_held() if self._others is not None else True
+                if held is not False:
+                    return held is True
+                if self._others is not None and now < self._end:
+                    self._others.wait()
+                    continue
+            if self._others is not None:
+                self._others.came_late()
             if now >= self._end:
                 raise self._out_of_time()
             wait_s = self._quiet_left_s(now)
@@ -310,9 +322,11 @@ class LeaderHold:
         if not on_their_way:
             self._patience_s = max(self._patience_s, min(2 * quiet_s, (self._end - locked_at) / 4))
 
-    def _out_of_time(self) -> LocksFailed:
+    def _out_of_time(self) -> Exception:
         # Those released last could be locked, and may be running again now.
         not_locked = [rank for rank in self._ranks if not rank.is_locked]
+        if not not_locked and self._others is not None:
+            return self._others.too_late()
         ahead = [rank for rank in not_locked if rank in self._ahead] or not_locked
         pending = [rank.pid for rank in ahead]
         locked = len(self._ranks) - len(pending)

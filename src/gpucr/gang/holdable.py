@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Protocol
 
 from gpucr.driver.api import Driver
@@ -44,6 +45,35 @@ class Holdable(Protocol):
     @property
     def is_held(self) -> bool:
         """Whether it is held now; called when a release has failed."""
+        ...
+
+
+class Others(Protocol):
+    """Ranks of the same job that somebody else holds, on other nodes, and that ours may wait for."""
+
+    def begin(self, check: Callable[[], None]) -> None:
+        """Wait until all are about to be held. May raise; ``check`` is called often meanwhile, and may raise too."""
+        ...
+
+    @property
+    def end(self) -> float:
+        """The time.monotonic() value by which all have to be; known once they have begun."""
+        ...
+
+    def are_held(self) -> bool | None:
+        """Ours are held: whether all others are too. None: they wait for ours, so release these for a moment."""
+        ...
+
+    def came_late(self) -> None:
+        """Ours are not held any more."""
+        ...
+
+    def wait(self) -> None:
+        """For a moment, or until `are_held` may have another answer."""
+        ...
+
+    def too_late(self) -> Exception:
+        """The error if ours are held, and it is too late."""
         ...
 
 

@@ -53,18 +53,21 @@ def choose_environment(
     comes_back: Mapping[str, bool],
     io_uring_is_refused: bool,
     interposed: bool = False,
+    several_nodes: bool = False,
 ) -> tuple[EnvironmentChange, ...]:
     """What a job needs in its environment on this machine.
 
     ``driver_version`` is the NVIDIA driver's (``580.159.04``); None: no driver, so nothing is chosen for NCCL.
     ``comes_back``: which of the canaries tried on this machine came back; it overrides the rules by version.
     ``io_uring_is_refused``: by a system call filter (linux/seccomp.py). ``interposed``: its programs load the
-    interposer, which takes device memory out of them also where they share it.
+    interposer, which takes device memory out of them also where they share it. ``several_nodes``: it is one part of a
+    job.
     """
     wanted: list[EnvironmentChange] = []
     if driver_version is not None:
         wanted += [_multicast()] if interposed else _nccl(driver_version, comes_back)
         wanted += _torch_timers()
+        wanted += _between_nodes() if several_nodes else ()
     if not io_uring_is_refused:
         wanted.append(
             EnvironmentChange(
@@ -117,6 +120,16 @@ def _why_not_peer(driver_version: str, comes_back: Mapping[str, bool]) -> str | 
     if _branch(driver_version) < IPC_SINCE_DRIVER:
         return f"driver {driver_version} does not bring it back"
     return f"whether driver {driver_version} brings it back has not been tried on this machine (gpucr doctor --probe)"
+
+
+def _between_nodes() -> Iterator[EnvironmentChange]:
+    lost = "a set of all nodes is refused"
+    yield EnvironmentChange(
+        "NCCL_NET", "Socket", "NCCL must talk to other nodes over TCP, which survives a dump: RDMA does not", lost
+    )
+    yield EnvironmentChange(
+        "NCCL_MNNVL_ENABLE", "0", "NCCL must not share memory with GPUs of other nodes over NVLink", _LOST
+    )
 
 
 def _torch_timers() -> Iterator[EnvironmentChange]:

@@ -46,6 +46,7 @@ class TcpState(enum.IntEnum):
 
 
 _NO_CONNECTION = (TcpState.TIME_WAIT, TcpState.CLOSE, TcpState.LISTEN, TcpState.BOUND_INACTIVE)
+_NOT_YET_RECEIVED = (TcpState.FIN_WAIT1, TcpState.CLOSING, TcpState.LAST_ACK)
 _PEER_HAS_CLOSED = (TcpState.CLOSE_WAIT, TcpState.LAST_ACK, TcpState.CLOSING)
 
 
@@ -72,6 +73,16 @@ class TcpSocket(Struct, frozen=True):
     def is_connection(self) -> bool:
         """Whether it has a peer."""
         return self.state not in _NO_CONNECTION and self.remote.port != 0
+
+    @property
+    def is_being_emptied(self) -> bool:
+        """Whether its process has closed it before the other side had received all of it."""
+        return self.inode == 0 and self.state in _NOT_YET_RECEIVED
+
+    @property
+    def peer_has_closed(self) -> bool:
+        """Whether the other side has said that it sends no more."""
+        return self.state in _PEER_HAS_CLOSED
 
     @property
     def is_left_over(self) -> bool:

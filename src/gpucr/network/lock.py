@@ -9,12 +9,12 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from gpucr.errors import JobChanged, Unsupported, reason_of
 from gpucr.linux import processes, sock_diag, tcp_repair
 from gpucr.linux.sock_diag import TcpSocket
-from gpucr.model import Job, ProcessId
+from gpucr.model import Connection, Job, ProcessId
 from gpucr.network import kept
 from gpucr.network.filters import PREFIX, Filter, Namespace, find_method
 from gpucr.network.records import KeptRecord
@@ -65,6 +65,8 @@ class JobNetwork:
         self._protection = protection
         self._name = f"{PREFIX}{os.getpid()}-{os.urandom(4).hex()}"
         self.kept_name = f"{PREFIX}kept-{os.urandom(4).hex()}" if keeps else None
+        self.peers: Mapping[Connection, int] | None = None
+        """Connections to other parts of a job on several nodes, by node: blocked until `release` or `settle`."""
         self._parts: dict[int, _Part] = {}
         self._ids: tuple[ProcessId, ...] = ()
         self._reusing: tuple[int, ...] = ()
@@ -99,15 +101,39 @@ class JobNetwork:
     def block(self) -> None:
         """The job is stopped: from now on no packet of its connections arrives or leaves.
 
-        Raises JobChanged if a connection waits to be accepted, Unsupported, BrokenInstall.
+        Raises JobChanged if a connection waits to be accepted, or urgent data to be read; Unsupported, BrokenInstall.
         """
         self.require_accepted()
+        self._require_no_urgent_data()
         with explained("cannot be blocked"):
             self._protect_sockets()
             self._make()
             for part in self._parts.values():
                 if part.filter is not None:
                     part.filter.block([each.connection for each in part.seen.connected])
+
+    def keep_blocked(self, peers: Mapping[Connection, int]) -> None:
+        """These connections, which are blocked, lead to other parts of the job, by node: let them go with all parts.
+
+        Raises Unsupported if they are not blocked, because the kernel cannot.
+        """
+        for part in self._parts.values():
+            if part.filter is None and any(each.connection in peers for each in part.seen.connected):
+                raise Unsupported(
+                    f"the job's connections to other nodes cannot be blocked: {part.there.visit(find_method)[1]}",
+                    hint="gpucr needs nftables in the kernel, or iptables, and CAP_NET_ADMIN",
+                    code="GPUCR-NETWORK-LOCK",
+                )
+        self.peers = peers
+
+    def being_emptied(self) -> tuple[Connection, ...]:
+        """Connections in the job's networks that programs have closed before the other ends had all of their data."""
+        found = [each for part in self._parts.values() for each in part.there.visit(sock_diag.tcp_sockets)]
+        return tuple(each.connection for each in found if each.is_being_emptied)
+
+    def leading_out(self) -> tuple[TcpSocket, ...]:
+        """The sockets whose other ends are outside this job, as they were at the last look."""
+        return sock_diag.outside_connections([each for part in self._parts.values() for each in part.seen.sockets])
 
     def attend(self, criu: ProcessId) -> None:
         """This CRIU will work on the sockets: have the guard see to them if it is killed. Raises BrokenInstall."""
@@ -117,8 +143,9 @@ class JobNetwork:
     def settle(self, snapshot: str) -> None:
         """The job is stopped, is in this snapshot and will be killed: what its connections come to then.
 
-        Both ends of those inside it vanish without a word, which leaves no remains at its ports. Those that lead out
-        end as when a process is killed, or are kept. Raises Unsupported, BrokenInstall.
+        Both ends of those inside it vanish without a word, which leaves no remains at its ports, as do those to its
+        parts on other nodes. Those that lead out end as when a process is killed, or are kept. Raises Unsupported,
+        BrokenInstall.
         """
         with explained("cannot be ended"):
             self._look()
@@ -127,7 +154,7 @@ class JobNetwork:
             if self.kept_name is not None:
                 self._keep(self.kept_name, snapshot)
             else:
-                inside -= {each.inode for each in self._leading_out()}
+                inside -= {each.inode for each in self.leading_out() if each.connection not in (self.peers or ())}
             if self._can_repair:
                 tcp_repair.begin(self._ids, inside)
             if self.kept_name is None:  # otherwise `close` does, when the job has ended
@@ -162,6 +189,18 @@ class JobNetwork:
                     part = self._parts[inode] = _Part(Namespace.of(pids[0]))
                 part.seen = look(pids, part.there)
 
+    def _require_no_urgent_data(self) -> None:
+        with explained("cannot be looked at"):
+            urgent = tcp_repair.with_urgent_data(self._ids) if self._can_repair and self._connected() else ()
+        for each in self._connected():
+            if each.inode in urgent:
+                raise JobChanged(
+                    f"the connection from {each.connection} has urgent data that the job has not read",
+                    pids=self._job.pids[:1],
+                    hint="CRIU cannot save it: dump again when the job has read it",
+                    code=IN_FLIGHT,
+                )
+
     def _protect_sockets(self) -> None:
         """Have the guard take them out of repair mode, if they are in it when the job must run again."""
         if self._can_repair:
@@ -181,7 +220,7 @@ class JobNetwork:
 
     def _keep(self, name: str, snapshot: str) -> None:
         with Namespace() as own:
-            leading_out = tuple(dict.fromkeys(each.connection for each in self._leading_out()))
+            leading_out = tuple(dict.fromkeys(each.connection for each in self.leading_out()))
             part = self._parts.get(own.inode)
             if part is None or part.filter is None or not leading_out:
                 return
@@ -191,9 +230,6 @@ class JobNetwork:
 
     def _connected(self) -> list[TcpSocket]:
         return [each for part in self._parts.values() for each in part.seen.connected]
-
-    def _leading_out(self) -> tuple[TcpSocket, ...]:
-        return sock_diag.outside_connections([each for part in self._parts.values() for each in part.seen.sockets])
 
     def _remove_filters(self) -> None:
         for part in self._parts.values():

@@ -21,12 +21,16 @@ from gpucr.errors import GpucrError, Interrupted, InvalidRequest, NodeFailed, St
 from gpucr.gpu_state.ways import GpuState
 from gpucr.jobs import selection
 from gpucr.jobs.selector import JobSelector
+from gpucr.network.lock import JobNetwork
 from gpucr.nodes.guest import Guest
+from gpucr.nodes.holding import HeldTogether
 from gpucr.nodes.host import Host
 from gpucr.nodes.parts import TIMEOUT_S, PartReport, meeting_for, required_limit
+from gpucr.nodes.peers import find_peers
 from gpucr.nodes.rendezvous import Rendezvous
-from gpucr.operations.dump import DumpReport, target_of
-from gpucr.operations.freeze import forget_saved, run_freeze, save_frozen
+from gpucr.operations.dump import DumpReport, run_dump_of_part, target_of
+from gpucr.operations.freeze import block_connections, forget_saved, keep_blocked, run_freeze, save_frozen
+from gpucr.operations.other_parts import OtherParts
 from gpucr.operations.requests import DumpRequest, FreezeRequest
 from gpucr.snapshot.in_store import SnapshotInStore
 from gpucr.snapshot.location import Compress, InStore, Place, in_store
@@ -123,26 +127,52 @@ class _Dump:
         for_criu = selection.findings_for_criu(found)  # before the freeze: the save would refuse it with all stopped
         preflight.require_no_blocking([*preflight.check_between_nodes(found.job), *for_criu], force=force)
         not_over_yet()
-        frozen = run_freeze(
-            FreezeRequest(request.job, request.gpu_state), terms.within(min(deadline, time.monotonic() + _FREEZE_S))
-        )
+        if request.leave_running:
+            return self._run_left_running(request, deadline, terms)
+        freeze_by = min(deadline, time.monotonic() + _FREEZE_S)
+        together = HeldTogether(meeting, freeze_by, _FREEZE_S)
+        frozen = run_freeze(FreezeRequest(request.job, request.gpu_state, together), terms.within(freeze_by))
         try:
             with frozen:
+                if frozen.lock is None:
+                    together.hold_nothing()
+                leading_out, being_emptied = block_connections(frozen)
                 not_over_yet()
-                meeting.together("frozen", deadline)
+                keep_blocked(frozen, find_peers(meeting, leading_out, being_emptied, deadline))
                 report = save_frozen(frozen, self._place, terms.within(deadline))
                 self._saved = in_store(report.snapshot)
                 not_over_yet()
                 self._settle(self._saved.stored.id, deadline)
-                if request.leave_running:
-                    frozen.thaw(on_progress=terms.on_progress)
-                else:
-                    frozen.end()
+                frozen.end()
         except BaseException:
             if self._saved is not None and not self._may_count:
                 forget_saved(frozen)
                 with contextlib.suppress(GpucrError):  # otherwise a prune removes it, since its set was abandoned
                     snapshots.remove(self._place.store, self._saved.stored.id)
+            raise
+        return report
+
+    def _run_left_running(self, request: DumpRequest, deadline: float, terms: Terms) -> DumpReport:
+        """The job runs again when CRIU has saved all parts; the set is complete when all of it is in the store."""
+        meeting, store = self._meeting, self._place.store
+        together = HeldTogether(meeting, deadline, _FREEZE_S)
+
+        def frozen(network: JobNetwork) -> None:
+            network.block()
+            network.keep_blocked(find_peers(meeting, network.leading_out(), network.being_emptied(), deadline))
+
+        parts = OtherParts(together, together.hold_nothing, frozen, imaged=lambda: meeting.together("imaged", deadline))
+        in_background = replace(request, persist="background")
+        report, note = run_dump_of_part(in_background, self._place, parts, terms.within(deadline))
+        snapshot = in_store(report.snapshot)
+        try:
+            not_over_yet()
+            self._settle(snapshot.stored.id, deadline)
+        except BaseException:
+            if not self._may_count:
+                note.withdraw()
+                with contextlib.suppress(GpucrError):  # otherwise a prune removes it, since its set was abandoned
+                    snapshots.remove(store, snapshot.stored.id)
             raise
         return report
 

@@ -10,9 +10,21 @@ from collections.abc import Callable
 
 from gpucr.errors import DeadlineExceeded, NodeFailed
 from gpucr.linux.visitors import Visitors
-from gpucr.nodes.meeting import LAST_STEPS, LOOK_S, Meeting, Step, as_text, lost, node_failed, tell, too_late
+from gpucr.nodes.meeting import (
+    HELD,
+    LAST_STEPS,
+    LOOK_S,
+    Answer,
+    Meeting,
+    Step,
+    as_text,
+    lost,
+    node_failed,
+    tell,
+    too_late,
+)
 from gpucr.nodes.rendezvous import Rendezvous, connect
-from gpucr.nodes.wire import Channel, Failed, Hello, Here, Together, Welcome, WrongSecret, open_as_guest
+from gpucr.nodes.wire import Channel, Failed, Held, Hello, Here, LetGo, Together, Welcome, WrongSecret, open_as_guest
 from gpucr.records import RecordError
 from gpucr.undo.cancellation import Cancellation
 
@@ -27,7 +39,7 @@ class Guest(Meeting):
         self._hello = hello
         self._channel: Channel | None = None
         self._welcome: Welcome | None = None
-        self._heard: set[str] = set()
+        self._heard: dict[str, str] = {}
 
     def arrive(self, choose: Callable[[], str]) -> str:
         """See `Meeting.arrive`."""
@@ -48,21 +60,26 @@ class Guest(Meeting):
 
     def say(self, step: Step, value: str = "") -> None:
         """Tell node 0 that this node has reached the step, with its result. Raises NodeFailed."""
-        try:
-            if self._channel is None:
-                raise OSError("it has not arrived")
-            self._channel.send(Here(step, value))
-        except OSError as e:
-            raise self.error or lost(0) from e
+        self._send(Here(step, value))
 
     def wait(self, step: Step, deadline: float) -> None:
         """Wait until node 0 confirms it. Raises NodeFailed, DeadlineExceeded."""
         self._wait(lambda: step in self._heard, deadline, lambda: too_late(step, "node 0"))
 
-    def together(self, step: Step, deadline: float) -> None:
-        """See `Meeting.together`."""
-        self.say(step)
+    def exchange(self, step: Step, value: str, answer: Answer, deadline: float) -> str:
+        """See `Meeting.exchange`."""
+        self.say(step, value)
         self.wait(step, deadline)
+        return self._heard[step]
+
+    @property
+    def own_address(self) -> str | None:
+        """See `Meeting.own_address`."""
+        return self._channel.own_address if self._channel is not None else None
+
+    def held(self, times: int) -> None:
+        """See `Meeting.held`."""
+        self._send(Held(times))
 
     def fail(self, why: str) -> None:
         """See `Meeting.fail`."""
@@ -73,6 +90,14 @@ class Guest(Meeting):
         """See `Meeting.close`."""
         if self._channel is not None:
             self._channel.close()
+
+    def _send(self, message: Here | Held) -> None:
+        try:
+            if self._channel is None:
+                raise OSError("it has not arrived")
+            self._channel.send(message)
+        except OSError as e:
+            raise self.error or lost(0) from e
 
     def _connected(self, deadline: float) -> Channel:
         """A connection to node 0, which may not be listening yet."""
@@ -129,8 +154,11 @@ class Guest(Meeting):
                     if isinstance(message, Welcome):
                         self._welcome = message
                     elif isinstance(message, Together):
-                        self._heard.add(message.step)
+                        self._heard[message.step] = message.value
+                        self._is_all_held |= message.step == HELD
                         self._is_over |= message.step in LAST_STEPS  # node 0 may leave at once
+                    elif isinstance(message, LetGo):
+                        self._times = message.times
                     self._changed.notify_all()
         except (WrongSecret, RecordError, EOFError, OSError):
             self._lose(lost(0))

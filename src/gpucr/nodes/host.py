@@ -6,20 +6,33 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from gpucr.errors import NodeFailed
 from gpucr.linux.visitors import Visitors
-from gpucr.nodes.meeting import LAST_STEPS, LOOK_S, Meeting, Step, as_text, lost, node_failed, tell, too_late
+from gpucr.nodes.arbiter import Arbiter
+from gpucr.nodes.meeting import (
+    HELD,
+    LAST_STEPS,
+    LOOK_S,
+    Answer,
+    Meeting,
+    Step,
+    as_text,
+    lost,
+    node_failed,
+    tell,
+    too_late,
+)
 from gpucr.nodes.rendezvous import Rendezvous, listen, notice_its_end
-from gpucr.nodes.wire import Channel, Failed, Hello, Here, Together, Welcome, WrongSecret, open_as_host
+from gpucr.nodes.wire import Channel, Failed, Held, Hello, Here, LetGo, Together, Welcome, WrongSecret, open_as_host
 from gpucr.records import RecordError
 from gpucr.undo.cancellation import Cancellation
 
 _HANDSHAKE_S = 10.0
 _MOST_STRANGERS, _MOST_OF_ONE = 64, 32
 _FAREWELL_S = 5.0
-_STEPS = ("frozen", "saved", "ready")
+_STEPS = ("placed", "agreed", "holding", "frozen", "imaged", "saved", "ready")
 
 
 class Host(Meeting):
@@ -30,6 +43,7 @@ class Host(Meeting):
         self._hello = hello
         self._guests: dict[int, Channel] = {}
         self._here: dict[str, dict[int, str]] = {step: {} for step in _STEPS}
+        self._held: dict[int, int] = {}
         self._refused: list[str] = []
         self._strangers = Visitors(_MOST_STRANGERS, _MOST_OF_ONE, _HANDSHAKE_S)
         self._sending = threading.Lock()
@@ -57,14 +71,54 @@ class Host(Meeting):
 
     def announce(self, step: Step) -> None:
         """Tell all guests. One that cannot be reached finds out from the store."""
+        self._announce(step, [""] * self.rendezvous.node_count)
+
+    def exchange(self, step: Step, value: str, answer: Answer, deadline: float) -> str:
+        """See `Meeting.exchange`."""
+        answers = answer(self.gather(step, value, deadline))
+        self._announce(step, answers)
+        if step == "holding":
+            self._begin_to_hold()
+        return answers[0]
+
+    @property
+    def own_address(self) -> str | None:
+        """See `Meeting.own_address`."""
+        with self._changed:
+            return next((each.own_address for each in self._guests.values()), None)
+
+    def held(self, times: int) -> None:
+        """See `Meeting.held`."""
+        with self._changed:
+            self._held[0] = times
+            self._changed.notify_all()
+
+    def _announce(self, step: Step, answers: Sequence[str]) -> None:
         if step in LAST_STEPS:  # before anybody knows and leaves
             self.conclude()
-        self._broadcast(Together(step))
+        with self._sending:
+            for node, channel in self._guests.items():
+                with contextlib.suppress(OSError):  # its listening thread notices
+                    channel.send(Together(step, answers[node]))
 
-    def together(self, step: Step, deadline: float) -> None:
-        """See `Meeting.together`."""
-        self.gather(step, "", deadline)
-        self.announce(step)
+    def _begin_to_hold(self) -> None:
+        def is_over() -> bool:
+            return self._is_over or self.error is not None or self.cancellation.is_cancelled
+
+        count = self.rendezvous.node_count
+        Arbiter(count, self._changed, self._held, is_over, self._let_go, self._all_held).start()
+
+    def _let_go(self, times: int) -> None:
+        with self._changed:
+            self._times = times
+            self._changed.notify_all()
+        self._broadcast(LetGo(times))
+
+    def _all_held(self) -> None:
+        with self._changed:
+            self._is_all_held = True
+            self._changed.notify_all()
+        self._broadcast(Together(HELD, ""))
 
     def fail(self, why: str) -> None:
         """See `Meeting.fail`."""
@@ -166,6 +220,11 @@ class Host(Meeting):
                     if self._lose(node_failed(failed)):
                         self._report_to_all(failed)
                     continue
+                if isinstance(message, Held):
+                    with self._changed:
+                        self._held[node] = message.times
+                        self._changed.notify_all()
+                    continue
                 if not isinstance(message, Here) or node in self._here.get(message.step, {node: ""}):
                     raise RecordError("out of turn")
                 with self._changed:
@@ -176,7 +235,7 @@ class Host(Meeting):
             if self._lose(error):
                 self._report_to_all(Failed(node, error.message))
 
-    def _broadcast(self, message: Welcome | Together) -> None:
+    def _broadcast(self, message: Welcome | Together | LetGo) -> None:
         with self._sending:
             for channel in self._guests.values():
                 with contextlib.suppress(OSError):  # its listening thread notices

@@ -10,7 +10,7 @@ import contextlib
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Literal, TypeVar
 
@@ -20,9 +20,13 @@ from gpucr.nodes.wire import Channel, Failed
 from gpucr.undo.cancellation import Cancellation
 
 Side = TypeVar("Side", bound="Meeting")
-Step = Literal["frozen", "saved", "complete", "ready"]
+Step = Literal["placed", "agreed", "holding", "frozen", "imaged", "saved", "complete", "ready"]
+Answer = Callable[[Sequence[str]], Sequence[str]]
+"""What each node is told, from what each has said."""
 LAST_STEPS = frozenset({"complete", "ready"})
 """Once all are there, a node that leaves changes nothing for the others."""
+HELD = "held"
+"""Said by node 0 alone: the work of all nodes is."""
 LOOK_S = 0.1
 _MOST_TEXT = 1500
 
@@ -57,6 +61,9 @@ class Meeting(ABC):
         self.error: NodeFailed | None = None
         self._changed = threading.Condition()
         self._is_over = False
+        self._check: Callable[[], None] = lambda: None
+        self._times = 0
+        self._is_all_held = False
 
     @abstractmethod
     def arrive(self, choose: Callable[[], str]) -> str:
@@ -66,8 +73,34 @@ class Meeting(ABC):
         """
 
     @abstractmethod
+    def exchange(self, step: Step, value: str, answer: Answer, deadline: float) -> str:
+        """Wait until all nodes have reached the step, each with a value. Returns what node 0's ``answer`` has for this.
+
+        What ``answer`` raises, node 0 raises, and has failed. Raises NodeFailed, DeadlineExceeded.
+        """
+
     def together(self, step: Step, deadline: float) -> None:
         """Wait until all nodes have reached the step. Raises NodeFailed, DeadlineExceeded."""
+        self.exchange(step, "", lambda values: [""] * len(values), deadline)
+
+    @property
+    @abstractmethod
+    def own_address(self) -> str | None:
+        """This node's address, as the others reach it; None if there is no other."""
+
+    @abstractmethod
+    def held(self, times: int) -> None:
+        """All GPU work of this node is held, after it was let go so often (holding.py). Raises NodeFailed."""
+
+    @property
+    def times_let_go(self) -> int:
+        """How often nodes were to let their work go."""
+        return self._times
+
+    @property
+    def is_all_held(self) -> bool:
+        """Whether the work of all nodes is held."""
+        return self._is_all_held
 
     @abstractmethod
     def fail(self, why: str) -> None:
@@ -93,6 +126,28 @@ class Meeting(ABC):
         self._is_over = True
         self.close()
 
+    @contextlib.contextmanager
+    def checking(self, check: Callable[[], None]) -> Iterator[None]:
+        """Call this often in the block while it waits; what it raises ends the wait."""
+        self._check = check
+        try:
+            yield
+        finally:
+            self._check = lambda: None
+
+    def require_going_on(self) -> None:
+        """Raises NodeFailed if another node has failed, KeyboardInterrupt if this is cancelled."""
+        if self.error is not None:
+            raise self.error
+        if self.cancellation.is_cancelled:
+            raise KeyboardInterrupt(self.cancellation.reason)
+
+    def wait_for_news(self, timeout_s: float) -> None:
+        """Wait until something has changed, but not for long."""
+        with self._changed:
+            if not self._is_all_held:
+                self._changed.wait(timeout_s)
+
     # --- for its two kinds ----------------------------------------------------------------------------------------
 
     def _lose(self, error: NodeFailed) -> bool:
@@ -108,10 +163,8 @@ class Meeting(ABC):
     def _wait(self, is_so: Callable[[], bool], deadline: float, late: Callable[[], Exception]) -> None:
         with self._changed:
             while not is_so():
-                if self.error is not None:
-                    raise self.error
-                if self.cancellation.is_cancelled:
-                    raise KeyboardInterrupt(self.cancellation.reason)
+                self.require_going_on()
+                self._check()
                 if time.monotonic() > deadline:
                     raise late()
                 self._changed.wait(LOOK_S)
@@ -136,7 +189,15 @@ def lost(node: int) -> NodeFailed:
 
 def too_late(step: Step, nodes: str) -> DeadlineExceeded:
     """The error for a timeout while others are not ready."""
-    words = {"frozen": "frozen its part", "saved": "saved its part", "complete": "completed the set"}
+    words = {
+        "placed": "said where its part is",
+        "agreed": "agreed on addresses",
+        "holding": "begun to hold its GPU work",
+        "frozen": "frozen its part",
+        "imaged": "saved its processes",
+        "saved": "saved its part",
+        "complete": "completed the set",
+    }
     return DeadlineExceeded(
         f"timed out before {nodes} had {words.get(step, 'restored its part')}",
         hint="give a longer --timeout, or see what that node does",

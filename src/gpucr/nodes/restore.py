@@ -9,7 +9,9 @@ from gpucr.diagnosis.preflight.surroundings import FilesMode
 from gpucr.errors import Interrupted, InvalidRequest, StoreError
 from gpucr.gpu_state.gpu_choice import GpuRequest
 from gpucr.model import GpuMap
+from gpucr.network.between import Between
 from gpucr.nodes.parts import TIMEOUT_S, PartReport, meeting_for, required_limit
+from gpucr.nodes.places import AddressMap, agree
 from gpucr.nodes.rendezvous import Rendezvous
 from gpucr.operations.requests import RestoreRequest
 from gpucr.operations.restore import run_restore
@@ -34,6 +36,7 @@ def restore_part(
     files: FilesMode = "keep",
     isolate: bool = False,
     name: str | None = None,
+    addresses: AddressMap | None = None,
     key: Secret | None = None,
     timeout_s: float = TIMEOUT_S,
     force: bool = False,
@@ -43,17 +46,26 @@ def restore_part(
     """Restore this node's part of the set ``STORE#NAME`` (the latest of this name), together with the other nodes.
 
     Node 0 says which set it is. No part runs before all are there: where one node fails until then, what all have
-    restored is ended, and the set stays. The arguments are those of `gpucr.restore` and `dump_part`.
+    restored is ended, and the set stays. Connections between the parts are kept, also if ``addresses`` of nodes have
+    changed: new ones by old ones, or ``auto``, if each part had one. The other arguments are those of `gpucr.restore`
+    and `dump_part`.
 
     Raises NodeFailed (another node did, or cannot be reached), DeadlineExceeded, Interrupted, and as `gpucr.restore`
     (nothing of the job is left); JobDamaged.
     """
     request = RestoreRequest(place, GpuRequest.of(gpu_map, gpu), files, isolate=isolate, name=name)
-    return run_restore_part(place, request, rendezvous, Terms(timeout_s, force, on_progress, cancel), key)
+    terms = Terms(timeout_s, force, on_progress, cancel)
+    return run_restore_part(place, request, rendezvous, terms, addresses=addresses or {}, key=key)
 
 
 def run_restore_part(
-    place: Place, request: RestoreRequest, rendezvous: Rendezvous, terms: Terms, key: Secret | None = None
+    place: Place,
+    request: RestoreRequest,
+    rendezvous: Rendezvous,
+    terms: Terms,
+    *,
+    addresses: AddressMap,
+    key: Secret | None = None,
 ) -> PartReport:
     """See `restore_part`. Whichever snapshot is this node's part takes that of the request."""
     location = place_of_store(place)
@@ -70,10 +82,14 @@ def run_restore_part(
                 deadline = begin + timeout_s
                 stored, part = _part_of(store, set_id, rendezvous.node)
                 not_over_yet()
-
+                snapshot = SnapshotInStore.of(store, stored)
+                moved = agree(meeting, snapshot.manifest, addresses, deadline, force=terms.force)
+                not_over_yet()
+                connections = tuple(each.connection for each in snapshot.manifest.peers)
                 of_this_node = replace(
                     request,
-                    snapshot=SnapshotInStore.of(store, stored),
+                    snapshot=snapshot,
+                    between=Between(connections, moved),
                     before_it_runs=lambda: meeting.together("ready", deadline),
                 )
                 here = replace(terms, cancel=meeting.cancellation)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import hmac
+import ipaddress
 import os
 import socket
 import struct
@@ -18,19 +19,22 @@ from typing import Annotated
 from msgspec import Meta
 
 from gpucr import records
-from gpucr.records import Record, RecordError
+from gpucr.records import Count, Record, RecordError
 from gpucr.store.stored_snapshot import MAX_NODES
 
 MAGIC = b"gpucr nodes 1\n\0\0"
 _NONCE_BYTES = 32
 _MAC_BYTES = 32
-_MAX_BYTES = 64 << 10
+MOST_TEXT = 8 << 20
+_MAX_BYTES = 2 * MOST_TEXT + (64 << 10)
+"""Who sends one knows the secret. The largest lists a part's connections, about 200 bytes each."""
 _LENGTH = struct.Struct("!I")
 MAX_MEETING = 1 << 10
 """Maximum number of nodes: each has one connection to node 0."""
 
 Node = Annotated[int, Meta(ge=0, lt=MAX_NODES)]
 _Text = Annotated[str, Meta(max_length=2000)]
+_Value = Annotated[str, Meta(max_length=MOST_TEXT)]
 
 
 class WrongSecret(Exception):
@@ -57,13 +61,26 @@ class Here(Record, frozen=True, tag=True):
     """A node has reached ``step``, with this result."""
 
     step: _Text
-    value: _Text
+    value: _Value
+
+
+class Held(Record, frozen=True, tag=True):
+    """All GPU work of a node's part is held, after it was let go ``times`` times."""
+
+    times: Count
+
+
+class LetGo(Record, frozen=True, tag=True):
+    """Other nodes wait for the work of a part that is held: let it go for a moment, for the ``times``-th time."""
+
+    times: Count
 
 
 class Together(Record, frozen=True, tag=True):
-    """All nodes have reached ``step``."""
+    """All nodes have reached ``step``; ``value`` is for the node that gets it."""
 
     step: _Text
+    value: _Value
 
 
 class Failed(Record, frozen=True, tag=True):
@@ -73,8 +90,10 @@ class Failed(Record, frozen=True, tag=True):
     why: _Text
 
 
-Message = Hello | Welcome | Here | Together | Failed
-_KINDS: dict[str, type[Message]] = {each.__name__: each for each in (Hello, Welcome, Here, Together, Failed)}
+Message = Hello | Welcome | Here | Together | Held | LetGo | Failed
+_KINDS: dict[str, type[Message]] = {
+    each.__name__: each for each in (Hello, Welcome, Here, Together, Held, LetGo, Failed)
+}
 
 
 class Channel:
@@ -111,6 +130,13 @@ class Channel:
         if not hmac.compare_digest(_read(self._connection, _MAC_BYTES), self._mac(self._other, body)):
             raise WrongSecret
         return _decode(body)
+
+    @property
+    def own_address(self) -> str:
+        """Of this end, as the other one reaches it."""
+        address = ipaddress.ip_address(self._connection.getsockname()[0].partition("%")[0])
+        mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+        return str(mapped or address)
 
     def limit(self, timeout_s: float | None) -> None:
         """How long each read and write may wait; None: forever."""

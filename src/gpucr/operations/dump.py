@@ -33,6 +33,7 @@ from gpucr.operations.dump_steps import (
 from gpucr.operations.engines import criu_for_dump, require_possible_rehearsal
 from gpucr.operations.first_pass import first_pass
 from gpucr.operations.freeze_steps import findings_of_spool, steps_to_freeze
+from gpucr.operations.other_parts import MeetFrozen, MeetImaged, OtherParts
 from gpucr.operations.plan import Plan
 from gpucr.operations.requests import DumpRequest, Persist
 from gpucr.snapshot.destination import DumpCounts, repairs_of
@@ -186,6 +187,26 @@ def run_dump(request: DumpRequest, terms: Terms = AS_USUAL) -> DumpReport:
                     attempts.require_another(error)
 
 
+def run_dump_of_part(
+    request: DumpRequest, place: TargetPlace, parts: OtherParts, terms: Terms
+) -> tuple[DumpReport, registered.DumpNote]:
+    """Dump a part of a job on several nodes, and keep it running, all parts at once.
+
+    Also returns the note in the registry, for the case that the others fail afterwards. Raises as `dump`, and what
+    ``parts`` does (all undone).
+    """
+    with operation("dump", request.job, terms) as running:
+        require_possible(request.gpu_state)
+        with taken_job(running, request.job, TO_MOVE) as taken:
+            within = terms.within(running.deadline)
+            prepared = prepare(taken.found, place, taken.protection, request, within, parts=parts)
+            preflight.require_no_blocking(prepared.findings, force=running.force)
+            report = run_prepared(prepared, running, taken.roll)
+            note = prepared.context.note
+            assert note is not None  # noqa: S101 - of every dump that gpucr runs itself
+            return report, note
+
+
 def plan_dump(
     pid: int | str | JobSelector,
     to: Place,
@@ -261,8 +282,12 @@ def prepare(
     request: DumpRequest,
     terms: Terms,
     frozen: FrozenParts | None = None,
+    parts: OtherParts | None = None,
 ) -> Prepared:
-    """Inspect the job, and prepare what a dump needs. Changes nothing. ``frozen``: the job is, and stays so."""
+    """Inspect the job, and prepare what a dump needs. Changes nothing. ``frozen``: the job is, and stays so.
+
+    ``parts``: it is one part of a job, and is left running.
+    """
     deadline = deadline_after(terms.timeout_s)
     is_frozen, leave_running, gpu_state = frozen is not None, request.leave_running, request.gpu_state
     job = found.job
@@ -275,7 +300,7 @@ def prepare(
         )
     preflight.require_privileges(job.root.pid)
     look = OneLook() if is_frozen else found.look  # what was seen while it ran says nothing about a frozen one
-    stands_still = is_frozen or found.is_frozen_for(leave_running, look)
+    stands_still = is_frozen or parts is not None or found.is_frozen_for(leave_running, look)
     is_stopped = stands_still or bool(job.gang)
     uses = gpu_processes() if job.gang and not is_frozen else ()
     frozen_cuda = frozen.cuda if frozen is not None else None
@@ -302,6 +327,7 @@ def prepare(
             writer,
             Purpose(deadline=deadline, save_gently=gently, gpu_state=gpu_state),
         )
+        cuda.gang.others = parts.others if parts is not None else None
 
     def needs() -> list[preflight.MemoryNeed]:
         if is_frozen:  # its device memory is already away
@@ -348,7 +374,7 @@ def prepare(
         overruled=tuple(OverruledFinding(f.sentence(), f.consequence) for f in findings if f.severity == "blocking"),
         rehearsal=_rehearsal(terms, deadline) if request.rehearse else None,
     )
-    steps, commit = _steps(context, request, is_frozen=is_frozen)
+    steps, commit = _steps(context, request, parts, is_frozen=is_frozen)
     return Prepared(context, tuple(steps), findings, commit)
 
 
@@ -358,11 +384,14 @@ def _rehearsal(terms: Terms, deadline: float | None) -> Rehearsal:
     return Rehearsal(lambda snapshot: run_rehearsal(snapshot, terms.within(deadline)))
 
 
-def _steps(context: OwnDump, request: DumpRequest, *, is_frozen: bool) -> tuple[list[Step], CommitSnapshot | CriuDump]:
+def _steps(
+    context: OwnDump, request: DumpRequest, parts: OtherParts | None, *, is_frozen: bool
+) -> tuple[list[Step], CommitSnapshot | CriuDump]:
     cuda, prepare, criu, network = context.cuda, PrepareTarget(context), CriuDump(context), context.network
     save = CommitSnapshot(context, criu)
     if is_frozen:
-        return [prepare, SaveDevice(context), Block(network), criu, Unblock(network, refuses_new=True), save], save
+        unblock: list[Step] = [Unblock(network, refuses_new=True)] if network.peers is None else []
+        return [prepare, SaveDevice(context), Block(network), criu, *unblock, save], save
     begin: list[Step] = [prepare]
     if cuda is not None:
         begin += first_pass(cuda, context.writer, request.share, context.deadline)
@@ -370,7 +399,10 @@ def _steps(context: OwnDump, request: DumpRequest, *, is_frozen: bool) -> tuple[
     thaw: list[Step] = []
     if context.is_frozen:
         freeze, thaw = steps_to_freeze(context.job, cuda, context.protection)
-        begin += [Quiet(network, context.deadline), *freeze, Block(network)]
+        begin += [Quiet(network, context.deadline), *freeze]
+        if parts is not None:
+            begin.append(MeetFrozen(parts, network, has_gpu_work=cuda is not None))
+        begin.append(Block(network))
     elif cuda is not None:
         freeze, thaw = cuda.steps_to_freeze()
         begin += freeze
@@ -382,6 +414,8 @@ def _steps(context: OwnDump, request: DumpRequest, *, is_frozen: bool) -> tuple[
             close = CloseConnections(network, lambda: save.snapshot.where if save.snapshot is not None else "")
             return [*begin, save, close, EndFrozenJob(context.job, context.protection)], save
         return begin, criu
+    if parts is not None:
+        begin.append(MeetImaged(parts))
     if context.is_frozen:
         begin.append(Unblock(network))
     if request.persist == "sync":

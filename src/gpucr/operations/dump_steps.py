@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import ipaddress
 import os
 import platform
 import time
@@ -27,7 +28,7 @@ from gpucr.jobs.registered import DumpNote
 from gpucr.jobs.sandbox import Sandbox
 from gpucr.linux import oom, processes, processor, tcp_tables
 from gpucr.linux.one_look import OneLook
-from gpucr.model import GangMember, Job, ProcessId, ProcessInfo
+from gpucr.model import Endpoint, GangMember, Job, ProcessId, ProcessInfo
 from gpucr.network.lock import IN_FLIGHT, JobNetwork
 from gpucr.quantities import counted, format_bytes
 from gpucr.snapshot import shared_files
@@ -39,6 +40,7 @@ from gpucr.snapshot.manifest import (
     LaunchRecord,
     Manifest,
     OverruledFinding,
+    Peer,
     ProcessRecord,
 )
 from gpucr.surroundings.folders import socket_folders
@@ -460,7 +462,7 @@ def started_cuda(context: JobDump) -> list[int]:
 
 def _draft(context: OwnDump, tree: Sequence[ProcessInfo], outside: Outside, look: OneLook) -> Manifest:
     """The manifest of the tree, which is frozen now, without its files."""
-    sandbox = context.sandbox
+    sandbox, peers = context.sandbox, context.network.peers or {}
     draft = draft_of_gang(context, tree, context.criu.install.version_text, context.options)
     return replace(
         draft,
@@ -472,12 +474,24 @@ def _draft(context: OwnDump, tree: Sequence[ProcessInfo], outside: Outside, look
         open_folders=outside.open_folders,
         shared_files=outside.shared_files,
         endpoints=outside.endpoints,
-        connections=outside.connections,
+        connections=tuple(each for each in outside.connections if each not in peers),
+        peers=tuple(Peer(peers[each], each) for each in outside.connections if each in peers),
+        addresses=_own_addresses([*outside.endpoints, *outside.datagrams, *(each.local for each in peers)]),
         databases=outside.databases,
         locks=outside.locks,
         terminals=outside.terminals,
         kept=context.network.kept_name if outside.connections else None,
     )
+
+
+def _own_addresses(ends: Sequence[Endpoint]) -> tuple[str, ...]:
+    """Neither wildcards nor addresses that every machine has, or that belong to a link."""
+    found = {each.address: ipaddress.ip_address(each.address) for each in ends}
+    return tuple(sorted(text for text, each in found.items() if not _is_everywhere(each)))
+
+
+def _is_everywhere(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
+    return address.is_loopback or address.is_unspecified or address.is_link_local or address.is_multicast
 
 
 def draft_of_gang(

@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal
@@ -30,7 +31,8 @@ from gpucr.jobs.end_frozen import EndFrozenJob
 from gpucr.jobs.selector import JobSelector
 from gpucr.jobs.taken import TakenJob, taken_job
 from gpucr.linux import processes
-from gpucr.model import GangLock
+from gpucr.linux.sock_diag import TcpSocket
+from gpucr.model import Connection, GangLock
 from gpucr.network.lock import JobNetwork
 from gpucr.network.steps import Quiet, Unblock
 from gpucr.operations.dump import KEEPER_LIMIT_S, DumpReport, FrozenParts, prepare, run_prepared
@@ -84,6 +86,8 @@ def run_freeze(request: FreezeRequest, terms: Terms = AS_USUAL) -> FrozenJob:
         found, protection = taken.found, taken.protection
         prepared = _prepare(found, protection, request.gpu_state, running.deadline)
         cuda, findings = prepared.cuda, prepared.findings
+        if cuda is not None:
+            cuda.gang.others = request.others
         if cuda is not None:
             opened.callback(cuda.close)
         preflight.require_no_blocking(findings, force=running.force)
@@ -332,6 +336,26 @@ class FrozenJob:
 def save_frozen(job: FrozenJob, place: TargetPlace, terms: Terms) -> DumpReport:
     """`FrozenJob.save` to an opened destination."""
     return job._save(place, terms)  # noqa: SLF001
+
+
+def block_connections(job: FrozenJob) -> tuple[tuple[TcpSocket, ...], tuple[Connection, ...]]:
+    """From now on no packet of a frozen job's connections arrives or leaves.
+
+    Returns those that lead out of it, and those of its machine that were closed with data under way.
+
+    Raises JobChanged if a connection waits to be accepted, or urgent data to be read; Unsupported, BrokenInstall.
+    """
+    network = job._hold.parts.network  # noqa: SLF001
+    network.block()
+    return network.leading_out(), network.being_emptied()
+
+
+def keep_blocked(job: FrozenJob, peers: Mapping[Connection, int]) -> None:
+    """These connections lead to parts of the job on other nodes, given by number: blocked until it is thawed or ended.
+
+    They are saved as such, and end without a word to the other parts. Raises Unsupported if nothing can block them.
+    """
+    job._hold.parts.network.keep_blocked(peers)  # noqa: SLF001
 
 
 def forget_saved(job: FrozenJob) -> None:

@@ -28,6 +28,7 @@ from gpucr.jobs.names import check_name
 from gpucr.jobs.record import JobRecord, JobState, Network, check_priority
 from gpucr.jobs.registered import now, registry, registry_in_use
 from gpucr.jobs.registry import ListedJob, Reservation
+from gpucr.jobs.spanning import why_several_nodes
 from gpucr.linux import processes, seccomp
 from gpucr.linux.own_python import without_passphrase
 from gpucr.model import CudaState
@@ -47,6 +48,7 @@ class LaunchPlan(Struct, frozen=True):
 
     ``program`` is the file that would run. ``interposer`` is what `gpucr run` prepends to LD_PRELOAD; None: nothing,
     and ``why_not_interposed`` says why. ``isolated``: in its own namespaces; ``why_not_isolated`` is None if it is.
+    ``why_several_nodes``: what says that the job is one part of a larger one; None: nothing.
     ``environment`` has what gpucr sets, and what it would set had the user not set it.
     """
 
@@ -60,6 +62,7 @@ class LaunchPlan(Struct, frozen=True):
     environment: tuple[EnvironmentChange, ...]
     interposer: str | None
     why_not_interposed: str | None
+    why_several_nodes: str | None
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -111,6 +114,7 @@ def plan_of_launch(request: LaunchRequest) -> LaunchPlan:
     if why_not is None:
         _require_visible("the folder", str(folder))
         _require_visible("the program", program)
+    several_nodes = why_several_nodes(command, given)
     io_uring_is_refused = seccomp.can_refuse_io_uring()
     comes_back = _comes_back()
     interposer, why_not_interposed = _interposer(request.interpose, given, program, comes_back)
@@ -120,7 +124,7 @@ def plan_of_launch(request: LaunchRequest) -> LaunchPlan:
         cwd=str(folder),
         isolated=why_not is None,
         why_not_isolated=why_not,
-        network=_network(request.network, isolated=why_not is None),
+        network=_network(request.network, isolated=why_not is None, several_nodes=several_nodes is not None),
         io_uring_is_refused=io_uring_is_refused,
         environment=choose_environment(
             given,
@@ -128,9 +132,11 @@ def plan_of_launch(request: LaunchRequest) -> LaunchPlan:
             comes_back=comes_back or {},
             io_uring_is_refused=io_uring_is_refused,
             interposed=interposer is not None,
+            several_nodes=several_nodes is not None,
         ),
         interposer=interposer,
         why_not_interposed=why_not_interposed,
+        why_several_nodes=several_nodes,
     )
 
 
@@ -348,9 +354,9 @@ def _require_visible(what: str, path: str) -> None:
         )
 
 
-def _network(wanted: Network | None, *, isolated: bool) -> Network:
+def _network(wanted: Network | None, *, isolated: bool, several_nodes: bool) -> Network:
     if wanted is None:
-        return "own" if isolated else "host"
+        return "own" if isolated and not several_nodes else "host"
     if wanted not in get_args(Network):
         raise InvalidRequest(f"network is {wanted!r}", hint="give one of " + ", ".join(get_args(Network)))
     if wanted == "own" and not isolated:

@@ -19,7 +19,9 @@ from gpucr.model import CHECK_KNOWN_S
 from gpucr.records import DEFAULT_PRIORITY
 
 if TYPE_CHECKING:
+    from gpucr.gang.holdable import Others
     from gpucr.jobs.record import Network
+    from gpucr.network.between import Between
     from gpucr.snapshot.job_snapshot import JobSnapshot
     from gpucr.snapshot.location import Compress, Place
     from gpucr.store.keys import Secret
@@ -90,10 +92,11 @@ class MoveRequest:
 
 @dataclass(frozen=True)
 class FreezeRequest:
-    """See `freeze`."""
+    """See `freeze`. ``others``: ranks of the job on other nodes, which are held at the same time."""
 
     job: int | str | JobSelector
     gpu_state: GpuState = "auto"
+    others: Others | None = None
 
 
 @dataclass(frozen=True)
@@ -145,6 +148,7 @@ class RestoreRequest:
     key: Secret | None = field(default=None, repr=False)
     before_it_runs: Callable[[], None] | None = None
     ends_with_caller: bool = False
+    between: Between | None = None
 
     def __post_init__(self) -> None:
         _require("files", self.files, FilesMode)

@@ -32,6 +32,8 @@ from gpucr.jobs.sandbox_steps import KeepJob, SandboxPlan, StartKeeper, StartSan
 from gpucr.linux.claims import claimed_pids
 from gpucr.model import GpuMap
 from gpucr.network import kept
+from gpucr.network.between import Between
+from gpucr.network.held_back import HoldBack, LetGo
 from gpucr.network.steps import LetKeptGo
 from gpucr.operations.engines import install_for_restore
 from gpucr.operations.plan import Plan
@@ -249,11 +251,17 @@ def prepare(
         opened.enter_context(claimed_pids(process.pid for process in manifest.processes))
     install = install_for_restore(source)
     in_our_network = plan is None or plan.network == "host"
+    between = request.between
+    if between is not None and between.connections and not in_our_network:
+        raise InvalidRequest(
+            f"{snapshot.where} has connections to other nodes, and a network of its own leads nowhere",
+            hint="restore it without --isolate; start such jobs with `gpucr run --network host`",
+        )
     record = kept.find(manifest.kept) if in_our_network and not request.clone else None
     tcp = request.tcp or ("keep" if record is not None else "close")
     findings = (
         *findings_of_machine(source, placement.choice, here, install, in_sandbox=plan is not None),
-        *_findings_outside(source, request.files, tcp, plan),
+        *_findings_outside(source, request.files, tcp, plan, between),
         *(check_clone(manifest) if request.clone else ()),
     )
     driver, protection = _driver_for(snapshot, findings), Protection()
@@ -269,9 +277,11 @@ def prepare(
     for each in images:
         opened.callback(each.close)
     around = steps_before_criu(
-        source, start.site, images, request.files, tcp, protection, in_our_network=in_our_network, deadline=deadline
-    )
+        source, start.site, images, request.files, tcp, protection,
+        between=between, in_our_network=in_our_network, deadline=deadline,
+    )  # fmt: skip
     ready: list[Step] = [WaitForOthers(request.before_it_runs)] if request.before_it_runs is not None else []
+    ready += [LetGo(each) for each in around if isinstance(each, HoldBack)]
     if record is not None:
         ready.append(LetKeptGo(record, is_taken_up=tcp == "keep"))
     gang: Gang | None = _with_cuda().coming_gang(driver, deadline) if driver is not None else None
@@ -353,7 +363,11 @@ def _recall_overruled(error: GpucrError, manifest: Manifest, findings: Sequence[
 
 
 def _findings_outside(
-    source: RestoreSource, files: preflight.FilesMode, tcp: preflight.TcpMode, plan: SandboxPlan | None
+    source: RestoreSource,
+    files: preflight.FilesMode,
+    tcp: preflight.TcpMode,
+    plan: SandboxPlan | None,
+    between: Between | None,
 ) -> list[preflight.Finding]:
     manifest = source.snapshot.manifest
     replaced = {str(path) for path in plan.outputs} if plan is not None else set()
@@ -361,6 +375,7 @@ def _findings_outside(
     opened = [file for file in manifest.open_files if file.path not in replaced]
     saved = [state_now(database) for database in manifest.databases]
     members = {member for database in saved for member in database.members}
+    closed = [] if between is not None else [each.connection for each in manifest.peers]
     opening, making = files_to_open(source, apart_from=replaced)
     return [
         *preflight.check_files(opened, manifest.open_folders, files, members),
@@ -369,7 +384,8 @@ def _findings_outside(
         *preflight.check_changed_databases(opened, manifest.created, rewind=files == "rewind", saved=saved),
         *(preflight.check_own_terminals(manifest.terminals) if plan is None else ()),
         *(preflight.check_shared_files(names_in_use(ROOT, manifest.shared_files)) if plan is None else ()),
-        *(preflight.check_ports(endpoints_to_bind(manifest, tcp)) if in_our_network else ()),
+        *(preflight.check_ports(endpoints_to_bind(manifest, tcp, between)) if in_our_network else ()),
+        *preflight.check_kept_connections(closed, "close", None),
         *preflight.check_kept_connections(manifest.connections, tcp, manifest.kept, in_our_network=in_our_network),
     ]
 

@@ -308,6 +308,13 @@ class OverruledFinding(Record, frozen=True):
     consequence: str
 
 
+class Peer(Record, frozen=True):
+    """A connection to another part of the same job, on ``node`` of its set."""
+
+    node: Count
+    connection: Connection
+
+
 class Manifest(Record, frozen=True):
     """Everything that a restore must know before it starts.
 
@@ -316,7 +323,9 @@ class Manifest(Record, frozen=True):
     that the job could see. ``criu_options`` is None if a container's runtime has them. ``folders``, outermost first,
     are those of its local sockets: programs remove them at exit, and CRIU does not recreate them. ``launch`` is None if
     the job was not started by `gpucr run`, ``sandbox`` if it was not in one. ``open_folders`` has working folders too.
-    ``endpoints``: addresses of its TCP sockets, except those of ``connections``, whose peer is outside the job.
+    ``endpoints``: addresses of its TCP sockets, except those of ``connections``, whose peer is outside the job, and of
+    ``peers``, which lead to its parts on other nodes. ``addresses`` are those of its machine that a restore gives to
+    its sockets, if it may have others.
     ``kept`` names the record of these connections, if the machine of the dump keeps them for a restore.
     ``shares``: the blocks of device memory that its processes share, by pid and their interposers' numbers.
     """
@@ -342,6 +351,8 @@ class Manifest(Record, frozen=True):
     shared_files: tuple[SharedFileRecord, ...] = ()
     endpoints: tuple[Endpoint, ...] = ()
     connections: tuple[Connection, ...] = ()
+    peers: tuple[Peer, ...] = ()
+    addresses: tuple[Text, ...] = ()
     kept: Text | None = None
     overruled: tuple[OverruledFinding, ...] = ()
     files: tuple[FileRecord, ...] = ()
@@ -562,7 +573,9 @@ def _check_consistency(manifest: Manifest) -> None:
     _check_shares(manifest.shares, pids)
     for part, data in manifest.device_parts.items():
         _check_extents(data, f"device_data of process {part.pid}")
-    for endpoint in (*manifest.endpoints, *(end for each in manifest.connections for end in (each.local, each.remote))):
+    connections = (*manifest.connections, *(each.connection for each in manifest.peers))
+    ends = [end for each in connections for end in (each.local, each.remote)]
+    for endpoint in (*manifest.endpoints, *ends, *(Endpoint(each, 1) for each in manifest.addresses)):
         try:
             endpoint.require_valid()
         except ValueError as e:

@@ -33,12 +33,16 @@ _NO_FILES = ("/proc/", "/sys/", "/dev/")
 
 
 class Outside(Struct, frozen=True):
-    """See the members of `gpucr.snapshot.manifest.Manifest`; ``passing_names``: those that CRIU made for the dump."""
+    """See the members of `gpucr.snapshot.manifest.Manifest`; ``passing_names``: those that CRIU made for the dump.
+
+    ``datagrams``: where its UDP sockets are bound.
+    """
 
     open_files: tuple[JobFile, ...]
     open_folders: tuple[str, ...]
     shared_files: tuple[SharedFileRecord, ...]
     endpoints: tuple[Endpoint, ...]
+    datagrams: tuple[Endpoint, ...]
     connections: tuple[Connection, ...]
     passing_names: tuple[str, ...]
     databases: tuple[SavedDatabase, ...] = ()
@@ -98,14 +102,16 @@ def look_outside(
     shared: tuple[SharedFileRecord, ...] = ()
     if inodes or (is_sandboxed and device is not None):
         shared = folder.save_shared_files(shared_root, None if is_sandboxed else inodes)
-    endpoints, connections = _network([tree.images for tree in trees], root_pid)
+    endpoints, datagrams, connections = _network([tree.images for tree in trees], root_pid)
     passing = tuple(name for tree in trees for name in tree.passing_names)
     files = _job_files(in_use, device)
     databases = _save_databases(files, in_use, folder, len(shared))
     known = {file.path for file in files}
     locks = tuple(sorted({lock for lock in locks_of(ours, look) if lock.path in known}, key=_order))
     terminals = tuple(sorted({number for pid in ours for number in made_in(look.files(pid)) if number >= 0}))
-    return Outside(files, _folders(ours, look), shared, endpoints, connections, passing, databases, locks, terminals)
+    return Outside(
+        files, _folders(ours, look), shared, endpoints, datagrams, connections, passing, databases, locks, terminals
+    )
 
 
 def _order(lock: FileLock) -> tuple[str, str, int]:
@@ -186,13 +192,17 @@ def _images_explained() -> Iterator[None]:
         ) from e
 
 
-def _network(images: Sequence[Path], root_pid: int) -> tuple[tuple[Endpoint, ...], tuple[Connection, ...]]:
-    """Where the job's TCP sockets are bound on this machine, and its connections to the outside."""
+def _network(
+    images: Sequence[Path], root_pid: int
+) -> tuple[tuple[Endpoint, ...], tuple[Endpoint, ...], tuple[Connection, ...]]:
+    """Where the job's TCP and UDP sockets are bound on this machine, and its connections to the outside."""
     with _images_explained():
-        sockets = [each for folder in images for each in FilesImage.read(folder).tcp_sockets()]
+        files = [FilesImage.read(folder) for folder in images]
+        sockets = [each for image in files for each in image.tcp_sockets()]
+        datagrams = {each for image in files for each in image.udp_ends()}
     leading_out = outside_connections(sockets)
     connections = tuple(sorted({each.connection for each in leading_out}))
     if os.readlink(PROC / str(root_pid) / "ns" / "net") != os.readlink(PROC / "self" / "ns" / "net"):
-        return (), connections
+        return (), (), connections
     endpoints = {each.local for each in sockets if each.local.port and each not in leading_out}
-    return tuple(sorted(endpoints)), connections
+    return tuple(sorted(endpoints)), tuple(sorted(datagrams)), connections

@@ -19,7 +19,9 @@ from gpucr.jobs.sandbox_steps import RestoreSite
 from gpucr.linux import cut_back, sock_diag
 from gpucr.linux.cut_back import CutOff
 from gpucr.linux.sock_diag import TcpSocket
-from gpucr.model import Endpoint, JobFile
+from gpucr.model import Connection, Endpoint, JobFile, moved
+from gpucr.network.between import Between
+from gpucr.network.held_back import HoldBack
 from gpucr.quantities import counted, format_bytes
 from gpucr.snapshot.databases import state_now
 from gpucr.snapshot.manifest import Manifest
@@ -44,6 +46,7 @@ def steps_before_criu(
     tcp: TcpMode,
     protection: Protection,
     *,
+    between: Between | None,
     in_our_network: bool,
     deadline: float | None,
 ) -> list[StepBeforeCriu]:
@@ -52,23 +55,27 @@ def steps_before_criu(
     steps: list[StepBeforeCriu] = []
     if manifest.shared_files:
         steps.append(PutBackSharedFiles(source, site, protection))
-    endpoints = endpoints_to_bind(manifest, tcp)
+    endpoints = endpoints_to_bind(manifest, tcp, between)
     if in_our_network and endpoints:
         steps.append(FreePorts(endpoints, deadline))
     if files == "rewind" and (changed := [each for each in manifest.databases if state_now(each).newer]):
         steps.append(PutBackDatabases(source, changed))
-    if _changed_sizes(manifest.open_files) or (manifest.connections and tcp == "close"):
-        steps.append(AdaptFiles(manifest, site, images, files, tcp, protection))
+    closes = (manifest.connections and tcp == "close") or (manifest.peers and between is None)
+    if _changed_sizes(manifest.open_files) or closes or (between is not None and between.addresses):
+        steps.append(AdaptFiles(manifest, site, images, files, tcp, protection, between=between))
+    if between is not None and between.connections:
+        steps.append(HoldBack(between.now(), protection))
     return steps
 
 
-StepBeforeCriu: TypeAlias = "PutBackSharedFiles | FreePorts | PutBackDatabases | AdaptFiles"
+StepBeforeCriu: TypeAlias = "PutBackSharedFiles | FreePorts | PutBackDatabases | AdaptFiles | HoldBack"
 
 
-def endpoints_to_bind(manifest: Manifest, tcp: TcpMode) -> tuple[Endpoint, ...]:
+def endpoints_to_bind(manifest: Manifest, tcp: TcpMode, between: Between | None = None) -> tuple[Endpoint, ...]:
     """The addresses to which the restored job's TCP sockets will be bound."""
-    kept = manifest.connections if tcp == "keep" else ()
-    return (*manifest.endpoints, *(each.local for each in kept))
+    kept = [*(manifest.connections if tcp == "keep" else ()), *(between.connections if between is not None else ())]
+    addresses = between.addresses if between is not None else {}
+    return tuple(moved(each, addresses) for each in (*manifest.endpoints, *(each.local for each in kept)))
 
 
 class PutBackSharedFiles:
@@ -190,16 +197,22 @@ class AdaptFiles:
         tcp: TcpMode,
         protection: Protection,
         *,
+        between: Between | None = None,
         in_view: bool = False,
     ) -> None:
-        """``in_view``: the job will see files as its sandbox shows them, and nothing is made outside."""
+        """``between``: connections to other parts of the job, which are kept.
+
+        ``in_view``: the job will see files as its sandbox shows them, and nothing is made outside.
+        """
         self._protection = protection
         self._manifest = manifest
         self._site = site
         self._images = images
         self._mode = files
         self._tcp = tcp
+        self._between = between
         self._in_view = in_view
+        self._peers = {each.connection for each in manifest.peers}
         self._cut: list[cut_back.CutOff] = []
         self.warnings: list[str] = []
 
@@ -219,16 +232,24 @@ class AdaptFiles:
             self._cut_back([file for file in files if file.path not in copied], meter)
         with images_read_from(original):
             sizes = _changed_sizes(files, self._site.value.root if self._in_view else "")
-            outside = sock_diag.outside_connections([each for image in images for each in image.tcp_sockets()])
+            leading_out = sock_diag.outside_connections([each for image in images for each in image.tcp_sockets()])
+            closed = [each for each in leading_out if self._is_closed(each.connection)]
             for image in images:
                 image.adapt_to_sizes(sizes)
-                if self._tcp == "close":
-                    image.close_connections(outside)
+                image.close_connections(closed)
+                if self._between is not None:
+                    image.move(self._between.addresses)
         if not self._in_view:
             self._protection.protect(images_to_be_changed(self._images))
         for folder, image in zip(self._images, images, strict=True):
             self._change(folder, image)
         return sum(cut.whole_bytes - cut.size_bytes for cut in self._cut)
+
+    def _is_closed(self, connection: Connection) -> bool:
+        """Of those that lead out: connections to other parts are kept if these are restored too."""
+        if connection in self._peers:
+            return self._between is None
+        return self._tcp == "close"
 
     def _change(self, folder: RestoreImages, image: FilesImage) -> None:
         if image.is_changed:

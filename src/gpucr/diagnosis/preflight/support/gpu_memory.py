@@ -67,20 +67,20 @@ RANKS_SHARE_GPU = Fact(
     code="GPUCR-NCCL",
     warning_if="NCCL_HOSTID is not set: NCCL itself refuses such ranks, and others, such as Gloo, may share a GPU",
 )
-_CLOSE_GROUP = (
-    "have the program close its process group first (torch.distributed.destroy_process_group), or use Gloo over TCP"
+_OVER_SOCKETS = (
+    "start the job with NCCL_NET=Socket, as `gpucr run` does for a job on several nodes, or use Gloo over TCP"
 )
 NODES_RDMA = Fact(
     what="the job uses RDMA in {processes}",
     consequence="the state of the network card is in no snapshot, and its queues are gone after a restore",
-    remedy=_CLOSE_GROUP,
+    remedy=_OVER_SOCKETS,
     code="GPUCR-NODES-NCCL",
     case="a dump of several nodes",
 )
 NODES_NCCL = Fact(
-    what="NCCL connects {processes} with other nodes",
-    consequence="NCCL makes its connections once and never again: after a restore its next collective fails or hangs",
-    remedy=_CLOSE_GROUP,
+    what="NCCL in {processes} may not use plain sockets between nodes",
+    consequence="what it uses instead is in no snapshot: after a restore its next collective fails or hangs",
+    remedy=_OVER_SOCKETS,
     code="GPUCR-NODES-NCCL",
     case="a dump of several nodes",
 )

@@ -1,0 +1,191 @@
+"""What becomes of sockets between two parts that are more than an open connection."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.counter import wait_until
+from tests.nodes.conftest import require_networks
+from tests.nodes.full_load import LoadedNodes
+from tests.nodes.two_nodes import ended
+from tests.storm import later
+
+pytestmark = pytest.mark.criu
+
+# Part 0 listens, part 1 connects; each gets to a state, waits for a file, and says what it sees then.
+PROGRAM = """
+import os, socket, sys, time
+node, mine, other, kind = int(sys.argv[1]), *sys.argv[2:5]
+family = socket.AF_INET6 if ":" in mine else socket.AF_INET
+def wait():
+    print("ready", flush=True)
+    while not os.path.exists("go"):
+        time.sleep(0.01)
+def say(*seen):
+    print("result", *seen, flush=True)
+def attempt(call, *arguments):
+    try:
+        return call(*arguments)
+    except OSError as error:
+        return type(error).__name__
+if kind == "udp":
+    sock = socket.socket(family, socket.SOCK_DGRAM)
+    sock.bind((mine, 7000))
+    sock.connect((other, 7000))
+    wait()
+    sock.settimeout(0.1)
+    got = "TimeoutError"
+    while got in ("TimeoutError", "ConnectionRefusedError"):
+        attempt(sock.send, b"from %d" % node)
+        got = attempt(sock.recv, 100)
+    attempt(sock.send, b"from %d" % node)
+    say(got, sock.getsockname()[0], sock.getpeername()[0])
+    sys.exit()
+if node == 0:
+    listener = socket.socket(family)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind((mine, 7000))
+    listener.listen()
+    sock = listener.accept()[0]
+else:
+    sock = None
+    while sock is None:
+        sock = socket.socket(family)
+        if attempt(sock.connect, (other, 7000)) is not None:
+            sock = time.sleep(0.02)
+sock.settimeout(20)
+if kind == "half closed":
+    if node == 1:
+        sock.sendall(b"question")
+        sock.shutdown(socket.SHUT_WR)
+        wait()
+        say(sock.recv(100), sock.recv(100))
+    else:
+        wait()
+        say(sock.recv(100), sock.recv(100))
+        sock.sendall(b"answer")
+elif kind == "closed":
+    if node == 1:
+        sock.sendall(b"last words")
+        sock.close()
+    wait()
+    say(*([sock.recv(100), sock.recv(100)] if node == 0 else []))
+elif kind == "emptied":
+    if node == 1:
+        sock.settimeout(0)
+        while attempt(sock.send, bytes(1 << 16)) != "BlockingIOError":
+            pass
+        sock.close()
+    wait()
+    say(len(sock.makefile("rb").read()) > 1 << 16 if node == 0 else "")
+elif kind == "urgent":
+    if node == 1:
+        sock.sendall(b"ab")
+        sock.send(b"!", socket.MSG_OOB)
+        sock.sendall(b"cd")
+    wait()
+    say(sock.recv(1, socket.MSG_OOB) if node == 0 else "")
+elif kind == "listening":
+    wait()
+    if node == 1:
+        sock = socket.create_connection((sock.getpeername()[0], 7000), 20)
+        sock.sendall(b"new")
+        say(sock.recv(9))
+    else:
+        sock = listener.accept()[0]
+        sock.sendall(sock.recv(9) + b"!")
+        say(sock.getsockname()[0])
+elif kind == "time wait":
+    if node == 1:
+        sock.close()
+    else:
+        sock.recv(1)
+        sock.close()
+    wait()
+    if node == 1:
+        say(socket.create_connection((other, 7000), 20).getpeername()[1])
+    else:
+        say(listener.accept()[0].fileno() > 0)
+elif kind == "being made":
+    again = None
+    if node == 1:
+        again = socket.socket(family)
+        again.setblocking(False)
+        attempt(again.connect, (other[:-1] + "99", 7000))  # nobody is there
+    wait()
+    say(attempt(again.send, b"x") if node == 1 else "")
+"""
+
+
+@pytest.fixture
+def machines(sim_only: None, tmp_path: Path) -> Iterator[LoadedNodes]:
+    """Two nodes, and two more to go to."""
+    require_networks()
+    with ExitStack() as opened:
+        made = LoadedNodes(tmp_path, 2, spare=2)
+        opened.callback(made.close)
+        yield made
+
+
+def start(machines: LoadedNodes, kind: str, family: str) -> None:
+    mine = [each.addresses[family] for each in machines.parts()]
+    for node in machines.parts():
+        node.start_program(PROGRAM, node.number, mine[node.number], mine[1 - node.number], kind)
+    for node in machines.parts():
+        wait_until(lambda node=node: "ready" in node.lines(), lambda node=node: str(node.lines()))  # type: ignore[misc]
+
+
+def results(machines: LoadedNodes) -> list[str]:
+    for node in machines.parts():
+        (node.folder / "go").touch()
+    return [" ".join(node.result()) for node in machines.parts()]
+
+
+SEEN = [
+    ("half closed", "b'question' b''", "b'answer' b''"),
+    ("closed", "b'last words' b''", ""),
+    ("listening", "{here}", "b'new!'"),
+    ("being made", "", "BrokenPipeError"),
+    ("udp", "b'from 1' {here} {there}", "b'from 0' {there} {here}"),
+]
+
+
+@pytest.mark.parametrize("family", ["4", later("6")])
+@pytest.mark.parametrize(("kind", "first", "second"), SEEN, ids=[kind for kind, *_ in SEEN])
+def test_sockets_at_new_addresses(machines: LoadedNodes, kind: str, first: str, second: str, family: str) -> None:
+    start(machines, kind, family)
+    machines.dump()
+    machines.restore(*machines.map_words([2, 3]), at=[2, 3])
+    here, there = (machines.machines[number].addresses[family] for number in (2, 3))
+    assert results(machines) == [each.format(here=here, there=there) for each in (first, second)]
+    machines.nothing_is_blocked()
+
+
+def test_remains_of_connections_are_in_nobodys_way(machines: LoadedNodes) -> None:
+    start(machines, "time wait", "4")
+    machines.dump()
+    machines.restore()
+    assert results(machines) == ["True", "7000"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "says", "later_seen"),
+    [
+        ("emptied", "has closed the connection from 10.78.0.2", ["True", ""]),
+        ("urgent", "has urgent data that the job has not read", ["b'!'", ""]),
+    ],
+)
+def test_data_in_no_process_lets_the_job_run(
+    machines: LoadedNodes, kind: str, says: str, later_seen: list[str]
+) -> None:
+    start(machines, kind, "4")
+    done = [ended(each) for each in [machines.start_dump(part) for part in range(2)]]
+    assert [code for code, _, _ in done] == [1, 1]
+    assert says in done[0][2]
+    assert "GPUCR-IN-FLIGHT-CONNECTION" in done[0][2]
+    assert results(machines) == later_seen
+    machines.nothing_is_blocked()
