@@ -91,7 +91,10 @@ class ServedJob:
             return Seen("gone", known, record.priority, reason_of(e))
         if any(each.state is CudaState.CHECKPOINTED for each in states) or _is_left_behind(states):
             notes = [suspended.recall(each.process.id) for each in states]
-            return Seen("asleep", _sum(note.device_bytes for note in notes if note) or known, record.priority)
+            left = _sum(note.device_bytes for note in notes if note)
+            # Awake it also had what the driver takes for itself.
+            needs = {uuid: max(size_bytes, (known or {}).get(uuid, 0)) for uuid, size_bytes in left.items()}
+            return Seen("asleep", needs or known, record.priority)
         return Seen("awake", _sum(each.device_bytes for each in states) or known, record.priority)
 
     def _without(self, why: str) -> Seen:
