@@ -116,7 +116,7 @@ class ServedJob:
         return tuple(gpu.uuid for gpu in visible_gpus(list_gpus(), variables))
 
     def learn_needs(self, seen: Seen) -> Bytes | None:
-        """What it needs on its GPUs; noted for a time when it is not there."""
+        """What it needs on its GPUs; noted for when it has ended."""
         found = seen.device_bytes
         if found and found != self.state.device_bytes:
             self.update(device_bytes=dict(found))
