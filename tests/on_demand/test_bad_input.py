@@ -27,6 +27,7 @@ from tests import command
 from tests.counter import DEADLINE_S, wait_until
 from tests.on_demand.models import Models
 from tests.ports import lasting_port
+from tests.storm import later
 
 pytestmark = pytest.mark.root
 
@@ -218,7 +219,7 @@ def limited(name: str, files: int) -> subprocess.Popen[bytes]:
     )
 
 
-@pytest.mark.parametrize("http", [True, False], ids=["http", "plain"])
+@pytest.mark.parametrize("http", [pytest.param(True, id="http"), later(False, id="plain")])
 def test_many_connections_with_few_descriptors(models: Models, http: bool) -> None:
     model = models.start("llama", http=http)
     gpucr.end_forwarders(["llama"])

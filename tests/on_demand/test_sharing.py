@@ -17,6 +17,7 @@ from gpucr.supervise.settings import Supervision
 from tests import command
 from tests.counter import DEADLINE_S, wait_until
 from tests.on_demand.models import Model, Models
+from tests.storm import long
 
 pytestmark = pytest.mark.root
 
@@ -179,6 +180,7 @@ run.forward(sys.argv[1])
 """
 
 
+@long
 @pytest.mark.criu
 def test_where_host_memory_is_short_the_least_recently_used_one_goes_to_its_store(
     models: Models, tmp_path: Path

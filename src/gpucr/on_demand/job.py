@@ -91,7 +91,10 @@ class ServedJob:
             return Seen("gone", known, record.priority, reason_of(e))
         if any(each.state is CudaState.CHECKPOINTED for each in states) or _is_left_behind(states):
             notes = [suspended.recall(each.process.id) for each in states]
-            return Seen("asleep", _sum(note.device_bytes for note in notes if note) or known, record.priority)
+            left = _sum(note.device_bytes for note in notes if note)
+            # Awake it also had what the driver takes for itself.
+            needs = {uuid: max(size_bytes, (known or {}).get(uuid, 0)) for uuid, size_bytes in left.items()}
+            return Seen("asleep", needs or known, record.priority)
         return Seen("awake", _sum(each.device_bytes for each in states) or known, record.priority)
 
     def _without(self, why: str) -> Seen:
@@ -113,7 +116,7 @@ class ServedJob:
         return tuple(gpu.uuid for gpu in visible_gpus(list_gpus(), variables))
 
     def learn_needs(self, seen: Seen) -> Bytes | None:
-        """What it needs on its GPUs; noted for a time when it is not there."""
+        """What it needs on its GPUs; noted for when it has ended."""
         found = seen.device_bytes
         if found and found != self.state.device_bytes:
             self.update(device_bytes=dict(found))

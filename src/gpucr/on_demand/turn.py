@@ -154,8 +154,11 @@ def sleep_with_room(job: ServedJob, cancel: Cancellation) -> None:
                 raise
             around = {each.job.name: each for each in neighbours(silent)}
             chosen = policy.next_to_store((each.job for each in around.values()), os.geteuid())
-            if chosen is None or not _asked(around[chosen.name].address, {"ask": "store"}):
+            if chosen is None:
                 raise
+            address = around[chosen.name].address
+            if not _asked(address, {"ask": "store"}):
+                silent.add(address)  # it cannot, or another one has just asked it
 
 
 def _borrowers(gpus: Collection[str], name: str) -> tuple[str, ...]:
