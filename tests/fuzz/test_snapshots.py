@@ -80,6 +80,7 @@ def read_all(changed: dict[str, bytes]) -> None:
         files = images.FilesImage.parse(changed["files.img"])
         files.close_connections(outside_connections(files.tcp_sockets()))
         files.adapt_to_sizes({"/log": (0, 1)})
+        files.move({"10.0.0.1": "10.0.0.2", "127.0.0.1": "127.0.0.2", "::1": "fd00::2"})
         assert images.FilesImage.parse(files.encode()).paths() == files.paths()
     with contextlib.suppress(ImageError):
         assert PageMap.read(open_image("pagemap-7.img")).size_bytes >= 0

@@ -19,7 +19,15 @@ import msgspec
 from gpucr.batch import ray_agent
 from gpucr.batch.place import Start
 from gpucr.containers import meeting
-from gpucr.errors import BrokenInstall, CustomStorageError, DriverError, GpucrError, InterposerError
+from gpucr.errors import (
+    BrokenInstall,
+    CustomStorageError,
+    DriverError,
+    GpucrError,
+    InterposerError,
+    InvalidRequest,
+    JobChanged,
+)
 from gpucr.gpu_state.custom_storage import client as carrier_client
 from gpucr.gpu_state.custom_storage.carrier import Carrier
 from gpucr.gpu_state.custom_storage.messages import Ask
@@ -32,7 +40,7 @@ from gpucr.interposer.protocol import BadAnswer, Operation, Refused
 from gpucr.jobs.sandbox.keeper import Keeper
 from gpucr.jobs.sandbox.started import StartedKeeper
 from gpucr.model import ProcessId
-from gpucr.nodes import wire
+from gpucr.nodes import peers, places, wire
 from gpucr.nodes.wire import Channel, WrongSecret
 from gpucr.on_demand import listing, neighbours, policy
 from gpucr.on_demand.policy import Contender
@@ -105,6 +113,29 @@ def nodes_handshake(data: bytes) -> bool:
         Channel(ours, bytes(32), is_host=True).receive()
         raise AssertionError("it did not know the secret")
     return data.startswith(wire.MAGIC)
+
+
+def nodes_ends(data: bytes) -> bool:
+    """The connections that a node has; it knows the secret. Each connection has one owner, or none."""
+    text = data.decode(errors="replace")
+    try:
+        answers = [decode(each, peers.Owners) for each in peers.match([text, text])]
+    except (RecordError, JobChanged):
+        return False
+    assert {len(each.nodes) for each in answers} == {len(decode(text, peers.Ends).connections)}
+    assert all(node in (-1, 0, 1) for each in answers for node in each.nodes)
+    return True
+
+
+def nodes_place(data: bytes) -> bool:
+    """Where a node restores its part."""
+    try:
+        answers = places._merged([data.decode(errors="replace")])
+    except (RecordError, InvalidRequest):
+        return False
+    moves = decode(answers[0], places.Moves)
+    assert moves.of_parts.items() <= moves.addresses.items()
+    return True
 
 
 # --- keepers -------------------------------------------------------------------------------------------------------
@@ -338,7 +369,8 @@ def forwarders_status(data: bytes) -> bool:
 TARGETS: dict[str, Target] = {
     each.__name__: each
     for each in (
-        nodes_message, nodes_handshake, keepers_word, word_to_a_keeper, guards_answer, word_to_the_guard, agents_answer,
+        nodes_message, nodes_handshake, nodes_ends, nodes_place, keepers_word, word_to_a_keeper,
+        guards_answer, word_to_the_guard, agents_answer,
         shares_kept, carriers_answer, request_to_a_carrier, attendants_answer, ray_start, ray_answers, helpers_message,
         forwarders_message, forwarders_status,
     )

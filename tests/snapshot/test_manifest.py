@@ -401,11 +401,11 @@ def test_impossible_extents(extents: list[tuple[int, int, int]], says: str) -> N
         ("shared_files", {"mode": 0o10000}, "mode: expected `int` <= 4095"),
         ("shared_files", {"uid": 2**32 - 1}, "uid: expected `int` <= 4294967294"),
         ("shared_files", {"gid": 2**32 - 1}, "gid: expected `int` <= 4294967294"),
-        ("endpoints", {"port": 0}, "no address and port"),
-        ("endpoints", {"port": 65536}, "no address and port"),
-        ("endpoints", {"address": "localhost"}, "no address and port"),
-        ("endpoints", {"address": "0:0::1"}, "no address and port"),
-        ("connections", {"remote": {"address": "", "port": 1}}, "no address and port"),
+        ("endpoints", {"port": 0}, "not an address and a port"),
+        ("endpoints", {"port": 65536}, "not an address and a port"),
+        ("endpoints", {"address": "localhost"}, "not an address and a port"),
+        ("endpoints", {"address": "0:0::1"}, "not an address and a port"),
+        ("connections", {"remote": {"address": "", "port": 1}}, "not an address and a port"),
     ],
 )
 def test_impossible_outside_files(place: str, change: Body, says: str) -> None:
