@@ -70,6 +70,7 @@ if TYPE_CHECKING:
     from gpucr.model import CudaState, GangLock, Gpu, GpuMap, ProcessId, ProcessInfo
     from gpucr.nodes.dump import dump_part
     from gpucr.nodes.parts import PartReport
+    from gpucr.nodes.places import AddressMap
     from gpucr.nodes.rendezvous import Rendezvous
     from gpucr.nodes.restore import restore_part
     from gpucr.on_demand.folder import OnDemandCounts
@@ -169,6 +170,7 @@ _HOMES = {
     "gpucr.model": ("CudaState", "GangLock", "Gpu", "GpuMap", "ProcessId", "ProcessInfo"),
     "gpucr.nodes.dump": ("dump_part",),
     "gpucr.nodes.parts": ("PartReport",),
+    "gpucr.nodes.places": ("AddressMap",),
     "gpucr.nodes.rendezvous": ("Rendezvous",),
     "gpucr.nodes.restore": ("restore_part",),
     "gpucr.on_demand.folder": ("OnDemandCounts",),
@@ -224,6 +226,7 @@ _HOMES = {
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "AddressMap",
     "BorrowPhase",
     "BorrowPlan",
     "Borrowed",

@@ -20,7 +20,8 @@ import gpucr
 from gpucr.version import __version__
 
 _NAMES = """
-BorrowPhase BorrowPlan Borrowed Borrower BrokenInstall Busy CanaryOutcome CanaryResult Cancellation ChangeReport
+AddressMap BorrowPhase BorrowPlan Borrowed Borrower BrokenInstall Busy CanaryOutcome CanaryResult Cancellation
+ChangeReport
 Compress CopiedSnapshot CriuError CriuUnavailable CudaStarted CudaState DeadlineExceeded Difference DoctorReport
 DriverError DriverUnavailable DumpCounts DumpReport EnvironmentChange Event FilesMode Finding ForwarderStarted
 FrozenJob GangLock Gpu GpuFull GpuJob GpuMap GpuState GpucrError IllegalState InterposerError Interrupted
