@@ -568,3 +568,24 @@ def test_concurrent_starts_get_different_names(registry: Registry, tmp_path: Pat
     names = [name for each in said for name in each]
     assert len(set(names)) == len(names) == 15
     assert {job.name for job in registry.jobs()} == set(names)
+
+
+def test_a_start_is_not_cleared_away_by_who_waited_for_the_lock_of_a_removed_folder(
+    registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three at once: one removes a killed gpucr's folder, the next begins a start there, the third gets the old lock."""
+    folder, real = tmp_path / "state" / "jobs" / "train-1", locks.lock
+    with registry.reserve("other"):
+        pass
+    folder.mkdir(mode=0o700)
+    with contextlib.ExitStack() as start:
+
+        def removed_and_made_again(fd: int, **options: Any) -> None:
+            monkeypatch.setattr(locks, "lock", real)
+            shutil.rmtree(folder)
+            start.enter_context(registry._locked("train-1"))
+            real(fd, **options)
+
+        monkeypatch.setattr(locks, "lock", removed_and_made_again)
+        registry._remove_unregistered()
+        assert (folder / "lock").exists(), "the start has lost its folder"

@@ -282,7 +282,7 @@ def test_a_dump_to_an_unencrypted_store_is_refused_with_encrypt(counter: Counter
     with pytest.raises(gpucr.StoreError, match="is not encrypted"):
         gpucr.dump(job.pid, at(store, "a"), key=KEY)
     for options in ({"encrypt": True}, {"key": KEY}, {"compress": "strong"}):
-        with pytest.raises(gpucr.InvalidRequest, match="is no store"):
+        with pytest.raises(gpucr.InvalidRequest, match="is not a store"):
             gpucr.dump(job.pid, store.parent / "folder", **options)
     assert job.ask() == 101
     assert names(store) == []
@@ -721,7 +721,7 @@ def test_a_key_in_the_environment_does_not_affect_a_plain_folder(
     (tmp_path / "key").write_bytes(bytes(32))
     refused = run("dump", pid, "--to", f"{to}-2", "--key-file", str(tmp_path / "key"), env=env)
     assert refused.returncode == 2
-    assert "is no store" in refused.stderr
+    assert "is not a store" in refused.stderr
 
 
 def test_a_damaged_snapshot_gives_exit_code_5(process_without_cuda: int, store: Path, tmp_path: Path) -> None:

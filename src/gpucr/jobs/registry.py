@@ -266,6 +266,8 @@ class Registry:
                 continue
             with contextlib.suppress(OSError), _lock_file(folder) as fd:
                 locks.lock(fd)
+                if not _is_lock_of(folder, fd):  # removed meanwhile, and made again for a job that is being started
+                    continue
                 has_printed = any(log.stat().st_size for log in folder.glob("*.log"))  # its record was lost
                 if not has_printed and not (folder / RECORD_NAME).exists():
                     _remove(folder)
@@ -313,11 +315,16 @@ class Registry:
                         f"another gpucr is at work on the job {name}",
                         hint="wait until it has finished, then try again",
                     ) from e
-                # The previous holder of the lock may have removed the folder: then this lock is stale.
-                with contextlib.suppress(FileNotFoundError):
-                    if (folder / _LOCK).stat().st_ino == os.fstat(fd).st_ino:
-                        break
+                if _is_lock_of(folder, fd):
+                    break
             yield folder
+
+
+def _is_lock_of(folder: Path, fd: int) -> bool:
+    """Whether it is the folder's lock still: its previous holder may have removed the folder."""
+    with contextlib.suppress(FileNotFoundError):
+        return (folder / _LOCK).stat().st_ino == os.fstat(fd).st_ino
+    return False
 
 
 @contextlib.contextmanager
