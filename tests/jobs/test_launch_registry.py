@@ -573,7 +573,7 @@ def test_concurrent_starts_get_different_names(registry: Registry, tmp_path: Pat
 def test_a_start_is_not_cleared_away_by_who_waited_for_the_lock_of_a_removed_folder(
     registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three at once: one removes a killed gpucr's folder, the next begins a start there, the third gets the old lock."""
+    """One removes a killed gpucr's folder, another one begins a start there, and a third has the old lock."""
     folder, real = tmp_path / "state" / "jobs" / "train-1", locks.lock
     with registry.reserve("other"):
         pass
