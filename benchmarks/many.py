@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -120,37 +120,20 @@ class Tools:
             raise click.ClickException(f"criu {what}: {e}") from e
 
 
-@contextlib.contextmanager
-def kept_awake(is_wanted: bool) -> Iterator[None]:
-    """In the block a process that runs only when no other wants to spins on each processor."""
-    spinning: list[subprocess.Popen[bytes]] = []
-    try:
-        for _ in range(len(os.sched_getaffinity(0)) if is_wanted else 0):
-            spinning.append(subprocess.Popen([sys.executable, "-I", "-S", "-c", "while True: pass"]))
-            os.sched_setscheduler(spinning[-1].pid, os.SCHED_IDLE, os.sched_param(0))
-        yield
-    finally:
-        for each in spinning:
-            each.kill()
-            each.wait()
-
-
 @click.command()
 @click.option("--processes", "count", type=click.IntRange(min=2), default=500, show_default=True)
 @click.option("--threads", type=click.IntRange(min=2), help="One process of so many threads instead.")
 @click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True)
 @click.option("--folder", type=click.Path(path_type=Path, file_okay=False), default="/var/tmp", show_default=True)  # noqa: S108
-@click.option("--awake/--may-sleep", default=True, show_default=True, help="Keep the processors awake meanwhile.")
 @click.option("--json", "as_json", is_flag=True, help="Print all times as JSON.")
-def command(count: int, threads: int | None, rounds: int, folder: Path, awake: bool, as_json: bool) -> None:
+def command(count: int, threads: int | None, rounds: int, folder: Path, as_json: bool) -> None:
     """A job of many processes or threads, dumped and restored by gpucr and by CRIU alone.
 
     The tools take turns. CRIU leaves its images to the page cache, gpucr's are durable. The limit that the project
     holds itself to is 1.3 times CRIU's time and 0.3 s. Exit code 1: a median is above it.
 
-    CRIU and the processes wake each other some 100,000 times. On a virtual machine that takes three times as long where
-    the other processor sleeps, so that what else runs decides. A spinning process of class SCHED_IDLE for each
-    processor keeps them awake.
+    Use an idle machine, and see that all rounds agree: CRIU and the processes wake each other some 100,000 times, which
+    on a virtual machine takes longer where the other processor sleeps.
 
     \b
     Example:
@@ -166,10 +149,9 @@ def command(count: int, threads: int | None, rounds: int, folder: Path, awake: b
         tools = Tools(Path(top))
         job = Job(words, Path(top))
         try:
-            with kept_awake(awake):
-                for number in range(rounds):
-                    for tool in ("criu", "gpucr") if number % 2 == 0 else ("gpucr", "criu"):
-                        tools.round(tool, job)
+            for number in range(rounds):
+                for tool in ("criu", "gpucr") if number % 2 == 0 else ("gpucr", "criu"):
+                    tools.round(tool, job)
         finally:
             job.end()
     if as_json:
