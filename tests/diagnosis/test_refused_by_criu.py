@@ -19,6 +19,8 @@ from gpucr.diagnosis import preflight
 from gpucr.diagnosis.preflight import Finding, squashed, undumpable, watches
 from gpucr.diagnosis.preflight.support import processes as facts
 from gpucr.diagnosis.preflight.support.fact import Fact
+from gpucr.linux import mounts
+from gpucr.linux.one_look import OneLook
 from gpucr.linux.processes import OpenFile
 from gpucr.model import Job
 from tests.conftest import skip_or_fail
@@ -91,6 +93,24 @@ def test_one_path_on_two_mounts(tmp_path: Path) -> None:
         finally:
             child.kill()
     assert _is(found, facts.FOREIGN_FILE, f"fd {number}, /dev/null")
+
+
+def test_a_descriptor_that_is_another_file_by_now_is_not_judged(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A running job closes files and opens others: what was seen of a number says nothing about its next file."""
+    with program("import os\nos.open('.', os.O_RDONLY)\nprint(1, flush=True)", tmp_path) as (pid, _):
+        job, look = job_of(pid), OneLook()
+        files = look.files(pid)
+        (fd,) = (each.fd for each in files if each.target == str(tmp_path))
+        assert preflight.check_foreign_files(job, look) == []
+        number = mounts.mount_of
+        now_memory = {f"/proc/{pid}/fd/{fd}"}
+        monkeypatch.setattr(mounts, "mount_of", lambda link: 1 << 40 if link in now_memory else number(link))
+        (found,) = preflight.check_foreign_files(job, look)
+        assert _is(found, facts.FOREIGN_FILE, f"fd {fd}, {tmp_path}"), "it is the same file, and on no mount"
+        monkeypatch.setattr(os, "readlink", lambda _: "/memfd:x (deleted)")
+        assert preflight.check_foreign_files(job, look) == []
 
 
 def _is(finding: Finding, fact: Fact, evidence: str) -> bool:

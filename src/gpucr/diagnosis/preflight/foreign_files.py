@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from gpucr.diagnosis.preflight.findings import Finding
 from gpucr.diagnosis.preflight.support import processes as facts
@@ -34,10 +35,10 @@ def check_foreign_files(job: Job, look: OneLook | None = None) -> list[Finding]:
             table = _table_of(tree.root.pid, look)
             if table is None:
                 continue
-            known = {mount.number for mount in proc_text.mounts(table)}
+            known = _mounts_in(table)
             reported: set[str] = set()
-            for pid, what, target, mount in _mounts_of(tree, look):
-                if mount not in known and target not in reported:
+            for pid, what, target, link in _links_of(tree, look):
+                if target not in reported and _is_on_none(link, target, known, table):
                     reported.add(target)
                     fact = facts.PROGRAM_IN_MEMORY if target.startswith(_MEMFD) else facts.FOREIGN_FILE
                     seen.setdefault((fact.what, pid), (fact, []))[1].append(f"{what}, {target}")
@@ -59,17 +60,33 @@ def _table_of(pid: int, look: OneLook) -> str | None:
     return f"{PROC}/{pid}/mountinfo" if look.link(pid, "root") == "/" else None
 
 
-def _mounts_of(tree: Job, look: OneLook) -> Iterator[tuple[int, str, str, int]]:
+def _mounts_in(table: str) -> set[int]:
+    return {mount.number for mount in proc_text.mounts(table)}
+
+
+def _is_on_none(link: str, target: str, known: Collection[int], table: str) -> bool:
+    """Whether what this leads to is on none of these mounts, also at a second look at all of it.
+
+    A running job closes files and opens others with their numbers, and mounts come meanwhile.
+    """
+    with contextlib.suppress(OSError):
+        if mounts.mount_of(link) in known:
+            return False
+        mount = mounts.mount_of(link)
+        return os.readlink(link) == target and mounts.mount_of(link) == mount and mount not in _mounts_in(table)
+    return False
+
+
+def _links_of(tree: Job, look: OneLook) -> Iterator[tuple[int, str, str, str]]:
+    """Of each process: its pid, what it has, where that was seen to lead to, and the link in /proc."""
     # Those with others have a finding of their own.
     with_these_mounts = [pid for pid in tree.pids if look.is_in_namespace_of(pid, tree.root.pid, "mnt")]
     for pid in with_these_mounts:
-        folder = f"{PROC}/{pid}"
         for what in ("exe", "cwd", "root"):
             with contextlib.suppress(OSError):
-                yield pid, what, look.link(pid, what), mounts.mount_of(f"{folder}/{what}")
+                yield pid, what, look.link(pid, what), f"{PROC}/{pid}/{what}"
     for target, files in look.files_of(with_these_mounts).items():
         is_elsewhere = target.startswith(_MEMORY) or _DRIVERS.search(target) or is_message_queue(files[0])
         if target.startswith("/") and not is_elsewhere:
             for file in files:
-                with contextlib.suppress(OSError):
-                    yield file.pid, f"fd {file.fd}", target, mounts.mount_of(f"{PROC}/{file.pid}/fd/{file.fd}")
+                yield file.pid, f"fd {file.fd}", target, f"{PROC}/{file.pid}/fd/{file.fd}"
