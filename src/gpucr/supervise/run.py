@@ -63,6 +63,9 @@ def _supervise(job: RegisteredJob, settings: Supervision, journal: Journal, stop
         return supervisor.run()
 
 
+_LOOK_EVERY_S = 0.5
+
+
 def supervise_with_signals(name: str, on_ready: Callable[[], None] = lambda: None) -> Phase:
     """Like `supervise`; SIGTERM drains, SIGUSR1, SIGINT and SIGHUP leave the job running. Call it from the main thread.
 
@@ -81,7 +84,10 @@ def supervise_with_signals(name: str, on_ready: Callable[[], None] = lambda: Non
     with _signals_request(stop):
         thread = threading.Thread(target=work, name="supervisor")
         thread.start()
-        thread.join()
+        # A handler runs only when this thread runs. Without the limit SIGUSR1 stayed unseen until a second one came, in
+        # 4 of 10 runs of tests/supervise/test_real_jobs.py; probably the kernel had given it to the other thread.
+        while thread.is_alive():
+            thread.join(_LOOK_EVERY_S)
     for error in errors:
         raise error
     return results[0]
