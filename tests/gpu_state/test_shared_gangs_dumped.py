@@ -20,6 +20,7 @@ from gpucr.model import CudaState
 from tests.counter import wait_until
 from tests.gpu_state.test_interposed import blocks_of
 from tests.hardware.interposed import pace
+from tests.lines import complete_lines
 from tests.sandboxed import end_all_in
 from tests.storm import later
 
@@ -47,7 +48,7 @@ class Gang:
         return self.lines()
 
     def lines(self) -> list[str]:
-        return self.record.log.read_text().splitlines()
+        return complete_lines(self.record.log)
 
 
 @pytest.fixture(scope="module")

@@ -23,6 +23,7 @@ from typing import Any
 import gpucr
 from gpucr.jobs.registered import registry
 from tests.hardware.killed_training import TRAINING
+from tests.lines import complete_lines
 
 NAME = "lent-training"
 LIMIT_S = 300.0
@@ -63,8 +64,7 @@ def wait_for(condition: Callable[[], bool], what: str) -> None:
 
 def steps_in(folder: Path) -> int:
     """How far the training is."""
-    path = folder / "losses"
-    return len(path.read_text().splitlines()) if path.exists() else 0
+    return len(complete_lines(folder / "losses"))
 
 
 def is_back() -> bool:

@@ -46,6 +46,7 @@ from tests.containers.container import environment_for
 from tests.containers.runtimes import find_runc, in_cgroup2
 from tests.hardware.interposed import pace
 from tests.hardware.main_job import Failed, first_difference, names, wait_for
+from tests.lines import complete_lines
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "tests" / "hardware" / "programs" / "driver_recurrence.py"
@@ -89,9 +90,7 @@ class Container:
 
     def lines(self) -> list[str]:
         """What the program has written so far."""
-        path = self.work / "lines"
-        text = path.read_text() if path.exists() else ""
-        return text[: text.rfind("\n") + 1].splitlines()
+        return complete_lines(self.work / "lines")
 
     def wait_more(self) -> None:
         """Wait until it has continued for some steps."""

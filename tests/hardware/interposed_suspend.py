@@ -32,6 +32,7 @@ PROGRAMS = Path(__file__).parent / "interposed"
 sys.path[:0] = [str(ROOT)]
 
 from tests.hardware.interposed import pace  # noqa: E402 - found where the checkout is
+from tests.lines import complete_lines  # noqa: E402 - found where the checkout is
 
 WAYS = ("driver", "captured", "interposed")
 STANDS_STILL_FROM = "lock"
@@ -93,8 +94,7 @@ class Training:
 
     def lines(self) -> list[str]:
         """The complete ones."""
-        text = self._log.read_text(errors="replace") if self._log.exists() else ""
-        return text[: text.rfind("\n") + 1].splitlines()
+        return complete_lines(self._log)
 
     def wait(self, is_so: Callable[[], bool], what: str) -> None:
         """Until it is so. Raises Failed where that takes too long."""

@@ -1,6 +1,6 @@
 """A training that is killed ten times and hung twice ends with the losses of an undisturbed one.
 
-``python tests/hardware/killed_training.py``: needs root, CRIU, a GPU and torch in the Python that it is started with
+``python -m tests.hardware.killed_training``: needs root, CRIU, a GPU and torch in the Python that it is started with
 (``--program`` runs another program that appends a line a step to ``losses`` and prints it). Each wait has a limit.
 """
 
@@ -21,6 +21,7 @@ from typing import Any
 import gpucr
 from gpucr.jobs.registered import registry
 from gpucr.supervise.folder import SupervisedFolder
+from tests.lines import complete_lines
 
 NAME = "killed-training"
 LIMIT_S = 300.0
@@ -59,8 +60,8 @@ def wait_for(condition: Callable[[], bool], what: str) -> None:
 
 def events(kind: str) -> int:
     """How many events of this kind there were."""
-    path = SupervisedFolder(NAME).events_path
-    return sum(json.loads(line)["event"] == kind for line in path.read_text().splitlines()) if path.exists() else 0
+    lines = complete_lines(SupervisedFolder(NAME).events_path)
+    return sum(json.loads(line)["event"] == kind for line in lines)
 
 
 def disturb(number: signal.Signals) -> None:

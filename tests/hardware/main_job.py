@@ -37,6 +37,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
 
 from tests.hardware.interposed import pace  # noqa: E402 - found where the checkout is
+from tests.lines import complete_lines  # noqa: E402 - found where the checkout is
 
 PROGRAMS = ROOT / "tests" / "hardware" / "programs"
 PYTHON_PROGRAMS = {
@@ -162,10 +163,7 @@ class Job:
 
     def lines(self) -> list[str]:
         """The complete lines that it has written."""
-        if not self.lines_path.exists():
-            return []
-        text = self.lines_path.read_text()
-        return text[: text.rfind("\n") + 1].splitlines()
+        return complete_lines(self.lines_path)
 
     def is_running(self) -> bool:
         """Whether any of its processes runs."""

@@ -44,6 +44,7 @@ from gpucr.errors import ProcessNotFound
 from gpucr.linux import processes
 from tests.hardware.interposed import pace
 from tests.hardware.main_job import Failed, first_difference, names, wait_for
+from tests.lines import complete_lines
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAINING = ROOT / "tests" / "hardware" / "ddp_job.py"
@@ -235,14 +236,6 @@ class Job:
             wait_for(happened, self.settings.deadline_s, what)
         except Failed as e:
             raise Failed(f"{e}; its log: {self.log_tail()}") from e
-
-
-def complete_lines(path: Path) -> list[str]:
-    """The lines of a file, but for a last one that is still being written."""
-    if not path.exists():
-        return []
-    text = path.read_text()
-    return text[: text.rfind("\n") + 1].splitlines()
 
 
 def training(settings: Settings, ranks: int, lines: Path) -> list[str]:

@@ -22,6 +22,7 @@ from gpucr.linux import processes
 from tests import command
 from tests.counter import wait_until
 from tests.interposer.conftest import Start
+from tests.lines import complete_lines
 from tests.sandboxed import end_all_in
 
 pytestmark = pytest.mark.usefixtures("sim_only")
@@ -67,7 +68,7 @@ class Program:
         """What it has printed."""
         record = registry().find("hooked").record
         assert record is not None
-        return record.log.read_text().splitlines()
+        return complete_lines(record.log)
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from gpucr.linux import namespaces, processes
 from gpucr.model import CudaState
 from tests import command
 from tests.counter import DEADLINE_S, kill_at_once, processes_in, wait_until
+from tests.lines import complete_lines
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 PORT, RENDEZVOUS_PORT = 9900, 7788
@@ -222,7 +223,7 @@ class Node:
 
     def lines(self) -> list[str]:
         """What its part has printed."""
-        return self.output.read_text().splitlines()
+        return complete_lines(self.output)
 
     def step(self) -> int:
         """How far its part has got."""

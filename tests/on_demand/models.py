@@ -23,6 +23,7 @@ from gpucr.on_demand.start import end_forwarders, serve_on_demand
 from gpucr.operations.end_job import end_processes
 from tests import command
 from tests.counter import DEADLINE_S, wait_until
+from tests.lines import complete_lines
 from tests.ports import lasting_port
 
 SERVER = Path(__file__).parent / "server.py"
@@ -94,7 +95,7 @@ class Model:
 
     def events(self, event: str | None = None) -> list[dict[str, Any]]:
         """What its forwarder has told."""
-        lines = OnDemandFolder(self.name).events_path.read_text().splitlines()
+        lines = complete_lines(OnDemandFolder(self.name).events_path)
         return [told for told in map(json.loads, lines) if event in (None, told["event"])]
 
     def serve(self, **settings: Any) -> int:

@@ -17,6 +17,7 @@ from gpucr.linux import processes
 from gpucr.model import CudaState
 from gpucr.sim import build as simulator
 from tests.counter import wait_until
+from tests.lines import complete_lines
 from tests.sandboxed import SandboxedCounter, wait_ready
 
 pytestmark = pytest.mark.criu
@@ -42,16 +43,11 @@ def start(folder: Path, *command: str) -> subprocess.Popen[bytes]:
         )
 
 
-def watched(log: Path) -> list[str]:
-    text = log.read_text() if log.exists() else ""
-    return text[: text.rfind("\n") + 1].splitlines()
-
-
 def wait_watching(log: Path) -> None:
     """Wait until it has watched for some more time. All that it has seen since its start must be well, and follow."""
-    wanted = len(watched(log)) + 10
-    wait_until(lambda: len(watched(log)) >= wanted, "the watcher to continue")
-    assert watched(log) == [f"{number} ok" for number in range(len(watched(log)))]
+    wanted = len(complete_lines(log)) + 10
+    wait_until(lambda: len(complete_lines(log)) >= wanted, "the watcher to continue")
+    assert complete_lines(log) == [f"{number} ok" for number in range(len(complete_lines(log)))]
 
 
 def test_in_the_tree_of_a_job(folder: Path, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from gpucr.supervise.settings import StartAgain, Supervision
 from gpucr.supervise.supervisor import Supervisor
 from gpucr.supervise.watch import HealthRun, Watch
 from gpucr.undo.cancellation import Cancellation
+from tests.lines import complete_lines
 
 RUNNING = Look("running")
 DONE = Look("done")
@@ -179,7 +180,7 @@ class Bench:
 
     def events(self, *kinds: str) -> list[dict[str, Any]]:
         """What the event log has."""
-        told = [json.loads(line) for line in self.folder.events_path.read_text().splitlines()]
+        told = [json.loads(line) for line in complete_lines(self.folder.events_path)]
         return [event for event in told if not kinds or event["event"] in kinds]
 
     def ends(self, look: Look) -> Callable[[], None]:

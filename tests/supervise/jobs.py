@@ -19,6 +19,7 @@ from gpucr.supervise.folder import SupervisedFolder, SupervisedState, supervised
 from gpucr.supervise.start import end_supervisors
 from tests import command
 from tests.counter import wait_until
+from tests.lines import complete_lines
 
 COUNTS = """
 import os, time
@@ -51,8 +52,7 @@ def state() -> SupervisedState:
 
 def events(kind: str) -> list[dict[str, Any]]:
     """The events of this kind so far."""
-    path = SupervisedFolder("train").events_path
-    told = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    told = [json.loads(line) for line in complete_lines(SupervisedFolder("train").events_path)]
     return [event for event in told if event["event"] == kind]
 
 
