@@ -70,7 +70,10 @@ class Talking:
 
     def assert_nothing_is_blocked(self) -> None:
         wait_until(lambda: filters() == (), "the last filter to go")
-        assert not [each for each in left_behind.RECORDS.ended() if str(self.job.pid) in _unfinished(each)]
+        wait_until(lambda: not self._unfinished(), "whoever has brought it back to say so")
+
+    def _unfinished(self) -> list[ProcessId]:
+        return [each for each in left_behind.RECORDS.ended() if str(self.job.pid) in _unfinished(each)]
 
 
 def _unfinished(guard: ProcessId) -> str:
