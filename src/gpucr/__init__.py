@@ -67,6 +67,8 @@ if TYPE_CHECKING:
     from gpucr.jobs.record import JobRecord, JobState, Lent, Network, StateWord
     from gpucr.jobs.registry import ListedJob
     from gpucr.jobs.selector import JobSelector
+    from gpucr.jobs.sidecar import StoredLaunch
+    from gpucr.jobs.sidecar_process import SidecarStarted
     from gpucr.model import CudaState, GangLock, Gpu, GpuMap, ProcessId, ProcessInfo
     from gpucr.nodes.dump import dump_part
     from gpucr.nodes.parts import PartReport
@@ -75,8 +77,8 @@ if TYPE_CHECKING:
     from gpucr.nodes.restore import restore_part
     from gpucr.on_demand.folder import OnDemandCounts
     from gpucr.on_demand.listing import OnDemandJob, list_on_demand
+    from gpucr.on_demand.settings import OnDemand
     from gpucr.on_demand.start import (
-        ForwarderStarted,
         OnDemandPlan,
         end_forwarders,
         plan_on_demand,
@@ -124,14 +126,13 @@ if TYPE_CHECKING:
     from gpucr.store.verify import VerifyReport
     from gpucr.supervise.clock import Wish
     from gpucr.supervise.ends import stop_job, wait_job
-    from gpucr.supervise.settings import StartAgain, Supervision
+    from gpucr.supervise.settings import Supervision
     from gpucr.supervise.start import (
         SupervisedStart,
-        TakenUp,
         end_supervisors,
         run_supervised,
+        start_missing_supervisors,
         supervise_job,
-        take_up_jobs,
     )
     from gpucr.undo.cancellation import Cancellation
     from gpucr.undo.events import Event, OnEvent, OnProgress, Progress, subscribe
@@ -167,6 +168,8 @@ _HOMES = {
     "gpucr.jobs.record": ("JobRecord", "JobState", "Lent", "Network", "StateWord"),
     "gpucr.jobs.registry": ("ListedJob",),
     "gpucr.jobs.selector": ("JobSelector",),
+    "gpucr.jobs.sidecar": ("StoredLaunch",),
+    "gpucr.jobs.sidecar_process": ("SidecarStarted",),
     "gpucr.model": ("CudaState", "GangLock", "Gpu", "GpuMap", "ProcessId", "ProcessInfo"),
     "gpucr.nodes.dump": ("dump_part",),
     "gpucr.nodes.parts": ("PartReport",),
@@ -175,9 +178,9 @@ _HOMES = {
     "gpucr.nodes.restore": ("restore_part",),
     "gpucr.on_demand.folder": ("OnDemandCounts",),
     "gpucr.on_demand.listing": ("OnDemandJob", "list_on_demand"),
+    "gpucr.on_demand.settings": ("OnDemand",),
     "gpucr.on_demand.start": (
-        "ForwarderStarted", "OnDemandPlan", "end_forwarders", "plan_on_demand", "serve_on_demand",
-        "start_missing_forwarders",
+        "OnDemandPlan", "end_forwarders", "plan_on_demand", "serve_on_demand", "start_missing_forwarders",
     ),
     "gpucr.operations.dump": ("DumpReport", "dump", "plan_dump"),
     "gpucr.operations.freeze": ("FrozenJob", "freeze", "plan_freeze"),
@@ -195,9 +198,9 @@ _HOMES = {
     "gpucr.operations.restore": ("RestoreReport", "plan_restore", "restore"),
     "gpucr.supervise.clock": ("Wish",),
     "gpucr.supervise.ends": ("stop_job", "wait_job"),
-    "gpucr.supervise.settings": ("StartAgain", "Supervision"),
+    "gpucr.supervise.settings": ("Supervision",),
     "gpucr.supervise.start": (
-        "SupervisedStart", "TakenUp", "end_supervisors", "run_supervised", "supervise_job", "take_up_jobs",
+        "SupervisedStart", "end_supervisors", "run_supervised", "start_missing_supervisors", "supervise_job",
     ),
     "gpucr.undo.cancellation": ("Cancellation",),
     "gpucr.undo.events": ("Event", "OnEvent", "OnProgress", "Progress", "subscribe"),
@@ -254,7 +257,6 @@ __all__ = [
     "Event",
     "FilesMode",
     "Finding",
-    "ForwarderStarted",
     "FrozenJob",
     "GangLock",
     "Gpu",
@@ -291,6 +293,7 @@ __all__ = [
     "NotACudaProcess",
     "NotPermitted",
     "NotSupportedByDriver",
+    "OnDemand",
     "OnDemandCounts",
     "OnDemandJob",
     "OnDemandPlan",
@@ -325,6 +328,7 @@ __all__ = [
     "SetPart",
     "Severity",
     "SharedMemory",
+    "SidecarStarted",
     "SimulatorUnavailable",
     "Snapshot",
     "SnapshotContents",
@@ -333,7 +337,6 @@ __all__ = [
     "SnapshotExists",
     "SnapshotInStore",
     "SnapshotUnfinished",
-    "StartAgain",
     "StartedJob",
     "StateChange",
     "StateWord",
@@ -341,11 +344,11 @@ __all__ = [
     "StoreDamaged",
     "StoreError",
     "StoreKey",
+    "StoredLaunch",
     "StoredSet",
     "StoredSnapshot",
     "SupervisedStart",
     "Supervision",
-    "TakenUp",
     "TcpMode",
     "Unsupported",
     "VerifyReport",
@@ -399,13 +402,13 @@ __all__ = [
     "run_supervised",
     "serve_on_demand",
     "start_missing_forwarders",
+    "start_missing_supervisors",
     "stop_job",
     "store_keys",
     "subscribe",
     "supervise_job",
     "suspend",
     "suspend_jobs",
-    "take_up_jobs",
     "verify_snapshots",
     "wait_job",
 ]

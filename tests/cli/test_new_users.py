@@ -217,6 +217,6 @@ def test_a_new_job_is_not_supervised_as_the_earlier_one_of_its_name(tmp_path: Pa
     assert command.run("run", "--name", "train", "--no-isolate", "--", "true").returncode == 0
     assert not folder.exists()
     assert folder.events_path.exists()
-    assert command.run("supervise", "--all").stdout == "every supervised job has its supervisor\n"
+    assert command.run("supervise", "--all").stdout == "every job that is supervised has its supervisor\n"
     (job,) = command.run_json("jobs", "train")["jobs"]
     assert job["supervision"] is None

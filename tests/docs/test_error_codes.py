@@ -36,7 +36,19 @@ def _calls() -> Iterator[tuple[Path, ast.Call]]:
 def _given_codes() -> set[str]:
     """The codes that raise sites and findings give."""
     given = [keyword.value for _, call in _calls() for keyword in call.keywords if keyword.arg == "code"]
-    return {str(value.value) for value in given if isinstance(value, ast.Constant)}
+    return {str(value.value) for value in given if isinstance(value, ast.Constant)} | _named_codes()
+
+
+def _named_codes() -> set[str]:
+    """Those of class attributes: ``NONE_CODE = "GPUCR-…"``."""
+    return {
+        str(node.value.value)
+        for file in SOURCES.rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+        if _CODE.fullmatch(str(node.value.value))
+        if any(isinstance(target, ast.Name) and target.id.endswith("_CODE") for target in node.targets)
+    }
 
 
 def test_every_class_has_a_code_of_its_own() -> None:

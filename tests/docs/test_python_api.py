@@ -56,7 +56,7 @@ OPERATIONS = [
     "recover_borrowed",
     "run_supervised",
     "supervise_job",
-    "take_up_jobs",
+    "start_missing_supervisors",
     "end_supervisors",
     "probe",
     "last_probe",
@@ -85,7 +85,7 @@ def test_the_errors_named_for_an_operation_are_errors(name: str) -> None:
         "plan_freeze",
         "plan_move",
         "plan_restore",
-        "take_up_jobs",
+        "start_missing_supervisors",
     }
 
 

@@ -32,7 +32,7 @@ from gpucr.linux.process_records import ProcessRecords
 from gpucr.model import ProcessId
 from gpucr.network import records as network_records
 from gpucr.on_demand import listing
-from gpucr.on_demand.address import Address
+from gpucr.on_demand.address import parse_all
 from gpucr.on_demand.folder import OnDemandFolder
 from gpucr.on_demand.settings import OnDemand
 from gpucr.privileged import sandboxes
@@ -181,7 +181,7 @@ def supervision_settings(data: bytes) -> bool:
 def supervision_state(data: bytes) -> bool:
     with state_folder("supervise/train/state.json", data):
         folder = SupervisedFolder("train")
-        folder.supervisor()
+        folder.running()
         try:
             found = folder.state()
         except GpucrError as e:
@@ -199,21 +199,21 @@ def on_demand_settings(data: bytes) -> bool:
         except GpucrError as e:
             return refused(e, "GPUCR-ON-DEMAND-DAMAGED")
     found.check()
-    assert all(map(str, found.listen))
+    assert all(map(str, parse_all(found.listen)))
     return True
 
 
 def on_demand_state(data: bytes) -> bool:
     with state_folder("on-demand/llama/state.json", data):
         folder = OnDemandFolder("llama")
-        folder.forwarder()
+        folder.running()
         try:
             found = folder.state()
         except GpucrError as e:
             return refused(e, "GPUCR-ON-DEMAND-DAMAGED")
         folder.write_state(found)
         assert folder.state() == found
-        folder.write_settings(OnDemand((Address(8000, port=8001),)))
+        folder.write_settings(OnDemand(("8001:8000",)))
         assert listing.look("llama") is not None
     return True
 

@@ -45,7 +45,6 @@ _READERS: Mapping[str, str] = {
     "gpu_state/custom_storage/client.py _receive": "carriers_answer",
     "gpu_state/interposed/shared.py kept_shares": "shares_kept",
     "helper/client.py _connected": KERNEL,
-    "on_demand/folder.py _read": "on_demand_state",
     "on_demand/listing.py _served": "forwarders_status",
     "on_demand/neighbours.py contender_in": "forwarders_message",
     "on_demand/neighbours.py message_in": "forwarders_message",
@@ -77,6 +76,7 @@ _READERS: Mapping[str, str] = {
     "linux/interrupted_calls.py _loaded_number": "interrupted_call",
     "linux/interrupted_calls.py _on_stack": "interrupted_call",
     "linux/interrupted_calls.py _word": "interrupted_call",
+    "jobs/sidecar.py _read": "supervision_state",
     "linux/memory.py present_prefix": KERNEL,
     "linux/mounts.py mount_of": KERNEL,
     "linux/namespaces.py bring_loopback_up": KERNEL,
@@ -112,7 +112,6 @@ _READERS: Mapping[str, str] = {
     "store/retired.py _read_ids": "batch",
     "store/sets.py decode": "set",
     "store/stored_snapshot.py decode": "snapshot",
-    "supervise/folder.py _read": "supervision_state",
     "undo/recovery.py _action": "guard_record",
     "undo/recovery.py decode": "guard_record",
 }
@@ -209,7 +208,8 @@ def test_every_kind_of_record_is_read_by_a_target() -> None:
         for form in FORMATS.values():
             form.read(form.sample())
         read = {each for kind in records._decoders for each in _structs_in(msgspec.inspect.type_info(kind))}
-    assert {each.__qualname__ for each in _subclasses(records.Record) - read} == set()
+    kinds = {each for each in _subclasses(records.Record) if not each.__subclasses__()}  # others are only built on
+    assert {each.__qualname__ for each in kinds - read} == set()
 
 
 def _subclasses(kind: type) -> set[type]:

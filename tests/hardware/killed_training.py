@@ -101,7 +101,7 @@ def main() -> None:
     for _ in range(options.hangs):
         disturb(signal.SIGSTOP)
     state = gpucr.wait_job(NAME, timeout_s=4 * LIMIT_S)
-    wait_for(lambda: SupervisedFolder(NAME).supervisor() is None, "the end of the supervisor")
+    wait_for(lambda: SupervisedFolder(NAME).running() is None, "the end of the supervisor")
     supervised = SupervisedFolder(NAME).state()
     found: dict[str, Any] = {
         "exit_code": state.exit_code,

@@ -40,6 +40,7 @@ SERVER = Path(__file__).parent / "programs" / "generating_server.py"
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
 from tests.hardware.interposed_suspend import Failed, gpucr  # noqa: E402 - found where the checkout is
+from tests.lines import complete_lines  # noqa: E402 - found where the checkout is
 
 SEEDS = tuple(range(1, 9))
 AWAKE_BOUND_S, ASLEEP_BOUND_S, EVICTION_BOUND_S = 0.002, 0.2, 0.3
@@ -171,7 +172,7 @@ class ModelServer:
         """What its forwarder has told."""
         from gpucr.on_demand.folder import OnDemandFolder
 
-        lines = OnDemandFolder(self.name).events_path.read_text().splitlines()
+        lines = complete_lines(OnDemandFolder(self.name).events_path)
         return [told for told in map(json.loads, lines) if told["event"] == event]
 
     def log_end(self) -> str:

@@ -17,8 +17,9 @@ import gpucr
 from gpucr.jobs.record import JobRecord
 from gpucr.jobs.registered import registry
 from gpucr.linux import processes
-from gpucr.on_demand.folder import OnDemandFolder, on_demand
+from gpucr.on_demand.folder import OnDemandFolder
 from gpucr.on_demand.listing import OnDemandJob, look
+from gpucr.on_demand.settings import OnDemand
 from gpucr.on_demand.start import end_forwarders, serve_on_demand
 from gpucr.operations.end_job import end_processes
 from tests import command
@@ -100,11 +101,13 @@ class Model:
 
     def serve(self, **settings: Any) -> int:
         """Start its forwarder."""
-        return serve_on_demand(self.name, [self.listen], **{"idle_s": LONG_S, "stay_s": 0.2, "http": True, **settings})
+        return serve_on_demand(
+            self.name, OnDemand((self.listen,), **{"idle_s": LONG_S, "stay_s": 0.2, "http": True, **settings})
+        )
 
     def kill_forwarder(self) -> None:
         """SIGKILL, and wait for its end."""
-        found = OnDemandFolder(self.name).forwarder()
+        found = OnDemandFolder(self.name).running()
         assert found is not None
         processes.send_signal(found, signal.SIGKILL)
         wait_until(lambda: not processes.is_alive(found), "the forwarder to end")
@@ -160,8 +163,8 @@ class Models:
     def close(self) -> None:
         """End what still runs."""
         end_forwarders(timeout_s=DEADLINE_S)
-        for folder in on_demand():
-            assert folder.forwarder() is None, f"the forwarder of {folder.name} still runs"
+        for folder in OnDemandFolder.all():
+            assert folder.running() is None, f"the forwarder of {folder.name} still runs"
         for listed in registry().jobs():
             if listed.record is not None:
                 end_processes(listed.record)

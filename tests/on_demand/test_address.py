@@ -61,6 +61,6 @@ def test_an_address_is_named_once() -> None:
     ],
 )
 def test_implausible_settings(changes: dict[str, object], words: str) -> None:
-    made = OnDemand(**{"listen": (parse("8000"),), **changes})  # type: ignore[arg-type]
+    made = OnDemand(**{"listen": ("8000",), **changes})  # type: ignore[arg-type]
     with pytest.raises(InvalidRequest, match=words):
         made.check()

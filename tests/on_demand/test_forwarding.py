@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import gpucr
+from gpucr.on_demand.settings import OnDemand
 from gpucr.on_demand.start import serve_on_demand
 from tests.counter import DEADLINE_S, wait_until
 from tests.on_demand.models import Models
@@ -90,7 +91,16 @@ def test_a_half_closed_connection_is_passed_on(models: Models) -> None:
 def test_a_unix_socket_and_ipv6(models: Models, tmp_path: Path) -> None:
     model = models.run("llama")
     path = tmp_path / "llama.sock"
-    serve_on_demand("llama", [f"unix:{path}:{model.job_port}", f"[::1]:{model.listen}"], http=True)
+    serve_on_demand(
+        "llama",
+        OnDemand(
+            (
+                f"unix:{path}:{model.job_port}",
+                f"[::1]:{model.listen}",
+            ),
+            http=True,
+        ),
+    )
     for family, address in ((socket.AF_UNIX, str(path)), (socket.AF_INET6, ("::1", model.port))):
         with socket.socket(family) as made:
             made.settimeout(DEADLINE_S)
@@ -106,7 +116,7 @@ def test_a_unix_socket_and_ipv6(models: Models, tmp_path: Path) -> None:
 @pytest.mark.criu
 def test_a_job_in_a_network_of_its_own(models: Models) -> None:
     model = models.run("llama", isolate=True)
-    serve_on_demand("llama", [f"{model.port}:{model.job_port}"], idle_s=0.3, http=True)
+    serve_on_demand("llama", OnDemand((f"{model.port}:{model.job_port}",), idle_s=0.3, http=True))
     with pytest.raises(ConnectionRefusedError):
         model.ask(direct=True)
     assert model.ask() == "llama 101"

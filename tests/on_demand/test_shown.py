@@ -13,6 +13,8 @@ from gpucr.on_demand.listing import OnDemandJob
 from gpucr.on_demand.metrics import OnDemandCollector
 from gpucr.supervise import metrics
 from tests import command
+from tests.counter import wait_until
+from tests.lines import complete_lines
 from tests.on_demand.models import Model, Models
 
 pytestmark = pytest.mark.root
@@ -105,3 +107,23 @@ def test_a_job_and_its_forwarder_in_one_command(models: Models) -> None:
     assert model.ask() == "llama 101"
     model.wait("asleep")
     assert model.ask() == "llama 102"
+
+
+def test_the_users_command_gets_every_event(models: Models, tmp_path: Path) -> None:
+    got = tmp_path / "got"
+    model = models.later("llama", "--on-event", f"tee -a {got}", mib=20)
+    assert model.ask() == "llama 101"
+    wait_until(lambda: len(complete_lines(got)) >= 2, lambda: f"two events: {model.events()}")
+    told = [json.loads(line)["event"] for line in complete_lines(got)]
+    assert {"forwarding", "woken"} <= set(told)
+    gpucr.end_forwarders(["llama"])
+    assert command.run("on-demand", "llama", "--on-event", "cat").returncode == 2, "there is no --listen"
+
+
+def test_a_new_job_of_the_name_is_not_served(models: Models) -> None:
+    models.start("llama", mib=20).kill_forwarder()
+    gpucr.stop_job("llama", grace_s=0.0)
+    done = command.run("run", "--name", "llama", "--no-isolate", "--", "sleep", "60")
+    assert done.returncode == 0, done.stderr
+    assert command.run_json("on-demand", "--all")["jobs"] == []
+    assert gpucr.list_on_demand() == ()

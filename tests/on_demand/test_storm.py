@@ -86,7 +86,7 @@ def strike(dice: random.Random, chosen: Sequence[Model]) -> str | None:
     what = dice.choice(("forwarder", "guard", "both", "job", "forwarder"))
     model = dice.choice(chosen)
     if what in ("forwarder", "both"):
-        forwarder = OnDemandFolder(model.name).forwarder()
+        forwarder = OnDemandFolder(model.name).running()
         kill([*([] if forwarder is None else [forwarder.pid]), *(guards() if what == "both" else [])])
         if forwarder is not None:
             wait_until(lambda: not processes.is_alive(forwarder), "the forwarder to end")

@@ -21,25 +21,24 @@ from gpucr.version import __version__
 
 _NAMES = """
 AddressMap BorrowPhase BorrowPlan Borrowed Borrower BrokenInstall Busy CanaryOutcome CanaryResult Cancellation
-ChangeReport
-Compress CopiedSnapshot CriuError CriuUnavailable CudaStarted CudaState DeadlineExceeded Difference DoctorReport
-DriverError DriverUnavailable DumpCounts DumpReport EnvironmentChange Event FilesMode Finding ForwarderStarted
-FrozenJob GangLock Gpu GpuFull GpuJob GpuMap GpuState GpucrError IllegalState InterposerError Interrupted
-InvalidRequest JobChanged JobDamaged JobOutcome JobOutlook JobRecord JobSelector JobSnapshot JobState LaterSpace
-LaunchPlan Lent LentJob ListedJob Listing LockTimeout Manifest MeasuredMachine MemoryKind MemoryUse Network NodeFailed
-NotACudaProcess NotPermitted NotSupportedByDriver OnDemandCounts OnDemandJob OnDemandPlan OnEvent OnProgress
-OpenDescriptor PartReport Persist Phase Place Plan ProbeReport Process ProcessContents ProcessId ProcessInfo
-ProcessNotFound ProcessRecord ProcessState Progress PruneReport PruneRules Range RehearsalFailed RehearsalReport
-Rendezvous Repair RepairName RestoreReport Runtime Secret SetPart Severity SharedMemory SimulatorUnavailable Snapshot
-SnapshotContents SnapshotDamaged SnapshotError SnapshotExists SnapshotInStore SnapshotUnfinished StartAgain StartedJob
-StateChange StateWord Store StoreDamaged StoreError StoreKey StoredSet StoredSnapshot SupervisedStart Supervision
-TakenUp TcpMode Unsupported VerifyReport Wish WrongKey __version__ after_restore before_freeze borrow_gpus
+ChangeReport Compress CopiedSnapshot CriuError CriuUnavailable CudaStarted CudaState DeadlineExceeded Difference
+DoctorReport DriverError DriverUnavailable DumpCounts DumpReport EnvironmentChange Event FilesMode Finding FrozenJob
+GangLock Gpu GpuFull GpuJob GpuMap GpuState GpucrError IllegalState InterposerError Interrupted InvalidRequest
+JobChanged JobDamaged JobOutcome JobOutlook JobRecord JobSelector JobSnapshot JobState LaterSpace LaunchPlan Lent
+LentJob ListedJob Listing LockTimeout Manifest MeasuredMachine MemoryKind MemoryUse Network NodeFailed NotACudaProcess
+NotPermitted NotSupportedByDriver OnDemand OnDemandCounts OnDemandJob OnDemandPlan OnEvent OnProgress OpenDescriptor
+PartReport Persist Phase Place Plan ProbeReport Process ProcessContents ProcessId ProcessInfo ProcessNotFound
+ProcessRecord ProcessState Progress PruneReport PruneRules Range RehearsalFailed RehearsalReport Rendezvous Repair
+RepairName RestoreReport Runtime Secret SetPart Severity SharedMemory SidecarStarted SimulatorUnavailable Snapshot
+SnapshotContents SnapshotDamaged SnapshotError SnapshotExists SnapshotInStore SnapshotUnfinished  StartedJob
+StateChange StateWord Store StoreDamaged StoreError StoreKey StoredLaunch StoredSet StoredSnapshot SupervisedStart
+Supervision TcpMode Unsupported VerifyReport Wish WrongKey __version__ after_restore before_freeze borrow_gpus
 copy_snapshots diff_snapshots doctor dump dump_part end_forwarders end_supervisors find_container forget_job freeze
 init_store inspect job_states last_probe list_borrowed list_cuda_processes list_gpu_jobs list_jobs list_on_demand
 list_snapshots move open_snapshot plan_borrow plan_dump plan_freeze plan_job plan_move plan_on_demand plan_restore
 plan_resume plan_suspend probe prune_store recover_borrowed rehearse remove_snapshot restore restore_part resume
-resume_jobs run_job run_supervised serve_on_demand start_missing_forwarders stop_job store_keys subscribe supervise_job
-suspend suspend_jobs take_up_jobs verify_snapshots wait_job
+resume_jobs run_job run_supervised serve_on_demand start_missing_forwarders start_missing_supervisors stop_job
+store_keys subscribe supervise_job suspend suspend_jobs verify_snapshots wait_job
 """
 NAMES = _NAMES.split()
 

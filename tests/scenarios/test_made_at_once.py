@@ -105,7 +105,7 @@ def test_the_lock_of_a_supervised_job_that_is_held_for_a_moment(state: Path, mon
                 pass
         locks.lock(fd)
         me = processes.describe(os.getpid()).id
-        folder.write_state(SupervisedState(supervisor=me))
+        folder.write_state(SupervisedState(process=me))
         with pytest.raises(gpucr.InvalidRequest, match="has a supervisor already"), folder.held():
             pass
     finally:

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from gpucr.errors import GpucrError
+from gpucr.jobs.sidecar import Journal, StoredLaunch
 from gpucr.supervise.clock import Stop
 from gpucr.supervise.folder import SupervisedFolder
 from gpucr.supervise.job import Checkpoint, Look
-from gpucr.supervise.journal import Journal
-from gpucr.supervise.settings import StartAgain, Supervision
+from gpucr.supervise.settings import Supervision
 from gpucr.supervise.supervisor import Supervisor
 from gpucr.supervise.watch import HealthRun, Watch
 from gpucr.undo.cancellation import Cancellation
@@ -123,7 +123,7 @@ class FakeJob:
         self.on_restore()
         return ()
 
-    def start_again(self, how: StartAgain) -> None:
+    def start_again(self, how: StoredLaunch) -> None:
         self.done.append("start again")
         self.now = RUNNING
         self.on_restore()
@@ -163,7 +163,7 @@ class Bench:
         chosen = Supervision(store="/store", **{"every_s": 600.0, **settings})
         if with_new_settings:
             self.folder.write_settings(chosen)
-        journal = Journal(self.folder, self.clock.wall_s)
+        journal = Journal(self.folder, wall_s=self.clock.wall_s)
         watch = Watch(
             self.job, chosen, self.clock,
             start_health=self.start_health, is_busy=lambda _: self.is_busy,

@@ -15,7 +15,7 @@ import pytest
 
 from gpucr.jobs.registered import registry
 from gpucr.operations.end_job import end_processes
-from gpucr.supervise.folder import SupervisedFolder, SupervisedState, supervised
+from gpucr.supervise.folder import SupervisedFolder, SupervisedState
 from gpucr.supervise.start import end_supervisors
 from tests import command
 from tests.counter import wait_until
@@ -81,6 +81,6 @@ def own_state(tmp_path: Path, state_home: Path) -> Iterator[Path]:
     for job in registry().jobs():
         if job.record is not None:
             end_processes(job.record)
-    for folder in supervised():
+    for folder in SupervisedFolder.all():
         with contextlib.suppress(FileNotFoundError):
             folder.remove()

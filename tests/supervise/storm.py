@@ -34,7 +34,7 @@ from gpucr.operations.end_job import end_processes
 from gpucr.sim import build as simulator
 from gpucr.supervise.folder import UNFINISHED, SupervisedFolder
 from gpucr.supervise.settings import Supervision
-from gpucr.supervise.start import end_supervisors, run_supervised, take_up_jobs
+from gpucr.supervise.start import end_supervisors, run_supervised, start_missing_supervisors
 
 STEPS, MOST_RANKS = 150, 2
 VICTIMS = ("rank", "root", "tree", "supervisor", "helper", "keeper")
@@ -107,7 +107,7 @@ def one_job(folder: Path, kills: int, dice: random.Random, outcome: Outcome) -> 
         may_begin = is_early or supervised.state().checkpoints.get("success")
         if left > 0 and may_begin and _kill(dice.choice(VICTIMS), dice, outcome.killed):
             left -= 1
-        take_up_jobs()
+        start_missing_supervisors()
     _check(folder, supervised, outcome)
 
 
@@ -129,7 +129,7 @@ def _kill(what: str, dice: random.Random, killed: Counter[str]) -> bool:
 def _victims(what: str) -> list[ProcessId]:
     with contextlib.suppress(gpucr.GpucrError):
         if what in ("supervisor", "helper"):  # a helper: the guard, CRIU, what a supervisor has below it
-            supervisor = SupervisedFolder("train").supervisor()
+            supervisor = SupervisedFolder("train").running()
             if supervisor is None:
                 return []
             tree = [process.id for process in processes.tree(supervisor.pid)]

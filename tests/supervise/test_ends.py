@@ -64,7 +64,7 @@ def test_a_supervisor_whose_parents_ignored_signals_hears_gpucr(tmp_path: Path) 
     words = [sys.executable, "-m", "gpucr", "run", "--every", "1h", "--to", store, "--name", "train", "--"]
     script = ["sh", "-c", "trap '' TERM HUP; \"$@\" & wait $!", "sh"]
     subprocess.run([*script, *words, *jobs.counting(10**6)], check=True, timeout=60, cwd=tmp_path)
-    supervisor = SupervisedFolder("train").supervisor()
+    supervisor = SupervisedFolder("train").running()
     assert supervisor is not None
     assert command.run("kill", "train").returncode == 0
     assert not processes.is_alive(supervisor)

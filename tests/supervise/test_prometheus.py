@@ -222,7 +222,7 @@ def test_a_real_prometheus_sees_a_supervised_job_and_its_failures(prometheus: Pr
     assert (state, summary.endswith("checkpoints of train have failed in a row")) == ("firing", True)
     (tmp_path / "away").rename(tmp_path / "store")
     wait_until(lambda: prometheus.alerts() == {}, "the next checkpoint, and the alert's end")
-    supervisor = jobs.state().supervisor
+    supervisor = jobs.state().process
     assert supervisor is not None
     os.kill(supervisor.pid, signal.SIGKILL)
     wait_until(lambda: "GpucrSupervisorMissing" in prometheus.alerts(), "the other alert")

@@ -96,9 +96,9 @@ def test_a_killed_supervisor_is_noticed_and_replaced_by_exactly_one(tmp_path: Pa
     assert again.returncode == 2
     assert "GPUCR-SUPERVISED" in again.stderr
     os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: SupervisedFolder("train").supervisor() is None, "the supervisor to end")
+    wait_until(lambda: SupervisedFolder("train").running() is None, "the supervisor to end")
     (taken_up,) = command.run_json("supervise", "--all")["jobs"]
-    found = SupervisedFolder("train").supervisor()
+    found = SupervisedFolder("train").running()
     assert found is not None
     assert taken_up["supervisor_pid"] == found.pid
     assert command.run_json("supervise", "--all")["jobs"] == []
@@ -116,8 +116,8 @@ from gpucr.supervise.start import require_store, run_supervised
 store, folder, *command = sys.argv[1:]
 run_supervised(command, Supervision(store=require_store(store, None), every_s=0.5), name="train", cwd=folder)
 for line in sys.stdin:
-    os.kill(SupervisedFolder("train").supervisor().pid, signal.SIGKILL)
-    while SupervisedFolder("train").supervisor() is not None: pass
+    os.kill(SupervisedFolder("train").running().pid, signal.SIGKILL)
+    while SupervisedFolder("train").running() is not None: pass
     print("killed", flush=True)
 """
 """Process 1 of a pid namespace: it starts a supervised job; for each line it kills the supervisor."""

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from gpucr.errors import JobDamaged, ProcessNotFound, RehearsalFailed, StoreDamaged, StoreError, Unsupported
+from gpucr.jobs.sidecar import StoredLaunch
 from gpucr.linux import durable
 from gpucr.supervise.clock import Stop
 from gpucr.supervise.job import Checkpoint, Look
-from gpucr.supervise.settings import StartAgain
 from tests.supervise.conftest import CRASHED, DONE, RUNNING, Bench
 
 UNREACHABLE = StoreError("the store cannot be reached", path="/store")
-ANEW = StartAgain(("python", "train.py"), "/", {}, isolated=True, network="own", interposed=False)
+ANEW = StoredLaunch(("python", "train.py"), "/", {}, isolate=True, network="own", interpose=False)
 
 
 # --- checkpoints -----------------------------------------------------------------------------------------------
@@ -30,7 +30,7 @@ def test_checkpoints_are_taken_on_time_until_the_job_ends(bench: Bench) -> None:
     assert bench.job.at == pytest.approx([600, 1205, 1810])
     assert bench.job.done == ["checkpoint"] * 3
     state = bench.folder.state()
-    assert (state.phase, state.supervisor, dict(state.checkpoints)) == ("finished", None, {"success": 3})
+    assert (state.phase, state.process, dict(state.checkpoints)) == ("finished", None, {"success": 3})
     assert [each.id for each in state.snapshots] == ["s1", "s2", "s3"]
     assert bench.job.protected == [{"s1"}, {"s2"}, {"s3"}], "the last that verified is never pruned"
     assert bench.events("checkpoint")[0]["downtime_s"] == 2.0

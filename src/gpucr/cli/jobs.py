@@ -21,6 +21,7 @@ from gpucr.jobs import others
 from gpucr.jobs.record import JobRecord
 from gpucr.jobs.registered import find_by_pid_or_name
 from gpucr.jobs.registry import ListedJob, is_gone
+from gpucr.jobs.sidecar import as_time
 from gpucr.model import ProcessId
 from gpucr.on_demand.folder import OnDemandFolder
 from gpucr.on_demand.listing import OnDemandJob, list_on_demand
@@ -28,7 +29,7 @@ from gpucr.operations.gpu_jobs import device_bytes_of_jobs
 from gpucr.operations.launch import forget_jobs, list_jobs
 from gpucr.quantities import format_bytes, format_seconds
 from gpucr.records import DEFAULT_PRIORITY, to_json
-from gpucr.supervise.folder import UNFINISHED, SupervisedFolder, SupervisedState, as_time
+from gpucr.supervise.folder import UNFINISHED, SupervisedFolder, SupervisedState
 
 _OPTIONAL = (
     Column("PRIORITY", rank=10, is_number=True),
@@ -197,7 +198,7 @@ def _more(found: Sequence[ListedJob]) -> dict[str, _More]:
         folder, state, supervisor = SupervisedFolder(job.name), None, None
         with contextlib.suppress(GpucrError):  # whoever needs it reports damage
             if folder.exists():
-                state, supervisor = folder.state(), folder.supervisor()
+                state, supervisor = folder.state(), folder.running()
         is_dumped, restart = job.state.word == "dumped", None
         if job.state.word in ("ended", "lost") and job.state.exit_code != 0 and supervisor is not None:
             restart = state_text(job.state, word="restarting")

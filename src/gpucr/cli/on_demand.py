@@ -13,9 +13,11 @@ from gpucr.cli.columns import Column, fit, terminal_width
 from gpucr.cli.keys import key_file_option
 from gpucr.cli.on_demand_options import on_demand_options
 from gpucr.cli.options import JobTarget, dry_run_option, json_option
-from gpucr.cli.output import print_json, printable, say
+from gpucr.cli.output import print_json, printable
+from gpucr.cli.sidecars import on_event_option, print_missing, print_started
 from gpucr.errors import Unsupported
 from gpucr.on_demand import run, start
+from gpucr.on_demand.address import parse_all
 from gpucr.on_demand.folder import OnDemandFolder
 from gpucr.on_demand.listing import OnDemandJob, list_on_demand
 from gpucr.quantities import format_bytes, format_seconds
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     "--listen",
     "Listen there (127.0.0.1 without HOST) and forward to the job's JOBPORT (PORT); or unix:PATH:JOBPORT. Repeatable.",
 )
+@on_event_option
 @key_file_option
 @click.option(
     "--foreground", is_flag=True, help="Forward in this process, for systemd; takes its sockets (LISTEN_FDS)."
@@ -74,35 +77,24 @@ def command(
     if list_only:
         _print_list(list_on_demand(), as_json=as_json)
     elif every_job:
-        _start_missing(as_json=as_json)
+        print_missing(start.start_missing_forwarders(), OnDemandFolder, "on_demand.all", as_json=as_json)
     elif leave:
         _leave(None if job is None else [_name(job)], as_json=as_json)
     elif job is None:
         raise click.UsageError("name a job, or give --all, --list or --leave")
     elif dry_run:
-        _print_plan(start.plan_of_serving(job, settings or OnDemandFolder(_name(job)).settings()), as_json=as_json)
+        _print_plan(start.plan_on_demand(job, settings or OnDemandFolder(_name(job)).settings()), as_json=as_json)
     elif foreground:
         name, _ = start.prepare(job, settings)
         run.forward(name)
     else:
-        _print_started(_name(job), start.serve(job, settings), as_json=as_json)
+        folder, pid = OnDemandFolder(_name(job)), start.serve_on_demand(job, settings)
+        listen = [str(each) for each in parse_all(folder.settings().listen)]
+        print_started(folder, pid, "on_demand", listen=listen, as_json=as_json)
 
 
 def _name(job: int | str) -> str:
     return job if isinstance(job, str) else start.name_of(job)
-
-
-def _print_started(name: str, pid: int, *, as_json: bool) -> None:
-    folder = OnDemandFolder(name)
-    listen = [str(each) for each in folder.settings().listen]
-    if as_json:
-        fields = {"name": name, "forwarder_pid": pid, "listen": listen, "events": str(folder.events_path)}
-        print_json("on_demand", fields)
-        return
-    click.echo(f"name       {name}")
-    click.echo(f"forwarder  {pid}")
-    click.echo(f"listens    {printable(', '.join(listen))}")
-    click.echo(f"events     {folder.events_path}")
 
 
 def _print_plan(plan: start.OnDemandPlan, *, as_json: bool) -> None:
@@ -117,22 +109,6 @@ def _print_plan(plan: start.OnDemandPlan, *, as_json: bool) -> None:
         raise Unsupported(
             f"{plan.name} cannot be put to sleep: {plan.findings[0]}", hint="`gpucr suspend --dry-run` shows more"
         )
-
-
-def _start_missing(*, as_json: bool) -> None:
-    found = start.start_missing_forwarders()
-    if as_json:
-        jobs = [{"name": each.name, "forwarder_pid": each.pid, "problem": each.problem} for each in found]
-        print_json("on_demand.all", {"jobs": jobs})
-    for each in found:
-        if each.problem is not None:
-            say(f"error: {each.name}: {each.problem}")
-        elif not as_json:
-            click.echo(f"{each.name} is served again (forwarder {each.pid})")
-    if not found and not as_json:
-        click.echo("every job that is served on demand has its forwarder")
-    if any(each.problem is not None for each in found):
-        raise SystemExit(1)
 
 
 def _leave(names: Sequence[str] | None, *, as_json: bool) -> None:

@@ -11,6 +11,7 @@ import click
 
 from gpucr.cli.durations import Duration
 from gpucr.cli.options import complete_place
+from gpucr.cli.sidecars import words_of
 
 if TYPE_CHECKING:
     from gpucr.on_demand.settings import OnDemand
@@ -47,9 +48,10 @@ _NAMES = ("idle_s", "stay_s", "wake_timeout_s", "request_limit_s", "http", "slee
 
 
 def on_demand_options(listen: str, what: str) -> Callable[[F], F]:
-    """Add the options, with the addresses as ``listen``. The command gets ``served``: see `settings`.
+    """Add the options, with the addresses as ``listen``. The command gets ``served``, a function.
 
-    It is a function of a key file (or None) that returns the settings, or None without addresses.
+    It returns the settings for a key file (or None), or None without addresses. Where a command has
+    `supervision_options` too, these are named above them: they share ``--on-event``.
     """
 
     def decorate(command: F) -> F:
@@ -57,15 +59,22 @@ def on_demand_options(listen: str, what: str) -> Callable[[F], F]:
         def with_settings(**options: Any) -> Any:
             addresses: tuple[str, ...] = options.pop("listen")
             given = {name: value for name in _NAMES if (value := options.pop(name, None)) is not None}
+            on_event = options.pop("on_event", None)
+            if "every" in options and (options["every"] is not None or not addresses):
+                options["on_event"] = on_event  # `gpucr run`: its supervisor gets it too, or says what is missing
+            if on_event is not None and (addresses or "every" not in options):
+                given["on_event"] = words_of(on_event)
             if given and not addresses:
                 raise click.UsageError(f"say where to listen: {listen} 8000")
 
             def settings(key_file: Path | None = None) -> OnDemand | None:
                 if not addresses:
                     return None
-                from gpucr.on_demand.start import settings_of  # other jobs start without it
+                from gpucr.on_demand.settings import OnDemand  # other jobs start without it
 
-                return settings_of(addresses, **given, key_file=key_file)
+                made = OnDemand(addresses, **given, key_file=None if key_file is None else str(key_file))
+                made.check()
+                return made
 
             return command(served=settings, **options)
 

@@ -18,12 +18,14 @@ from gpucr.cli.units import warn_of_our_end, warn_of_shutdowns
 from gpucr.errors import GpucrError
 from gpucr.jobs.record import Network
 from gpucr.linux import capabilities
+from gpucr.on_demand.folder import OnDemandFolder
 from gpucr.operations.launch import LaunchPlan, StartedJob, launch, plan_of_launch
 from gpucr.operations.requests import LaunchRequest
 from gpucr.records import DEFAULT_PRIORITY, HIGHEST_PRIORITY, to_json
 from gpucr.supervise.folder import SupervisedFolder
 
 if TYPE_CHECKING:
+    from gpucr.jobs.sidecar import SidecarFolder
     from gpucr.on_demand.settings import OnDemand
     from gpucr.supervise.settings import Supervision
 
@@ -63,11 +65,11 @@ if TYPE_CHECKING:
     metavar="P",
     help="Jobs with a higher priority may borrow its GPUs (`gpucr borrow`).",
 )
-@supervision_options
 @on_demand_options(
     "--on-demand",
     "Let it sleep until it is asked (`gpucr on-demand`): listen there, and forward to its JOBPORT (PORT). Repeatable.",
 )
+@supervision_options
 @click.option(
     "--start",
     type=click.Choice(("now", "lazily")),
@@ -169,20 +171,27 @@ def _start(
         supervised = launch_supervised(request, supervision)
         started, pids["supervisor_pid"] = supervised.job, supervised.supervisor_pid
         if settings is not None:
-            from gpucr.on_demand.start import serve
+            from gpucr.on_demand.start import serve_launched
 
-            pids["forwarder_pid"] = serve(started.record.name, settings)
-        return started, pids
-    if settings is not None:
+            pids["forwarder_pid"] = serve_launched(started.record.name, settings)
+    elif settings is not None:
         from gpucr.on_demand.start import launch_on_demand
 
         served_job = launch_on_demand(request, settings)
         started, pids["forwarder_pid"] = served_job.started, served_job.forwarder_pid
     else:
         started = launch(request)
-    with contextlib.suppress(GpucrError):  # an ended job of this name may have left it
-        SupervisedFolder(started.record.name).leave_to_new_job()
+    if supervision is None:
+        _forget(SupervisedFolder(started.record.name))
+    if settings is None:
+        _forget(OnDemandFolder(started.record.name))
     return started, pids
+
+
+def _forget(folder: SidecarFolder[Any, Any]) -> None:
+    """What an ended job of this name may have left."""
+    with contextlib.suppress(GpucrError):
+        folder.forget()
 
 
 def _key_file(supervision: Supervision | None) -> Path | None:

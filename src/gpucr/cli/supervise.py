@@ -10,12 +10,12 @@ import click
 from gpucr.borrow.recovery import recover
 from gpucr.cli.options import JobTarget, json_option
 from gpucr.cli.output import print_json, say
+from gpucr.cli.sidecars import print_missing, print_started
 from gpucr.cli.supervision import supervision_options
 from gpucr.cli.units import warn_of_shutdowns
 from gpucr.jobs.registered import find_by_pid_or_name
 from gpucr.supervise import run, start
 from gpucr.supervise.folder import SupervisedFolder
-from gpucr.supervise.start import take_up_jobs
 
 if TYPE_CHECKING:
     from gpucr.supervise.settings import Supervision
@@ -62,7 +62,8 @@ def command(
         _print_ended(ended, as_json=as_json)
         return
     if job is None:
-        _take_up_all(as_json=as_json)
+        recover(say)  # a job that a killed borrower has not brought back yet must be brought back first
+        print_missing(start.start_missing_supervisors(), SupervisedFolder, "supervise.all", as_json=as_json)
         return
     if supervision is None:
         raise click.UsageError("say how often and where to: --every 10m --to STORE")
@@ -74,32 +75,9 @@ def command(
             print_json("supervise.end", {"name": name, "phase": phase})
         raise SystemExit(0 if phase in ("finished", "left", "draining", "taken-away", "stopped") else 1)
     pid = start.supervise_job(name, supervision)
-    folder = SupervisedFolder(name)
     record = find_by_pid_or_name(name).record
     warn_of_shutdowns(record.pid if record is not None else None)
-    if as_json:
-        print_json("supervise", {"name": name, "supervisor_pid": pid, "events": str(folder.events_path)})
-        return
-    click.echo(f"name        {name}")
-    click.echo(f"supervisor  {pid}")
-    click.echo(f"events      {folder.events_path}")
-
-
-def _take_up_all(*, as_json: bool) -> None:
-    recover(say)  # a job that a killed borrower has not brought back yet must be brought back first
-    found = take_up_jobs()
-    if as_json:
-        jobs = [{"name": each.name, "supervisor_pid": each.pid, "problem": each.problem} for each in found]
-        print_json("supervise.all", {"jobs": jobs})
-    for each in found:
-        if each.problem is not None:
-            say(f"error: {each.name}: {each.problem}")
-        elif not as_json:
-            click.echo(f"{each.name} taken up (supervisor {each.pid})")
-    if not found and not as_json:
-        click.echo("every supervised job has its supervisor")
-    if any(each.problem is not None for each in found):
-        raise SystemExit(1)
+    print_started(SupervisedFolder(name), pid, "supervise", as_json=as_json)
 
 
 def _print_ended(names: Sequence[str], *, as_json: bool) -> None:

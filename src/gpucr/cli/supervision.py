@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -15,6 +14,7 @@ from msgspec import structs
 from gpucr.cli.durations import Duration
 from gpucr.cli.keys import given_key, key_file_option
 from gpucr.cli.options import complete_place, keep_options
+from gpucr.cli.sidecars import on_event_option, words_of
 
 if TYPE_CHECKING:
     from gpucr.supervise.settings import Supervision
@@ -79,7 +79,7 @@ _OPTIONS = (
         "--grace", "grace_s", type=Duration(), metavar="TIME",
         help="Time limit of the last dump after SIGTERM to the supervisor. Default: 2m.",
     ),
-    click.option("--on-event", metavar="CMD", help="Run CMD for every event, given as JSON on its stdin. No shell."),
+    on_event_option,
 )  # fmt: skip
 _NAMES = (
     "every", "to", "mtbf", "keep_last", "keep_hourly", "keep_daily", "rehearse", "key_file", "files",
@@ -118,17 +118,10 @@ def _supervision(given: dict[str, Any]) -> Supervision:
         store="",
         every_s=None if every == "auto" else every,
         key_file=None if key_file is None else os.path.abspath(key_file),
-        health=_words(given.pop("health", "")),
-        on_event=_words(given.pop("on_event", "")),
+        health=words_of(given.pop("health", "")),
+        on_event=words_of(given.pop("on_event", "")),
         heartbeat=os.path.abspath(heartbeat) if (heartbeat := given.pop("heartbeat", None)) is not None else None,
         **{"mtbf_s" if name == "mtbf" else name: value for name, value in given.items()},
     )
     wanted.check()
     return structs.replace(wanted, store=start.require_store(place, key))
-
-
-def _words(text: str) -> tuple[str, ...]:
-    try:
-        return tuple(shlex.split(text))
-    except ValueError as e:
-        raise click.UsageError(f"{text!r} is no command: {e}") from e

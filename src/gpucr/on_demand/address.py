@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import re
 
+from msgspec import Struct
+
 from gpucr.errors import InvalidRequest
 from gpucr.quantities import whole_number
-from gpucr.records import Count, Record, Text
 
 _LONGEST_PATH = 107
 """sun_path of unix(7), without its end."""
@@ -15,18 +16,23 @@ _UNIX, _LOOPBACK = "unix:", "127.0.0.1"
 _TCP = re.compile(r"(?:(?P<host>\[[^\]]*\]|[^\[\]:]*):)?(?P<port>\d{1,5})(?::(?P<job_port>\d{1,5}))?", re.ASCII)
 
 
-class Address(Record, frozen=True):
+class Address(Struct, frozen=True):
     """``host`` and ``port``, or the ``path`` of a Unix socket. ``job_port``: the job's, on its own loopback."""
 
-    job_port: Count
-    host: Text = _LOOPBACK
-    port: Count = 0
-    path: Text | None = None
+    job_port: int
+    host: str = _LOOPBACK
+    port: int = 0
+    path: str | None = None
 
     def __str__(self) -> str:
         if self.path is not None:
             return f"{_UNIX}{self.path}"
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @property
+    def text(self) -> str:
+        """What `parse` makes into this address, from any working folder."""
+        return f"{self}:{self.job_port}"
 
 
 def parse(text: str) -> Address:

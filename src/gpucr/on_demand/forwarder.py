@@ -43,14 +43,15 @@ class Forwarder:
         self, folder: OnDemandFolder, settings: OnDemand, listeners: Sequence[Listener], most_connections: int
     ) -> None:
         self.http = settings.http
-        self._folder, self._settings, self._listeners = folder, settings, listeners
+        self._settings, self._listeners = settings, listeners
         self._most = most_connections
         self._job = ServedJob(folder, settings)
-        self._counts = self._job.state.counts
+        self._journal = self._job.journal
+        self._counts = self._journal.state.counts
         self._phase: Phase = "asleep"
         self._where: Where = "asleep"
         self._priority = DEFAULT_PRIORITY
-        self._needs: policy.Bytes | None = self._job.state.device_bytes or None
+        self._needs: policy.Bytes | None = self._journal.state.device_bytes or None
         self._may_use: tuple[str, ...] = ()
         self._used_s = self._since_s = time.monotonic()
         self._new_until_s = self._since_s + settings.wake_timeout_s
@@ -70,14 +71,14 @@ class Forwarder:
         """Serve until ``end`` is set. The job stays as it is then. Raises OSError if nobody could find it."""
         loop = asyncio.get_running_loop()
         answering = Answering(self._answer)
-        self._job.update(forwarder=processes.this_process())
+        self._journal.update(process=processes.this_process())
         await self._look()
         tasks = [
             loop.create_task(answering.run()),
             loop.create_task(self._rule()),
             *(loop.create_task(self._accept(each)) for each in self._listeners),
         ]
-        self._folder.tell("forwarding", listen=[str(each.address) for each in self._listeners], phase=self._phase)
+        self._journal.tell("forwarding", listen=[str(each.address) for each in self._listeners], phase=self._phase)
         on_ready()
         ended = loop.create_task(end.wait())
         try:
@@ -91,7 +92,7 @@ class Forwarder:
                 connection.shut()
             self._threads.shutdown(wait=True)  # what was begun is undone, or done
             self._save()
-            self._folder.tell("left", phase=self._phase)
+            self._journal.tell("left", phase=self._phase)
         for each in done - {ended}:
             each.result()
 
@@ -137,7 +138,7 @@ class Forwarder:
         if phase == "serving" and self._phase == "draining":
             return
         if phase != self._phase:
-            self._folder.tell("found", where=seen.where, why=seen.why or None)
+            self._journal.tell("found", where=seen.where, why=seen.why or None)
             if seen.where in ("awake", "asleep"):
                 self._job.note(asleep=seen.where == "asleep")
             self._enter(phase)
@@ -247,7 +248,7 @@ class Forwarder:
         before = self._counts.refused
         self._count(refused={**before, reason.kind: before.get(reason.kind, 0) + 1})
         if before.get(reason.kind, 0) == 0 or reason.kind != "full":  # thousands may come at once
-            self._folder.tell("refused", kind=reason.kind, why=reason.why)
+            self._journal.tell("refused", kind=reason.kind, why=reason.why)
 
     def _open_requests(self, now_s: float) -> int:
         self._busy = {each for each in self._busy if each.is_open(now_s)}
@@ -274,7 +275,7 @@ class Forwarder:
             self._enter("waiting")
             turn = Turn(
                 self._job, self._as_contender, self._check, self._cancel,
-                lambda names: self._folder.tell("waits", waits_for=list(names)),
+                lambda names: self._journal.tell("waits", waits_for=list(names)),
                 lambda: self._enter_from_thread("waking"),
             )  # fmt: skip
             try:
@@ -291,7 +292,7 @@ class Forwarder:
                 return
             self._enter("serving")
             self._counted_wake(woken)
-            self._folder.tell(
+            self._journal.tell(
                 "woken", found=woken.found, seconds=round(woken.seconds, 3), evicted=list(woken.evicted) or None
             )
         await self._look()
@@ -306,7 +307,7 @@ class Forwarder:
     def _failed(self, phase: Phase, result: str, e: Exception) -> None:
         why = reason_of(e) or type(e).__name__
         self._counted("wakes", result)
-        self._folder.tell("wake-failed", why=why, code=getattr(e, "code", None))
+        self._journal.tell("wake-failed", why=why, code=getattr(e, "code", None))
         self._enter(phase)
         for waiter in tuple(self._waiting):
             if not waiter.done():
@@ -325,7 +326,7 @@ class Forwarder:
             try:
                 await self._aside(lambda: sleep_with_room(self._job, self._cancel))
             except Exception as e:  # noqa: BLE001 - it stays awake, and is told
-                self._folder.tell("sleep-failed", reason=reason, why=reason_of(e), code=getattr(e, "code", None))
+                self._journal.tell("sleep-failed", reason=reason, why=reason_of(e), code=getattr(e, "code", None))
                 self._counted("sleeps", "failed")
                 self._no_sleep_before_s = time.monotonic() + _RETRY_SLEEP_S
                 self._enter("gone" if isinstance(e, JobDamaged) else "serving")
@@ -333,7 +334,7 @@ class Forwarder:
             self._enter("asleep")
             self._counted("sleeps", reason)
             seconds = round(time.monotonic() - begun_s, 3)
-            self._folder.tell("asleep", reason=reason, seconds=seconds)
+            self._journal.tell("asleep", reason=reason, seconds=seconds)
             self._where = "asleep"
             self._stirred.set()
             return True
@@ -347,11 +348,11 @@ class Forwarder:
             try:
                 await self._aside(lambda: self._job.store(self._cancel))
             except Exception as e:  # noqa: BLE001 - it sleeps as before, and is told
-                self._folder.tell("store-failed", why=reason_of(e), code=getattr(e, "code", None))
+                self._journal.tell("store-failed", why=reason_of(e), code=getattr(e, "code", None))
                 return False
             self._where = "stored"
             self._counted("sleeps", "stored")
-            self._folder.tell("stored", seconds=round(time.monotonic() - begun_s, 3))
+            self._journal.tell("stored", seconds=round(time.monotonic() - begun_s, 3))
             return True
 
     def _enter(self, phase: Phase) -> None:
@@ -456,7 +457,7 @@ class Forwarder:
         in_bytes, out_bytes = before.get("in", 0) + self._in_bytes, before.get("out", 0) + self._out_bytes
         self._in_bytes = self._out_bytes = 0
         self._count(bytes={"in": in_bytes, "out": out_bytes})
-        self._job.update(counts=self._counts)
+        self._journal.update(counts=self._counts)
 
     async def _aside(self, work: Callable[[], _T]) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
 
 from msgspec import Struct
-from msgspec.structs import replace
 
 from gpucr import Cancellation, Secret
 from gpucr.driver.gpus import list_gpus, visible_gpus
@@ -18,9 +17,10 @@ from gpucr.errors import GpucrError, InvalidRequest, NotACudaProcess, NotPermitt
 from gpucr.gpu_state import suspended
 from gpucr.jobs.record import JobRecord
 from gpucr.jobs.registered import registry, registry_in_use
+from gpucr.jobs.sidecar import Journal
 from gpucr.linux import claims, namespaces, processes
 from gpucr.model import CudaState
-from gpucr.on_demand.folder import OnDemandFolder, OnDemandState
+from gpucr.on_demand.folder import OnDemandFolder
 from gpucr.on_demand.policy import Bytes
 from gpucr.on_demand.settings import OnDemand
 from gpucr.operations.chosen import when_free
@@ -55,16 +55,9 @@ class ServedJob:
 
     def __init__(self, folder: OnDemandFolder, settings: OnDemand) -> None:
         self.name = folder.name
-        self._folder = folder
         self._settings = settings
-        self.state: OnDemandState = folder.state()
+        self.journal = Journal(folder, settings.on_event)
         self._record: JobRecord | None = None
-
-    def update(self, **changes: object) -> None:
-        """Change members of the state. A full disk does not stop a forwarder."""
-        self.state = replace(self.state, **changes)
-        with contextlib.suppress(OSError):
-            self._folder.write_state(self.state)
 
     # --- where it is -----------------------------------------------------------------------------------------------
 
@@ -73,7 +66,7 @@ class ServedJob:
         with registry_in_use():
             listed = registry().look(self.name)
         record = self._record = listed.record if listed is not None else None
-        known = self.state.device_bytes or None
+        known = self.journal.state.device_bytes or None
         if listed is None or record is None:
             return self._without("it was forgotten" if listed is None else "its record is damaged")
         if record.lent is not None:
@@ -98,7 +91,7 @@ class ServedJob:
         return Seen("awake", _sum(each.device_bytes for each in states) or known, record.priority)
 
     def _without(self, why: str) -> Seen:
-        first, known = self._settings.first_start, self.state.device_bytes or None
+        first, known = self._settings.first_start, self.journal.state.device_bytes or None
         if first is None:
             return Seen("gone", known, why=why)
         return Seen("unstarted", known, first.priority)
@@ -106,7 +99,7 @@ class ServedJob:
     def comes_back(self) -> bool:
         """Whether somebody is about to bring back a job that is gone: its supervisor."""
         with contextlib.suppress(GpucrError):
-            return SupervisedFolder(self.name).supervisor() is not None
+            return SupervisedFolder(self.name).running() is not None
         return False
 
     def may_use(self) -> tuple[str, ...]:
@@ -118,8 +111,8 @@ class ServedJob:
     def learn_needs(self, seen: Seen) -> Bytes | None:
         """What it needs on its GPUs; noted for when it has ended."""
         found = seen.device_bytes
-        if found and found != self.state.device_bytes:
-            self.update(device_bytes=dict(found))
+        if found and found != self.journal.state.device_bytes:
+            self.journal.update(device_bytes=dict(found))
         return found
 
     # --- to sleep and back -----------------------------------------------------------------------------------------
@@ -137,7 +130,7 @@ class ServedJob:
             with contextlib.suppress(GpucrError):
                 self._mark(asleep=False)
             raise
-        self.update(sleep_s=time.monotonic() - begun_s, asleep_since_s=time.time())
+        self.journal.update(sleep_s=time.monotonic() - begun_s, asleep_since_s=time.time())
 
     def store(self, cancel: Cancellation) -> None:
         """It sleeps: move it from host memory to the store. On failure it sleeps as before. Raises as `dump` does."""
@@ -159,7 +152,7 @@ class ServedJob:
         elif seen.where == "unstarted":
             self._start(cancel)
         self._mark(asleep=False)
-        self.update(wake_s=time.monotonic() - begun_s, asleep_since_s=None)
+        self.journal.update(wake_s=time.monotonic() - begun_s, asleep_since_s=None)
 
     def _resume(self, cancel: Cancellation) -> None:
         when_free(lambda: resume(self.name, cancel=cancel), cancel, _BUSY_S)
@@ -168,27 +161,14 @@ class ServedJob:
         """Somebody else has woken it, or put it to sleep: note that, so that it counts as if the forwarder had."""
         with contextlib.suppress(GpucrError):
             self._mark(asleep=asleep)
-        if asleep is (self.state.asleep_since_s is None):
-            self.update(asleep_since_s=time.time() if asleep else None)
+        if asleep is (self.journal.state.asleep_since_s is None):
+            self.journal.update(asleep_since_s=time.time() if asleep else None)
 
     def _start(self, cancel: Cancellation) -> None:
         first = self._settings.first_start
         if first is None:
             raise InvalidRequest(f"nothing says how {self.name} is started", hint="start it with `gpucr run`")
-        launch(
-            LaunchRequest(
-                first.command,
-                self.name,
-                first.isolate,
-                first.network,
-                first.log,
-                first.cwd,
-                first.environment,
-                first.interpose,
-                first.priority,
-            ),
-            cancel,
-        )
+        launch(LaunchRequest.stored(first, self.name), cancel)
 
     def _key(self) -> Secret | None:
         return None if self._settings.key_file is None else Secret.in_file(self._settings.key_file)

@@ -12,7 +12,8 @@ from msgspec import Struct
 from gpucr import records
 from gpucr.errors import GpucrError
 from gpucr.model import ProcessId
-from gpucr.on_demand.folder import OnDemandCounts, OnDemandFolder, on_demand
+from gpucr.on_demand.address import parse_all
+from gpucr.on_demand.folder import OnDemandCounts, OnDemandFolder
 from gpucr.on_demand.neighbours import Message, contender_in, status_of
 
 
@@ -37,7 +38,7 @@ class OnDemandJob(Struct, frozen=True):
 
 def list_on_demand() -> tuple[OnDemandJob, ...]:
     """The caller's jobs that are served on demand, by name. Changes nothing."""
-    return tuple(found for folder in on_demand() if (found := look(folder.name)) is not None)
+    return tuple(found for folder in OnDemandFolder.all() if (found := look(folder.name)) is not None)
 
 
 def look(name: str) -> OnDemandJob | None:
@@ -46,13 +47,13 @@ def look(name: str) -> OnDemandJob | None:
         folder = OnDemandFolder(name)
         if not folder.exists():
             return None
-        state, forwarder = folder.state(), folder.forwarder()
-        listen = tuple(map(str, folder.settings().listen))
+        state, forwarder = folder.state(), folder.running()
+        listen = tuple(map(str, parse_all(folder.settings().listen)))
         told = status_of(forwarder) if forwarder is not None else None
         if told is not None:
             with contextlib.suppress(ValueError, KeyError, TypeError):
                 return _served(name, forwarder, listen, told)
-        phase = "left" if state.forwarder is None else "missing" if forwarder is None else "silent"
+        phase = "left" if state.process is None else "missing" if forwarder is None else "silent"
         idle_s = None if state.asleep_since_s is None else max(time.time() - state.asleep_since_s, 0.0)
         return OnDemandJob(name, phase, forwarder, listen, idle_s, device_bytes=state.device_bytes, counts=state.counts)
     return None

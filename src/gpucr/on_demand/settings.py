@@ -3,42 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 from gpucr.errors import InvalidRequest
-from gpucr.jobs.record import Network
-from gpucr.on_demand.address import Address
-from gpucr.records import DEFAULT_PRIORITY, Priority, Record, Text
+from gpucr.jobs.sidecar import SidecarSettings, StoredLaunch
+from gpucr.on_demand.address import parse_all
+from gpucr.records import Text
 
 FORMAT_VERSION = 1
 _LONGEST_S = 366 * 86400.0
 
 
-class FirstStart(Record, frozen=True):
-    """How to start a job that begins with its first connection. ``environment``: the complete one."""
-
-    command: tuple[Text, ...]
-    cwd: Text
-    environment: Mapping[Text, Text]
-    isolate: bool | None
-    network: Network | None
-    interpose: bool | None
-    log: Text | None = None
-    priority: Priority = DEFAULT_PRIORITY
-
-
-class OnDemand(Record, frozen=True):
+class OnDemand(SidecarSettings, frozen=True):
     """How a job is served on demand. Times are in seconds.
 
-    ``listen``: where its forwarder listens. Without a byte for ``idle_s`` and an open request the job is put to sleep.
-    ``stay_s``: how long it stays on its GPU at least once it is there, while it is asked. A request waits for at most
-    ``wake_timeout_s``; its connection is ended if the job sends no byte for ``request_limit_s``.
-    ``http``: requests are told apart by HTTP/1.1, and get an answer 503 if the job cannot be woken. ``sleep_to``: the
-    store to which the job goes from host memory when others need that; ``key_file`` opens it. ``first_start``: of a
-    job that starts lazily.
+    ``listen``: where its forwarder listens, and to which port of the job it passes on what comes:
+    ``[HOST:]PORT[:JOBPORT]`` or ``unix:PATH:JOBPORT``. Without a byte for ``idle_s`` and an open request the job is put
+    to sleep. ``stay_s``: how long it stays on its GPU at least once it is there, while it is asked. A request waits for
+    at most ``wake_timeout_s``; its connection is ended if the job sends no byte for ``request_limit_s``. ``http``:
+    requests are told apart by HTTP/1.1, and get an answer 503 if the job cannot be woken. ``sleep_to``: the store to
+    which the job goes from host memory when others need that; ``key_file`` opens it. ``first_start``: of a job that
+    starts lazily. ``on_event``: a command that gets every event as JSON.
     """
 
-    listen: tuple[Address, ...]
+    listen: tuple[Text, ...]
     idle_s: float = 300.0
     stay_s: float = 10.0
     wake_timeout_s: float = 60.0
@@ -46,12 +33,13 @@ class OnDemand(Record, frozen=True):
     http: bool = False
     sleep_to: Text | None = None
     key_file: Text | None = None
-    first_start: FirstStart | None = None
+    first_start: StoredLaunch | None = None
+    on_event: tuple[Text, ...] = ()
     format_version: int = FORMAT_VERSION
 
     def check(self) -> None:
-        """Raise InvalidRequest for implausible times, or without an address."""
-        if not self.listen:
+        """Raise InvalidRequest for implausible times, or addresses that are none."""
+        if not parse_all(self.listen):
             raise InvalidRequest("there is no address to listen on", hint="give one: 8000", code="GPUCR-ADDRESS")
         for value, option in (
             (self.idle_s, "--idle"),

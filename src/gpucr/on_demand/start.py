@@ -6,8 +6,6 @@ import contextlib
 import os
 import signal
 import socket
-import subprocess
-import time
 from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
@@ -15,27 +13,26 @@ from msgspec.structs import replace
 
 from gpucr import Secret
 from gpucr.driver.gpus import list_gpus
-from gpucr.errors import BrokenInstall, DeadlineExceeded, GpucrError, InvalidRequest
+from gpucr.errors import BrokenInstall, GpucrError, InvalidRequest
+from gpucr.jobs import sidecar_process
 from gpucr.jobs.names import check_name
 from gpucr.jobs.record import JobRecord
 from gpucr.jobs.registered import find_by_pid_or_name
-from gpucr.linux import own_python, processes, trusted_paths
+from gpucr.jobs.sidecar import StoredLaunch
+from gpucr.jobs.sidecar_process import SidecarStarted
+from gpucr.linux import own_python, processes
 from gpucr.on_demand import policy
 from gpucr.on_demand.address import Address, parse_all
-from gpucr.on_demand.folder import OnDemandFolder, on_demand
+from gpucr.on_demand.folder import OnDemandFolder
 from gpucr.on_demand.job import ServedJob, has_own_network, in_network_of
 from gpucr.on_demand.listening import listen, most_connections
-from gpucr.on_demand.settings import FirstStart, OnDemand
+from gpucr.on_demand.settings import OnDemand
 from gpucr.on_demand.turn import too_large
 from gpucr.operations.launch import LaunchPlan, StartedJob, launch, plan_of_launch
 from gpucr.operations.requests import LaunchRequest
 from gpucr.operations.several import plan_suspend
 from gpucr.quantities import whole_number
 from gpucr.supervise.start import require_store
-
-_MOST_ANSWER_BYTES = 4096
-_POLL_S = 0.05
-_ENDING = signal.SIGTERM
 
 
 class OnDemandPlan(Struct, frozen=True):
@@ -57,60 +54,30 @@ class OnDemandPlan(Struct, frozen=True):
         return bool(self.findings)
 
 
-def settings_of(
-    listen: Sequence[str],
-    *,
-    idle_s: float = 300.0,
-    stay_s: float = 10.0,
-    wake_timeout_s: float = 60.0,
-    request_limit_s: float = 600.0,
-    http: bool = False,
-    sleep_to: str | None = None,
-    key_file: str | os.PathLike[str] | None = None,
-) -> OnDemand:
-    """Settings from options. Raises InvalidRequest."""
-    key_file = None if key_file is None else os.path.abspath(key_file)
-    made = OnDemand(parse_all(tuple(listen)), idle_s, stay_s, wake_timeout_s, request_limit_s, http, sleep_to, key_file)
-    made.check()
-    return made
-
-
-def _with_store(settings: OnDemand) -> OnDemand:
-    """Open the store to sleep in; make it if it is missing. Raises InvalidRequest, StoreError."""
+def _as_stored(settings: OnDemand) -> OnDemand:
+    """With absolute paths, and with the store to sleep in, made if missing. Raises InvalidRequest, StoreError."""
+    settings.check()
+    key_file = None if settings.key_file is None else os.path.abspath(settings.key_file)
+    settings = replace(settings, listen=tuple(each.text for each in parse_all(settings.listen)), key_file=key_file)
     if settings.sleep_to is None:
         return settings
-    key = None if settings.key_file is None else Secret.in_file(settings.key_file)
+    key = None if key_file is None else Secret.in_file(key_file)
     return replace(settings, sleep_to=require_store(settings.sleep_to, key))
 
 
-def serve_on_demand(
-    job: int | str,
-    listen: Sequence[str],
-    *,
-    idle_s: float = 300.0,
-    stay_s: float = 10.0,
-    wake_timeout_s: float = 60.0,
-    request_limit_s: float = 600.0,
-    http: bool = False,
-    sleep_to: str | None = None,
-    key_file: str | os.PathLike[str] | None = None,
-) -> int:
+def serve_on_demand(job: int | str, settings: OnDemand | None = None) -> int:
     """Start a forwarder for a registered job, and return its pid when it listens. It outlives the caller.
 
-    It listens on the addresses ``listen`` (``[HOST:]PORT[:JOBPORT]``, ``unix:PATH:JOBPORT``) and forwards to the job's
-    port. Without a byte for ``idle_s`` seconds and without an open request the job is suspended, and goes to the store
-    ``sleep_to`` if others need host memory to sleep in; a connection, with ``http`` a request, brings it back. Where
-    the GPU is full, others of these jobs make room: idle ones at once, those of a lower priority after ``stay_s``
-    seconds, those of the same one when their open requests are answered.
+    It forwards to the job's port. Without a byte for ``idle_s`` seconds and without an open request the job is
+    suspended, and goes to the store ``sleep_to`` if others need host memory to sleep in; a connection, with ``http`` a
+    request, brings it back. Where the GPU is full, others of these jobs make room: idle ones at once, those of a lower
+    priority after ``stay_s`` seconds, those of the same one when their open requests are answered.
 
-    Raises InvalidRequest (no such job, an address is taken, it has a forwarder), NotPermitted (its network cannot be
-    entered), Unsupported.
+    Without settings: those that it had. Raises InvalidRequest (no such job, an address is taken, it has a forwarder, it
+    had no settings), NotPermitted (its network cannot be entered), Unsupported.
     """
-    settings = settings_of(
-        listen, idle_s=idle_s, stay_s=stay_s, wake_timeout_s=wake_timeout_s, request_limit_s=request_limit_s,
-        http=http, sleep_to=sleep_to, key_file=key_file,
-    )  # fmt: skip
-    return serve(job, settings)
+    name, _ = prepare(job, settings)
+    return start_forwarder(name)
 
 
 def name_of(job: int | str) -> str:
@@ -118,14 +85,8 @@ def name_of(job: int | str) -> str:
     return _named(job)[0]
 
 
-def serve(job: int | str, settings: OnDemand | None) -> int:
-    """See `serve_on_demand`. Without settings: those that it had. Raises InvalidRequest if it had none."""
-    name, settings = prepare(job, settings)
-    return start_forwarder(name)
-
-
 def prepare(job: int | str, settings: OnDemand | None) -> tuple[str, OnDemand]:
-    """Check all that can be checked before, and store the settings."""
+    """Check all that can be checked before, and store the settings. Raises as `serve_on_demand`."""
     name, record = _named(job)
     folder = OnDemandFolder(name)
     known = folder.settings() if settings is None or folder.exists() else None
@@ -134,43 +95,24 @@ def prepare(job: int | str, settings: OnDemand | None) -> tuple[str, OnDemand]:
     elif known is not None and known.first_start is not None:
         settings = replace(settings, first_start=known.first_start)
     if record is not None:
-        _require_reachable(record, settings.listen)
-    settings = _with_store(settings)
+        _require_reachable(record, parse_all(settings.listen))
+    settings = _as_stored(settings)
     with folder.held():
         folder.write_settings(settings)
     return name, settings
 
 
-def plan_on_demand(
-    job: int | str,
-    listen: Sequence[str],
-    *,
-    idle_s: float = 300.0,
-    stay_s: float = 10.0,
-    wake_timeout_s: float = 60.0,
-    request_limit_s: float = 600.0,
-    http: bool = False,
-    sleep_to: str | None = None,
-    key_file: str | os.PathLike[str] | None = None,
-) -> OnDemandPlan:
+def plan_on_demand(job: int | str, settings: OnDemand) -> OnDemandPlan:
     """What `serve_on_demand` would do with the same arguments. Changes nothing; raises as it does."""
-    settings = settings_of(
-        listen, idle_s=idle_s, stay_s=stay_s, wake_timeout_s=wake_timeout_s, request_limit_s=request_limit_s,
-        http=http, sleep_to=sleep_to, key_file=key_file,
-    )  # fmt: skip
-    return plan_of_serving(job, settings)
-
-
-def plan_of_serving(job: int | str, settings: OnDemand) -> OnDemandPlan:
-    """See `plan_on_demand`."""
+    settings.check()
     name, record = _named(job)
     folder = OnDemandFolder(name)
     with folder.held() if folder.exists() else contextlib.nullcontext():
         served = ServedJob(folder, settings)
         seen = served.look()
         if record is not None:
-            _require_reachable(record, settings.listen)
-        for address in settings.listen:
+            _require_reachable(record, parse_all(settings.listen))
+        for address in parse_all(settings.listen):
             _require_free(address)
         findings: tuple[str, ...] = ()
         needs = seen.device_bytes
@@ -190,7 +132,7 @@ def plan_of_serving(job: int | str, settings: OnDemand) -> OnDemandPlan:
             raise too_large(name, impossible)
         return OnDemandPlan(
             name,
-            tuple(f"{each} to its port {each.job_port}" for each in settings.listen),
+            tuple(f"{each} to its port {each.job_port}" for each in parse_all(settings.listen)),
             seen.where,
             dict(needs or {}),
             most_connections(),
@@ -215,7 +157,7 @@ def launch_on_demand(request: LaunchRequest, settings: OnDemand) -> OnDemandStar
     started = launch(request)
     name = started.record.name
     try:
-        return OnDemandStart(started, serve(name, settings))
+        return OnDemandStart(started, serve_launched(name, settings))
     except GpucrError as e:
         raise BrokenInstall(
             f"the job {name} runs (pid {started.record.pid}), but has no forwarder: {e}",
@@ -223,12 +165,18 @@ def launch_on_demand(request: LaunchRequest, settings: OnDemand) -> OnDemandStar
         ) from e
 
 
+def serve_launched(name: str, settings: OnDemand) -> int:
+    """Serve a job that was just started: not as an earlier one of its name was. Raises as `serve_on_demand`."""
+    OnDemandFolder(name).forget()
+    return serve_on_demand(name, settings)
+
+
 def launch_later(request: LaunchRequest, settings: OnDemand) -> int:
     """Start the forwarder of a job that starts when it is asked. Returns its pid. Raises as `launch_on_demand`."""
     plan = check_launch(request, settings)
     if request.name is None:
         raise InvalidRequest("a job that starts later needs a name now", hint="give --name")
-    first = FirstStart(
+    first = StoredLaunch(
         command=tuple(request.command),
         cwd=plan.cwd,
         environment=own_python.without_passphrase(os.environ if request.environment is None else request.environment),
@@ -239,16 +187,19 @@ def launch_later(request: LaunchRequest, settings: OnDemand) -> int:
         priority=request.priority,
     )
     folder = OnDemandFolder(request.name)
+    folder.forget()
     with folder.held():
-        folder.write_settings(replace(_with_store(settings), first_start=first))
+        folder.write_settings(replace(_as_stored(settings), first_start=first))
     return start_forwarder(request.name)
 
 
 def check_launch(request: LaunchRequest, settings: OnDemand) -> LaunchPlan:
     """Refuse now rather than when the job runs. Changes nothing. Raises as `launch_on_demand`."""
     plan = plan_of_launch(request)
-    _require_other_port(settings.listen, has_own_network=plan.isolated and plan.network == "own", name=request.name)
-    for address in settings.listen:
+    _require_other_port(
+        parse_all(settings.listen), has_own_network=plan.isolated and plan.network == "own", name=request.name
+    )
+    for address in parse_all(settings.listen):
         _require_free(address)
     most_connections()
     if request.name is not None:
@@ -262,57 +213,12 @@ def start_forwarder(name: str) -> int:
 
     Raises InvalidRequest and other errors of its start; BrokenInstall if it exits silently.
     """
-    folder = OnDemandFolder(name)
-    log = trusted_paths.open_file(folder.log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW)
-    ours, theirs = os.pipe()
-    try:
-        with subprocess.Popen(
-            own_python.command("gpucr.on_demand.run", name, theirs),
-            env=own_python.without_passphrase(os.environ),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            pass_fds=[theirs],
-            start_new_session=True,
-        ):
-            os.close(theirs)
-            theirs = -1
-            with os.fdopen(ours, "rb", closefd=False) as answers:
-                answer = answers.read(_MOST_ANSWER_BYTES).decode(errors="replace")
-    finally:
-        for fd in (log, ours, theirs):
-            if fd >= 0:
-                os.close(fd)
-    word, _, rest = answer.partition(" ")
-    pid = whole_number(rest)
-    if word == "ready" and pid is not None:
-        return pid
-    if word == "refused":
-        code, _, message = rest.partition(" ")
-        raise InvalidRequest(message, hint=f"its output is in {folder.log_path}", code=code)
-    raise BrokenInstall(
-        f"the forwarder of {name} has ended before it was at work", hint=f"its output is in {folder.log_path}"
-    )
+    return sidecar_process.start(OnDemandFolder(name))
 
 
-class ForwarderStarted(Struct, frozen=True):
-    """A job without its forwarder. ``pid``: the new forwarder's; None: not started, and ``problem`` says why."""
-
-    name: str
-    pid: int | None
-    problem: str | None = None
-
-
-def start_missing_forwarders() -> tuple[ForwarderStarted, ...]:
+def start_missing_forwarders() -> tuple[SidecarStarted, ...]:
     """Start a forwarder for every job that had one and was not left: after a boot, or a crash."""
-    found = []
-    for folder in on_demand():
-        try:
-            if folder.state().forwarder is not None and folder.forwarder() is None:
-                found.append(ForwarderStarted(folder.name, start_forwarder(folder.name)))
-        except GpucrError as e:
-            found.append(ForwarderStarted(folder.name, None, str(e)))
-    return tuple(found)
+    return sidecar_process.start_missing(OnDemandFolder.all(), lambda folder: folder.state().process is not None)
 
 
 def end_forwarders(names: Sequence[str] | None = None, *, timeout_s: float | None = None) -> tuple[str, ...]:
@@ -320,31 +226,13 @@ def end_forwarders(names: Sequence[str] | None = None, *, timeout_s: float | Non
 
     Raises InvalidRequest if one has no forwarder, DeadlineExceeded if one is still at work.
     """
-    chosen = on_demand() if names is None else [OnDemandFolder(name) for name in names]
-    asked = {}
-    for folder in chosen:
-        forwarder = folder.forwarder()
-        if forwarder is not None:
-            processes.send_signal(forwarder, _ENDING)
-            asked[folder.name] = forwarder
-        elif names is not None:
-            folder.settings()
-            raise InvalidRequest(
-                f"the job {folder.name} has no forwarder",
-                hint=f"`gpucr on-demand {folder.name}` starts one",
-                code="GPUCR-NOT-ON-DEMAND",
-            )
-    end = None if timeout_s is None else time.monotonic() + timeout_s
-    while any(processes.is_alive(each) for each in asked.values()):
-        if end is not None and time.monotonic() > end:
-            left = ", ".join(name for name, each in asked.items() if processes.is_alive(each))
-            raise DeadlineExceeded(f"the forwarders of {left} are still at work", hint="give them more time")
-        time.sleep(_POLL_S)
-    for name in asked:
+    chosen = OnDemandFolder.all() if names is None else map(OnDemandFolder, names)
+    ended = sidecar_process.end(chosen, signal.SIGTERM, all_run=names is not None, timeout_s=timeout_s)
+    for name in ended:
         folder = OnDemandFolder(name)
         with folder.held():
-            folder.leave()
-    return tuple(asked)
+            folder.change_state()
+    return ended
 
 
 def _named(job: int | str) -> tuple[str, JobRecord | None]:

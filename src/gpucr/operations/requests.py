@@ -21,6 +21,7 @@ from gpucr.records import DEFAULT_PRIORITY
 if TYPE_CHECKING:
     from gpucr.gang.holdable import Others
     from gpucr.jobs.record import Network
+    from gpucr.jobs.sidecar import StoredLaunch
     from gpucr.network.between import Between
     from gpucr.snapshot.job_snapshot import JobSnapshot
     from gpucr.snapshot.location import Compress, Place
@@ -170,6 +171,13 @@ class LaunchRequest:
     interpose: bool | None = None
     priority: int = DEFAULT_PRIORITY
     ends_with_caller: bool = False
+
+    @classmethod
+    def stored(cls, how: StoredLaunch, name: str) -> LaunchRequest:
+        """As a supervisor or a forwarder keeps it."""
+        return cls(
+            how.command, name, how.isolate, how.network, how.log, how.cwd, how.environment, how.interpose, how.priority
+        )
 
 
 def _require(name: str, value: str, kind: object) -> None:

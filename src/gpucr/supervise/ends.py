@@ -29,7 +29,7 @@ def stop_job(job: int | str, *, grace_s: float = GRACE_S, cancel: Cancellation |
     listed = find_by_pid_or_name(job)
     folder = SupervisedFolder(listed.name)
     if folder.exists():
-        if folder.supervisor() is not None:
+        if folder.running() is not None:
             end_supervisors([listed.name], "leave")
         with folder.held():
             was_supervised = folder.state().phase in (*UNFINISHED, "left")
@@ -60,7 +60,7 @@ def wait_job(job: int | str, *, timeout_s: float | None = None, cancel: Cancella
             time.sleep(_POLL_S)  # it will be restarted
             continue
         with contextlib.suppress(InvalidRequest):  # never supervised, or its files are damaged
-            if folder.state().phase in UNFINISHED and folder.supervisor() is not None:
+            if folder.state().phase in UNFINISHED and folder.running() is not None:
                 if end is not None and time.monotonic() > end:
                     raise DeadlineExceeded(f"the job {name} is being restarted", hint="wait longer")
                 time.sleep(_POLL_S)

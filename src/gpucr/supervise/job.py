@@ -6,6 +6,7 @@ import contextlib
 import os
 import time
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Literal, Protocol
 
 from msgspec import Struct
@@ -15,6 +16,7 @@ from gpucr.driver.gpus import gpu_processes
 from gpucr.errors import GpucrError, InvalidRequest, StoreDamaged
 from gpucr.jobs.record import JobRecord, JobState, state_of
 from gpucr.jobs.registered import registry
+from gpucr.jobs.sidecar import StoredLaunch
 from gpucr.linux import processes, trusted_paths
 from gpucr.model import ProcessId
 from gpucr.operations.dump import dump
@@ -28,7 +30,7 @@ from gpucr.operations.stores import list_snapshots, prune_store, verify_snapshot
 from gpucr.operations.suspend import resume_left_behind
 from gpucr.supervise.gpus import good_gpus
 from gpucr.supervise.reading import Reading
-from gpucr.supervise.settings import StartAgain, Supervision
+from gpucr.supervise.settings import Supervision
 
 
 class Look(Struct, frozen=True):
@@ -81,7 +83,7 @@ class SupervisedJob(Protocol):
     def restore(self, snapshot: str, cancel: Cancellation, *, bad_gpus: Collection[str]) -> Sequence[str]:
         """Bring it back from a snapshot. Returns warnings."""
 
-    def start_again(self, how: StartAgain) -> None:
+    def start_again(self, how: StoredLaunch) -> None:
         """Start it again, with the same name and log."""
 
     def mark(self, text: str) -> None:
@@ -221,22 +223,9 @@ class RegisteredJob:
         report = restore(opened, name=self._name, files=self._settings.files, gpu=gpu, cancel=cancel)
         return (*report.warnings, *report.gpu_reasons)
 
-    def start_again(self, how: StartAgain) -> None:
+    def start_again(self, how: StoredLaunch) -> None:
         """Its log is kept and continued."""
-        log = self._record().log
-        launch(
-            LaunchRequest(
-                how.command,
-                self._name,
-                how.isolated,
-                how.network,
-                log,
-                how.cwd,
-                how.environment,
-                how.interposed,
-                how.priority,
-            )
-        )
+        launch(replace(LaunchRequest.stored(how, self._name), log=self._record().log))
 
     def mark(self, text: str) -> None:
         """On its own line. Errors writing the log are ignored."""

@@ -11,7 +11,7 @@ from gpucr import extras
 from gpucr.errors import GpucrError, InvalidRequest
 from gpucr.jobs.registered import registry
 from gpucr.linux import durable
-from gpucr.supervise.folder import SupervisedFolder, SupervisedState, supervised
+from gpucr.supervise.folder import SupervisedFolder, SupervisedState
 
 _FILES = Path(__file__).parent / "prometheus"
 _COUNTERS = (
@@ -46,7 +46,7 @@ class JobsCollector:
     def collect(self) -> Iterator[Any]:
         """The current metric families. A job whose state cannot be read has only ``gpucr_job_info``."""
         core = self._core
-        jobs = [(folder, *_look(folder)) for folder in supervised()]
+        jobs = [(folder, *_look(folder)) for folder in SupervisedFolder.all()]
         info = core.GaugeMetricFamily(
             "gpucr_job_info", "What the supervision of a job has come to; always 1.", labels=["job", "phase"]
         )
@@ -82,7 +82,7 @@ class JobsCollector:
 
 def _look(folder: SupervisedFolder) -> tuple[SupervisedState | None, bool]:
     with contextlib.suppress(GpucrError):
-        return folder.state(), folder.supervisor() is not None
+        return folder.state(), folder.running() is not None
     return None, False
 
 

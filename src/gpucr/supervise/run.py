@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator
 from gpucr import Secret
 from gpucr.driver.gpu_failures import watched_gpu_failures
 from gpucr.driver.gpus import are_busy
+from gpucr.jobs.sidecar import Journal
 from gpucr.linux import processes
 from gpucr.supervise.clock import ORDERS, Clock, MachineClock, Stop
-from gpucr.supervise.folder import Phase, SupervisedFolder
+from gpucr.supervise.folder import Phase, SupervisedFolder, SupervisedState
 from gpucr.supervise.job import RegisteredJob
-from gpucr.supervise.journal import Journal
 from gpucr.supervise.settings import Supervision
 from gpucr.supervise.supervisor import Supervisor
 from gpucr.supervise.watch import Watch, start_health
@@ -47,13 +47,15 @@ def supervise(
         job = RegisteredJob(folder.name, settings, read_key(settings))
         job.require_here()
         clock = clock or MachineClock()
-        journal = Journal(folder, clock.wall_s, settings.on_event)
-        journal.update(supervisor=processes.this_process())
+        journal = Journal(folder, settings.on_event, clock.wall_s)
+        journal.update(process=processes.this_process())
         on_ready()
         return _supervise(job, settings, journal, stop or Stop(), clock)
 
 
-def _supervise(job: RegisteredJob, settings: Supervision, journal: Journal, stop: Stop, clock: Clock) -> Phase:
+def _supervise(
+    job: RegisteredJob, settings: Supervision, journal: Journal[SupervisedState], stop: Stop, clock: Clock
+) -> Phase:
     watch = Watch(job, settings, clock, start_health=start_health, is_busy=are_busy)
     with watched_gpu_failures() as gpu_failures:
         supervisor = Supervisor(

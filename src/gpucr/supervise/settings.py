@@ -3,30 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Literal
 
 from gpucr.errors import InvalidRequest
-from gpucr.jobs.record import Network
-from gpucr.records import DEFAULT_PRIORITY, Count, Priority, Record, Text
+from gpucr.jobs.sidecar import SidecarSettings, StoredLaunch
+from gpucr.records import Count, Text
 
 FORMAT_VERSION = 1
 LONGEST_S = 366 * 86400.0
 
 
-class StartAgain(Record, frozen=True):
-    """How to start the job again if it fails before its first checkpoint. ``environment``: the complete one."""
-
-    command: tuple[Text, ...]
-    cwd: Text
-    environment: Mapping[Text, Text]
-    isolated: bool
-    network: Network
-    interposed: bool
-    priority: Priority = DEFAULT_PRIORITY
-
-
-class Supervision(Record, frozen=True):
+class Supervision(SidecarSettings, frozen=True):
     """How a job is supervised. All times are in seconds; None: not configured.
 
     ``every_s`` is the time between checkpoints; None: the optimum for what they cost and ``mtbf_s``, the mean time
@@ -66,7 +53,7 @@ class Supervision(Record, frozen=True):
     backoff_most_s: float = 300.0
     grace_s: float = 120.0
     on_event: tuple[Text, ...] = ()
-    start_again: StartAgain | None = None
+    start_again: StoredLaunch | None = None
     format_version: int = FORMAT_VERSION
 
     def check(self) -> None:

@@ -3,32 +3,29 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import time
 from collections.abc import Sequence
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from gpucr import Secret
-from gpucr.errors import BrokenInstall, DeadlineExceeded, GpucrError, InvalidRequest, StoreError
+from gpucr.errors import BrokenInstall, GpucrError, InvalidRequest, StoreError
+from gpucr.jobs import sidecar_process
 from gpucr.jobs.names import check_name as check_job_name
 from gpucr.jobs.record import Network
 from gpucr.jobs.registered import find_by_pid_or_name
-from gpucr.linux import own_python, processes, trusted_paths
+from gpucr.jobs.sidecar import StoredLaunch
+from gpucr.jobs.sidecar_process import SidecarStarted
+from gpucr.linux import own_python
 from gpucr.operations.engines import require_possible_rehearsal, require_privileges
 from gpucr.operations.launch import StartedJob, launch
 from gpucr.operations.places import check_snapshot_name, is_store, open_store_for_jobs, place_of_store
 from gpucr.operations.requests import LaunchRequest
 from gpucr.operations.stores import init_store
-from gpucr.quantities import whole_number
 from gpucr.records import DEFAULT_PRIORITY
 from gpucr.supervise.clock import ORDERS, Wish
-from gpucr.supervise.folder import UNFINISHED, SupervisedFolder, supervised
-from gpucr.supervise.settings import StartAgain, Supervision
-
-_POLL_S = 0.05
-_MOST_ANSWER_BYTES = 4096
+from gpucr.supervise.folder import UNFINISHED, SupervisedFolder
+from gpucr.supervise.settings import Supervision
 
 
 def require_store(place: str, key: Secret | None) -> str:
@@ -118,13 +115,13 @@ def launch_supervised(request: LaunchRequest, settings: Supervision) -> Supervis
             pass  # refuse now rather than when the job runs
     started = launch(request)
     record = started.record
-    again = StartAgain(
+    again = StoredLaunch(
         command=record.command,
         cwd=record.cwd,
         environment=own_python.without_passphrase(os.environ),
-        isolated=record.isolated,
+        isolate=record.isolated,
         network=record.network,
-        interposed=started.plan.interposer is not None,
+        interpose=started.plan.interposer is not None,
         priority=request.priority,
     )
     try:
@@ -161,81 +158,18 @@ def start_supervisor(name: str) -> int:
 
     Raises InvalidRequest and other errors of its start; BrokenInstall if it exits silently.
     """
-    folder = SupervisedFolder(name)
-    folder.settings()
-    log = trusted_paths.open_file(folder.log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW)
-    ours, theirs = os.pipe()
-    try:
-        with subprocess.Popen(
-            own_python.command("gpucr.supervise.background", name, theirs),
-            env=own_python.without_passphrase(os.environ),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            pass_fds=[theirs],
-            start_new_session=True,
-        ):
-            os.close(theirs)
-            theirs = -1
-            with os.fdopen(ours, "rb", closefd=False) as answers:
-                answer = answers.read(_MOST_ANSWER_BYTES).decode(errors="replace")
-    finally:
-        for fd in (log, ours, theirs):
-            if fd >= 0:
-                os.close(fd)
-    word, _, rest = answer.partition(" ")
-    pid = whole_number(rest)
-    if word == "ready" and pid is not None:
-        return pid
-    if word == "refused":
-        code, _, message = rest.partition(" ")
-        raise InvalidRequest(message, hint=f"its output is in {folder.log_path}", code=code)
-    raise BrokenInstall(
-        f"the supervisor of {name} has ended before it was at work", hint=f"its output is in {folder.log_path}"
-    )
+    return sidecar_process.start(SupervisedFolder(name))
 
 
-class TakenUp(Struct, frozen=True):
-    """A job that `take_up_jobs` found without its supervisor. ``pid``: the new supervisor's; None: not started."""
-
-    name: str
-    pid: int | None
-    problem: str | None = None
-
-
-def take_up_jobs() -> Sequence[TakenUp]:
+def start_missing_supervisors() -> tuple[SidecarStarted, ...]:
     """Start a supervisor for every supervised job that should have one and has none: after a boot, or a crash."""
-    found = []
-    for folder in supervised():
-        try:
-            if folder.state().phase in UNFINISHED and folder.supervisor() is None:
-                found.append(TakenUp(folder.name, start_supervisor(folder.name)))
-        except GpucrError as e:
-            found.append(TakenUp(folder.name, None, str(e)))
-    return found
+    return sidecar_process.start_missing(SupervisedFolder.all(), lambda folder: folder.state().phase in UNFINISHED)
 
 
-def end_supervisors(names: Sequence[str] | None, wish: Wish, *, timeout_s: float | None = None) -> Sequence[str]:
+def end_supervisors(names: Sequence[str] | None, wish: Wish, *, timeout_s: float | None = None) -> tuple[str, ...]:
     """Tell supervisors (None: all) to drain, or to leave their jobs, and wait for them. Returns the jobs' names.
 
     Raises InvalidRequest if one has no supervisor, DeadlineExceeded if one still runs.
     """
-    chosen = supervised() if names is None else [SupervisedFolder(name) for name in names]
-    asked = {}
-    for folder in chosen:
-        pid = folder.supervisor()
-        if pid is not None:
-            processes.send_signal(pid, ORDERS[wish])
-            asked[folder.name] = pid
-        elif names is not None:
-            raise InvalidRequest(
-                f"the job {folder.name} has no supervisor", hint="`gpucr jobs` shows which jobs have one",
-                code="GPUCR-NOT-SUPERVISED",
-            )  # fmt: skip
-    end = None if timeout_s is None else time.monotonic() + timeout_s
-    while any(processes.is_alive(pid) for pid in asked.values()):
-        if end is not None and time.monotonic() > end:
-            left = ", ".join(name for name, pid in asked.items() if processes.is_alive(pid))
-            raise DeadlineExceeded(f"the supervisors of {left} are still at work", hint="give them more time")
-        time.sleep(_POLL_S)
-    return tuple(asked)
+    chosen = SupervisedFolder.all() if names is None else map(SupervisedFolder, names)
+    return sidecar_process.end(chosen, ORDERS[wish], all_run=names is not None, timeout_s=timeout_s)

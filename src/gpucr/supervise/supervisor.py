@@ -15,11 +15,11 @@ from gpucr.errors import (
     StoreDamaged,
     StoreError,
 )
+from gpucr.jobs.sidecar import Journal, as_time
 from gpucr.supervise import policy
 from gpucr.supervise.clock import Clock, Stop
-from gpucr.supervise.folder import MOST_SNAPSHOTS, Phase, Taken, as_time
+from gpucr.supervise.folder import MOST_SNAPSHOTS, Phase, SupervisedState, Taken
 from gpucr.supervise.job import Checkpoint, Look, SupervisedJob
-from gpucr.supervise.journal import Journal
 from gpucr.supervise.settings import Supervision
 from gpucr.supervise.watch import Watch
 
@@ -40,7 +40,7 @@ class Supervisor:
         self,
         job: SupervisedJob,
         settings: Supervision,
-        journal: Journal,
+        journal: Journal[SupervisedState],
         watch: Watch,
         *,
         clock: Clock,
@@ -382,7 +382,7 @@ class Supervisor:
         return "draining"
 
     def _end(self, phase: Phase) -> Phase:
-        self._journal.update(phase=phase, supervisor=None, next_checkpoint_s=None)
+        self._journal.update(phase=phase, process=None, next_checkpoint_s=None)
         self._journal.tell("ended", phase=phase)
         return phase
 
