@@ -263,7 +263,6 @@ class RuntimeDump:
         self.left_running = False
 
     def describe(self) -> str:
-        """Whose CRIU."""
         return f"wait for the runtime's CRIU (process {self._hooks.criu.pid}), commit {self._context.target.where}"
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:

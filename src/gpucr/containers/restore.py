@@ -130,11 +130,9 @@ class AdoptTree:
         self.tree: Result[RestoredTree] = Result()
 
     def describe(self) -> str:
-        """Whose tree."""
         return f"find the container's processes below {self._root_pid}"
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
-        """Find them."""
         self.tree.set(take_stock([self._root_pid], self._manifest, self._gang, self._protection))
         return 0
 

@@ -86,7 +86,6 @@ class _Reading:
         self._shared: dict[int, tuple[str | None, int, list[int]]] = {}
 
     def run(self) -> ImageContents:
-        """Read all."""
         tree = self._read(TREE_IMAGE, TREE_MAGIC, "processes", _tree, max_bytes=MAX_TREE_BYTES)
         if tree is None:
             return ImageContents((), (), tuple(self._problems))

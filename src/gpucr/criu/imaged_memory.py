@@ -65,7 +65,6 @@ class PageRuns:
 
     @classmethod
     def read(cls, image: ImageReader) -> PageRuns:
-        """From ``pagemap-ID.img``. Raises ImageError."""
         image.one(images_pb2.PagemapHead)
         return cls(present_runs(image))
 

@@ -200,7 +200,6 @@ class RestoreImages:
             ) from e
 
     def close(self) -> None:
-        """Remove what `change` made."""
         self._changed.close()
 
 

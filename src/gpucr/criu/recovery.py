@@ -56,7 +56,6 @@ class RemoveImages(Action):
     mark: str
 
     def recover(self, descriptors: Sequence[int]) -> bool:
-        """Remove them."""
         from gpucr.criu.images import remove_changed  # late: protobuf, which other recoveries do not need
 
         for folder in self.folders:
@@ -73,7 +72,6 @@ class RemoveGhosts(Action):
     paths: tuple[str, ...]
 
     def recover(self, descriptors: Sequence[int]) -> bool:
-        """Remove them."""
         for path in self.paths:
             with contextlib.suppress(OSError), opened_folder(os.path.dirname(path)) as folder:
                 os.unlink(os.path.basename(path), dir_fd=folder)
@@ -95,7 +93,6 @@ class EndRestore(Action):
     pids: tuple[int, ...]
 
     def recover(self, descriptors: Sequence[int]) -> bool:
-        """End them."""
         for each in reversed(self.criu):
             abandoned.end_restore(each, self.pids)
         return False

@@ -170,7 +170,6 @@ class CudaDriver:
         self._act(pid, "restore", lambda: self._cuda.restore(pid, pairs))
 
     def unlock(self, pid: int) -> None:
-        """LOCKED → RUNNING."""
         self._act(pid, "unlock", lambda: self._cuda.unlock(pid))
 
     def _act(self, pid: int, action: str, call: Callable[[], int]) -> None:

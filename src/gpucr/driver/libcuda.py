@@ -190,7 +190,6 @@ class Libcuda:
         return int(self._cuda.cuCheckpointProcessLock(pid, ctypes.byref(LockArgs(timeoutMs=timeout_ms))))
 
     def checkpoint(self, pid: int) -> int:
-        """LOCKED → CHECKPOINTED."""
         return int(self._cuda.cuCheckpointProcessCheckpoint(pid, ctypes.byref(CheckpointArgs())))
 
     def restore(self, pid: int, uuid_pairs: Sequence[tuple[bytes, bytes]] = ()) -> int:
@@ -205,7 +204,6 @@ class Libcuda:
         return int(self._cuda.cuCheckpointProcessRestore(pid, ctypes.byref(args)))
 
     def unlock(self, pid: int) -> int:
-        """LOCKED → RUNNING."""
         return int(self._cuda.cuCheckpointProcessUnlock(pid, ctypes.byref(UnlockArgs())))
 
     def _text(self, function: ctypes._NamedFuncPointer, result: int) -> str:

@@ -86,7 +86,6 @@ class DriverLock:
 
     @property
     def pid(self) -> int:
-        """The process."""
         return self._pid
 
     @property

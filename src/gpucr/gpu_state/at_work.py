@@ -44,7 +44,6 @@ class AtWork:
         return self._ids
 
     def begin(self) -> None:
-        """Write the records."""
         RECORDS.remove_ended()
         me = processes.read_stat(os.getpid())
         if me is None or not self._gpus:

@@ -78,7 +78,6 @@ class CapturedStaging(PlainStaging):
         return bool(extents)
 
     def close(self) -> None:
-        """Close the file."""
         self.wait_prepared()
         if self.file is not None:
             self.file.close()
@@ -156,7 +155,6 @@ class CapturedReturn:
                 self._gate.begin()
 
     def finish(self) -> None:
-        """Release the restore thread."""
         if self._gate is not None:
             with explained(self._gate.pid):
                 self._gate.finish()

@@ -249,7 +249,6 @@ class GangStaging:
         self._after(state)
 
     def close(self) -> None:
-        """Free the data."""
         for each in self._stored():
             each.close()
 
@@ -343,7 +342,6 @@ class AllocateStaging:
         self._spool = spool
 
     def describe(self) -> str:
-        """How much."""
         on_disk = f", {format_bytes(self._spool.size_bytes)} in {self._spool.folder}" if self._spool is not None else ""
         return f"allocate {format_bytes(self._host_bytes)} of host memory{on_disk} for device memory"
 

@@ -28,7 +28,6 @@ class LetGoOfOpenCl:
         self._pids = pids
 
     def describe(self) -> str:
-        """Whose it is."""
         names = ", ".join(map(str, self._pids))
         return f"end what OpenCL has open in process {names}, where its calls fail from then on"
 

@@ -29,12 +29,10 @@ class PlainStaging:
 
     @property
     def kind(self) -> str:
-        """Plain."""
         return PLAIN
 
     @property
     def source(self) -> Source | None:
-        """None: CRIU reads it."""
         return None
 
     def available_bytes(self) -> int:
@@ -42,12 +40,11 @@ class PlainStaging:
         return 0
 
     def prepare(self, size_bytes: int) -> int:
-        """Nothing: the driver allocates."""
         self._expected_bytes = size_bytes
         return size_bytes
 
     def wait_prepared(self) -> None:
-        """Nothing was begun."""
+        pass
 
     def begin(self, restore_thread: int, meter: Meter, deadline: float | None) -> None:
         """Watch the restore thread, to give the driver better staging than it requests."""
@@ -69,7 +66,6 @@ class PlainStaging:
             self._capture.wait_started()
 
     def complete(self, meter: Meter) -> None:
-        """Find the staging."""
         if self._capture is None:
             self._locate()
             return
@@ -86,7 +82,7 @@ class PlainStaging:
             self._capture.finish()
 
     def make_way(self) -> None:
-        """It uses nothing there."""
+        pass
 
     def give_back(self) -> None:
         """The driver has done it."""

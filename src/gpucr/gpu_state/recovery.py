@@ -87,7 +87,6 @@ class EndStop(Action):
     processes: tuple[ProcessId, ...]
 
     def recover(self, descriptors: Sequence[int]) -> bool:
-        """Do it."""
         processes.continue_stopped(self.processes)
         return False
 

@@ -77,6 +77,5 @@ class Returns:
         self._custom.give_up()
 
     def close(self) -> None:
-        """Free what it needed."""
         self._interposed.close()
         self._custom.close()

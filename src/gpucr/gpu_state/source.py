@@ -134,47 +134,42 @@ class SavedLater:
     digest_key: bytes | None = None
 
     def look(self, part: DevicePart, digests: Sequence[bytes | None]) -> None:
-        """Nothing."""
+        pass
 
     def differing(self, part: DevicePart) -> list[int]:
-        """Nothing is saved."""
         return []
 
     def begin_early(self, part: DevicePart, pieces: Sequence[int], *, reads: bool) -> None:
-        """Nothing."""
+        pass
 
     def end_early(self) -> None:
-        """Nothing."""
+        pass
 
     def wait_early(self, timeout_s: float | None = None) -> bool:
-        """Nothing is."""
         return True
 
     def files(self, part: DevicePart) -> tuple[Sequence[int], int]:
-        """Nothing has any."""
         raise ValueError("nothing is saved yet")
 
     def add(self, source: Source) -> None:
-        """Nothing."""
+        pass
 
     def grow(self, source: Source) -> None:
-        """Nothing."""
+        pass
 
     def advance(self, part: DevicePart, up_to_bytes: int) -> None:
-        """Nothing."""
+        pass
 
     def complete(self, part: DevicePart) -> None:
-        """Nothing."""
+        pass
 
     def limit_threads(self, count: int | None) -> None:
-        """Nothing."""
+        pass
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Nothing is."""
         return False
 
     def wait_for(self, part: DevicePart, timeout_s: float | None = None) -> bool:
-        """Nothing is."""
         return False
 
 
@@ -196,7 +191,6 @@ class FileSource(Struct, frozen=True):
             )
 
     def read_into(self, position: int, data: memoryview) -> None:
-        """Read the file."""
         done = 0
         while done < len(data):
             count = os.preadv(self.fd, [data[done:]], position + done)

@@ -41,7 +41,6 @@ class LockGang:
         self._at_work = at_work
 
     def describe(self) -> str:
-        """What will be locked."""
         running = [each for each in self._gang.members if each.found is CudaState.RUNNING]
         return f"lock the CUDA work of {_names(running)}" if running else "no CUDA work has to be locked"
 
@@ -93,7 +92,6 @@ class CheckpointGang:
         self.restore_threads: dict[int, int] = {}
 
     def describe(self) -> str:
-        """What will be checkpointed."""
         running = [each for each in self._gang.members if each.found is not CudaState.CHECKPOINTED]
         if not running:
             return "no process has to be checkpointed"
@@ -203,11 +201,9 @@ class StopThreads:
         self._protection = protection
 
     def describe(self) -> str:
-        """What is stopped."""
         return "stop all threads for CRIU"
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
-        """Stop them."""
         self._protection.stopped([member.id for member in self._gang.members])
         self._threads.stop()
         return 0
@@ -234,7 +230,6 @@ class DetachStaging:
         self._copies: dict[int, HostCopy] = {}
 
     def describe(self) -> str:
-        """What is taken out."""
         return "take device memory out of the processes, so that CRIU does not write it"
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
@@ -295,11 +290,9 @@ class AttachStaging:
         self._detached = detached
 
     def describe(self) -> str:
-        """What is put back."""
         return "put device memory back into the processes"
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
-        """Attach what was detached."""
         self._detached.attach()
         return 0
 
@@ -317,7 +310,6 @@ class HoldThreads:
         self._free_threads = free_threads
 
     def describe(self) -> str:
-        """What is held."""
         return "hold all threads but the driver's until device memory is back"
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
@@ -330,7 +322,6 @@ class HoldThreads:
         return 0
 
     def undo(self) -> None:
-        """Release the threads."""
         self._threads.release()
 
 
@@ -357,7 +348,6 @@ class ReleaseThreads:
         self._is_result = is_result
 
     def describe(self) -> str:
-        """What will run."""
         return "release all threads"
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
@@ -433,7 +423,6 @@ class UnlockGang:
         self._down_to = down_to
 
     def describe(self) -> str:
-        """What will run again."""
         return f"unlock {_names(self._gang.members)}"
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:

@@ -40,7 +40,6 @@ class StopOthers:
         return tuple(self._stopped)
 
     def describe(self) -> str:
-        """What is stopped."""
         return "stop the processes that do not use CUDA"
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
@@ -56,7 +55,6 @@ class StopOthers:
         return 0
 
     def undo(self) -> None:
-        """End the stop."""
         processes.continue_stopped(self._stopped)
 
     def _running(self, known: set[ProcessId]) -> list[ProcessId]:

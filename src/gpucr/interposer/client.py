@@ -59,7 +59,6 @@ class Held(Struct):
     descriptor: int
 
     def close(self) -> None:
-        """Close the descriptor."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
@@ -208,7 +207,6 @@ class Agent:
         self.close()
 
     def close(self) -> None:
-        """Hang up."""
         self._socket.close()
 
     def _receive(self, operation: Operation) -> tuple[Answer, list[int]]:

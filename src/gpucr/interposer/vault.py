@@ -517,7 +517,6 @@ class Vaults:
         return len(self._vaults)
 
     def close(self) -> None:
-        """All of them."""
         with self._lock:
             while self._vaults:
                 self._vaults.popitem()[1].close()

@@ -25,7 +25,6 @@ class EndFrozenJob:
         self._protection = protection
 
     def describe(self) -> str:
-        """What is killed."""
         return f"kill {counted(len(self._job.processes), 'process')}"
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:

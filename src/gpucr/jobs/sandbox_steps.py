@@ -207,13 +207,11 @@ class StartSandbox:
         self.site: Result[RestoreSite] = Result()
 
     def describe(self) -> str:
-        """Which namespaces."""
         network = "" if self._plan.network == "host" else " and network"
         asked = "ask the privileged helper to " if self._install.is_helpers else ""
         return f"{asked}make pid, mount, IPC{network} namespaces for the job"
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
-        """Make them."""
         plan = self._plan
         for path in plan.outputs.values():
             _make_log(path)
@@ -241,7 +239,6 @@ class StartSandbox:
         return 0
 
     def undo(self) -> None:
-        """End everything in it."""
         if self._made is None:
             return
         keeper = self._made.sandbox.keeper
@@ -273,7 +270,6 @@ class StartKeeper:
         self.site: Result[RestoreSite] = Result()
 
     def describe(self) -> str:
-        """What it does."""
         if self._install.is_helpers:
             return "ask the privileged helper to restore the job, and to become its parent"
         return "start the process that will be the job's parent"
@@ -355,11 +351,9 @@ class KeepJob:
         self.warnings: tuple[str, ...] = ()
 
     def describe(self) -> str:
-        """What it does."""
         return "hand the job over to its keeper"
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
-        """Hand it over."""
         site, tree, manifest = self._site.value, self._tree.value, self._manifest
         if self._name is not None:
             self.warnings = tuple(

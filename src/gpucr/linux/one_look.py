@@ -42,7 +42,6 @@ class OneLook:
         self._opened: dict[OpenFile, os.stat_result | None] = {}
 
     def files(self, pid: int) -> tuple[OpenFile, ...]:
-        """Its descriptors. As `processes.open_files`."""
         found = self._files.get(pid)
         if found is None:
             found = self._files[pid] = processes.open_files(pid)

@@ -148,7 +148,6 @@ class _Walk:
         self.name = "."
 
     def close(self) -> None:
-        """Close the folder."""
         os.close(self.folder)
 
     def to_the_end(self, *, only_fixed: bool = False, is_sticky_enough: bool = False, make: bool = False) -> None:

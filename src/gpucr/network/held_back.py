@@ -33,7 +33,6 @@ class HoldBack:
         self._filter: Filter | None = None
 
     def describe(self) -> str:
-        """How many."""
         return f"block {counted(len(self._connections), 'connection')} to other parts until all parts are there"
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
@@ -86,7 +85,6 @@ class LetGo:
         self._held = held
 
     def describe(self) -> str:
-        """What it does."""
         return "let the packets of the connections to other parts through"
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:

@@ -30,7 +30,6 @@ class Quiet:
         self._deadline = deadline
 
     def describe(self) -> str:
-        """What it does."""
         return "let no new connections in until the job is saved"
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
@@ -44,7 +43,6 @@ class Quiet:
         return 0
 
     def undo(self) -> None:
-        """Let new ones in."""
         self._network.release()
 
     def _is_quiet(self, interrupts: Interrupts) -> bool:
@@ -70,11 +68,9 @@ class Block:
         self._network = network
 
     def describe(self) -> str:
-        """What it does."""
         return "block the packets of the job's connections"
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
-        """Block them."""
         self._network.block()
         return 0
 
@@ -96,11 +92,9 @@ class Unblock:
         self._refuses_new = refuses_new
 
     def describe(self) -> str:
-        """What it does."""
         return "let the packets of the job's connections through"
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
-        """Let them through."""
         self._network.release()
         if self._refuses_new:
             self._network.refuse_new()
@@ -128,7 +122,6 @@ class CloseConnections:
         return kept or "close its connections: the other ends notice when it ends"
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
-        """Prepare their end."""
         self._network.settle(self._snapshot())
         return 0
 
@@ -147,7 +140,6 @@ class LetKeptGo:
         self._is_taken_up = is_taken_up
 
     def describe(self) -> str:
-        """How many."""
         count = counted(len(self._record.connections), "kept connection")
         return f"take up {count} again" if self._is_taken_up else f"reset {count}"
 

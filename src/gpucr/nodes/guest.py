@@ -42,7 +42,6 @@ class Guest(Meeting):
         self._heard: dict[str, str] = {}
 
     def arrive(self, choose: Callable[[], str]) -> str:
-        """See `Meeting.arrive`."""
         deadline = time.monotonic() + self.rendezvous.meet_s
         channel = self._connected(deadline)
         self._channel = channel
@@ -67,27 +66,22 @@ class Guest(Meeting):
         self._wait(lambda: step in self._heard, deadline, lambda: too_late(step, "node 0"))
 
     def exchange(self, step: Step, value: str, answer: Answer, deadline: float) -> str:
-        """See `Meeting.exchange`."""
         self.say(step, value)
         self.wait(step, deadline)
         return self._heard[step]
 
     @property
     def own_address(self) -> str | None:
-        """See `Meeting.own_address`."""
         return self._channel.own_address if self._channel is not None else None
 
     def held(self, times: int) -> None:
-        """See `Meeting.held`."""
         self._send(Held(times))
 
     def fail(self, why: str) -> None:
-        """See `Meeting.fail`."""
         if self._channel is not None:
             tell(self._channel, Failed(self.rendezvous.node, as_text(why)))
 
     def close(self) -> None:
-        """See `Meeting.close`."""
         if self._channel is not None:
             self._channel.close()
 

@@ -53,7 +53,6 @@ class Host(Meeting):
         self._door.start()
 
     def arrive(self, choose: Callable[[], str]) -> str:
-        """See `Meeting.arrive`."""
         deadline = time.monotonic() + self.rendezvous.meet_s
         self._wait(lambda: len(self._guests) == self.rendezvous.node_count - 1, deadline, self._not_all)
         set_id = choose()
@@ -74,7 +73,6 @@ class Host(Meeting):
         self._announce(step, [""] * self.rendezvous.node_count)
 
     def exchange(self, step: Step, value: str, answer: Answer, deadline: float) -> str:
-        """See `Meeting.exchange`."""
         answers = answer(self.gather(step, value, deadline))
         self._announce(step, answers)
         if step == "holding":
@@ -83,12 +81,10 @@ class Host(Meeting):
 
     @property
     def own_address(self) -> str | None:
-        """See `Meeting.own_address`."""
         with self._changed:
             return next((each.own_address for each in self._guests.values()), None)
 
     def held(self, times: int) -> None:
-        """See `Meeting.held`."""
         with self._changed:
             self._held[0] = times
             self._changed.notify_all()
@@ -121,7 +117,6 @@ class Host(Meeting):
         self._broadcast(Together(HELD, ""))
 
     def fail(self, why: str) -> None:
-        """See `Meeting.fail`."""
         self._report_to_all(Failed(0, as_text(why)))
 
     def close(self) -> None:

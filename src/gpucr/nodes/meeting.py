@@ -45,7 +45,6 @@ class Joined(Cancellation):
 
     @property
     def is_cancelled(self) -> bool:
-        """Whether either is."""
         return self.reason is not None
 
 

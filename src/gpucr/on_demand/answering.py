@@ -31,7 +31,6 @@ class Answering:
             raise
 
     async def run(self) -> None:
-        """Answer until cancelled."""
         loop = asyncio.get_running_loop()
         tasks: set[asyncio.Task[None]] = set()
         try:

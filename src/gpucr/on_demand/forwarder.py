@@ -187,7 +187,6 @@ class Forwarder:
             self._busy.discard(connection)
 
     async def admit(self, connection: Connection) -> None:
-        """See `Served`."""
         if self._serves:
             return
         begun_s = time.monotonic()
@@ -235,7 +234,6 @@ class Forwarder:
                 await self._aside(self._job.look)  # it may have been restored, with another network
 
     def passed(self, connection: Connection, *, from_client: int = 0, to_client: int = 0) -> None:
-        """See `Served`."""
         self._used_s = time.monotonic()
         self._busy.add(connection)
         self._in_bytes += from_client
@@ -244,7 +242,6 @@ class Forwarder:
     _in_bytes = _out_bytes = 0
 
     def refused(self, reason: NotServed) -> None:
-        """See `Served`."""
         before = self._counts.refused
         self._count(refused={**before, reason.kind: before.get(reason.kind, 0) + 1})
         if before.get(reason.kind, 0) == 0 or reason.kind != "full":  # thousands may come at once

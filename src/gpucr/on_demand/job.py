@@ -198,7 +198,6 @@ class ServedJob:
         return in_network_of(self._record, make)
 
     def record(self) -> JobRecord | None:
-        """Its record now."""
         with registry_in_use():
             listed = registry().look(self.name)
         return listed.record if listed is not None else None

@@ -29,7 +29,6 @@ class OnDemandCollector:
         self._core = extras.load("prometheus_client.core", "metrics")
 
     def collect(self) -> Iterator[Any]:
-        """The current metric families."""
         core, jobs = self._core, list_on_demand()
         info = core.GaugeMetricFamily(
             "gpucr_on_demand_info", "What a job that is served on demand does; always 1.", labels=["job", "phase"]

@@ -65,11 +65,9 @@ class PlainTraffic:
         return self._answered_s is not None or self._asked_s is None
 
     def is_open(self, now_s: float) -> bool:
-        """See `Traffic`."""
         return self._asked_s is not None and (self._answered_s is None or now_s - self._answered_s < QUIET_S)
 
     def silent_s(self, now_s: float) -> float:
-        """See `Traffic`."""
         return now_s - max(self._asked_s or 0.0, self._answered_s or 0.0)
 
 
@@ -86,7 +84,6 @@ class HttpTraffic:
         self._plain: PlainTraffic | None = None
 
     def asked(self, data: bytes, now_s: float) -> None:
-        """See `Traffic`."""
         if self._plain is not None:
             self._plain.asked(data, now_s)
         elif self._asked_s is None:
@@ -107,15 +104,12 @@ class HttpTraffic:
             self._plain.answered(data, now_s)
 
     def begins_one(self, now_s: float) -> bool:
-        """See `Traffic`."""
         return self._plain.begins_one(now_s) if self._plain is not None else self._asked_s is None
 
     def is_open(self, now_s: float) -> bool:
-        """See `Traffic`."""
         return self._plain.is_open(now_s) if self._plain is not None else self._asked_s is not None
 
     def silent_s(self, now_s: float) -> float:
-        """See `Traffic`."""
         if self._plain is not None:
             return self._plain.silent_s(now_s)
         return now_s - max(self._asked_s or 0.0, self._answered_s)

@@ -123,11 +123,9 @@ class PrepareTarget:
         self._remaps: RemoveLinkRemaps | None = None
 
     def describe(self) -> str:
-        """Which target."""
         return self._context.target.preparation
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
-        """Prepare it."""
         context = self._context
         context.target.create(context.protection)
         self._remaps = link_remaps(context.job, context.look)
@@ -164,7 +162,6 @@ class SaveDevice:
         self._context = context
 
     def describe(self) -> str:
-        """How much."""
         return f"begin to save {format_bytes(self._saved_bytes())} of device memory"
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
@@ -367,7 +364,6 @@ class CommitSnapshot:
         self.snapshot: JobSnapshot | None = None
 
     def describe(self) -> str:
-        """Which snapshot."""
         where = self._context.target.where
         if self._context.rehearsal is not None:
             return f"save device memory, sync, write the manifest of {where}, and rehearse a restore"
@@ -432,7 +428,6 @@ class SaveFirst:
         self._context = context
 
     def describe(self) -> str:
-        """When."""
         return "save device memory before the job runs again, where there is no room for a copy"
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:

@@ -40,9 +40,7 @@ class ToHostMemory:
         return first_pass(cuda, self.writer, self._pace, deadline)
 
     def begin(self) -> None:
-        """Start the threads."""
         self.writer.start()
 
     def close(self) -> None:
-        """End them. Idempotent."""
         self.writer.cancel()

@@ -36,7 +36,6 @@ class MeetFrozen:
         self._has_gpu_work = has_gpu_work
 
     def describe(self) -> str:
-        """For what."""
         return "wait until all parts of the job are frozen"
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
@@ -60,7 +59,6 @@ class MeetImaged:
         self._parts = parts
 
     def describe(self) -> str:
-        """For what."""
         return "wait until CRIU has saved all parts of the job"
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
@@ -70,4 +68,4 @@ class MeetImaged:
         return 0
 
     def undo(self) -> None:
-        """Nothing."""
+        pass

@@ -52,7 +52,6 @@ class CheckDevice:
         self._source = source
 
     def describe(self) -> str:
-        """How much."""
         return f"check the digests of {format_bytes(self._stored_bytes())} of device memory"
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
@@ -75,7 +74,7 @@ class CheckDevice:
         return self._stored_bytes()
 
     def undo(self) -> None:
-        """Nothing was kept."""
+        pass
 
     def _stored_bytes(self) -> int:
         return sum(each.stored_bytes for each in self._source.snapshot.manifest.device_parts.values())
@@ -92,7 +91,6 @@ class CheckRestored:
         self._tree = tree
 
     def describe(self) -> str:
-        """What is compared."""
         count = counted(len(self._snapshot.manifest.processes), "process")
         return f"compare {count} with the snapshot: parents, threads, names, arguments, descriptors"
 
@@ -115,7 +113,7 @@ class CheckRestored:
         return 0
 
     def undo(self) -> None:
-        """Nothing was changed."""
+        pass
 
     def _descriptors(self) -> dict[int, frozenset[int]]:
         """The numbers of each process's descriptors, by its innermost pid. CRIU takes no image for an empty one."""
@@ -156,7 +154,6 @@ class EndRehearsal:
         self._steps = steps
 
     def describe(self) -> str:
-        """What ends."""
         return "end the restored processes and their sandbox"
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:

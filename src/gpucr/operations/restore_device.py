@@ -134,7 +134,6 @@ class RestoreDevice:
         self._deadline = deadline
 
     def describe(self) -> str:
-        """What the driver restores."""
         return self._restore.describe()
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:

@@ -68,7 +68,6 @@ class CriuRestore:
         self.warnings: tuple[str, ...] = ()
 
     def describe(self) -> str:
-        """How many processes."""
         manifest = self._manifest
         roots = f"root pid{'s' if manifest.other_root_pids else ''} {', '.join(map(str, manifest.root_pids))}"
         return f"restore {counted(len(manifest.processes), 'process')} with CRIU, {roots}"
@@ -159,7 +158,6 @@ class WaitForOthers:
         self._call = call
 
     def describe(self) -> str:
-        """For whom."""
         return "wait until those who restore other parts are ready"
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:

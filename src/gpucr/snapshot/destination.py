@@ -108,22 +108,18 @@ class FolderTarget:
 
     @property
     def where(self) -> str:
-        """Its path as given."""
         return str(self.folder.path)
 
     @property
     def preparation(self) -> str:
-        """Making the folder."""
         return f"make the private folder {self.where}"
 
     @property
     def images_at(self) -> str:
-        """In the folder."""
         return str(self.folder.path / IMAGES_NAME)
 
     @property
     def sink(self) -> DeviceSink:
-        """The device folder."""
         return self._sink
 
     @property
@@ -134,7 +130,6 @@ class FolderTarget:
 
     @property
     def buffers_bytes(self) -> int:
-        """One piece per thread."""
         return buffers_bytes(self._sink.piece_bytes)
 
     def findings(self, job: Job, device_bytes: int) -> list[preflight.Finding]:
@@ -142,7 +137,6 @@ class FolderTarget:
         return preflight.check_disk(job, self.disk, device_bytes)
 
     def create(self, protection: Protection) -> None:
-        """Make the folder."""
         self.folder.create(lambda: protection.protect(*discard_folder(self.folder)))
         self._sink.folder = self.folder.device
 
@@ -156,7 +150,6 @@ class FolderTarget:
         self.folder.seal_images()
 
     def commit(self, draft: Manifest) -> JobSnapshot:
-        """Write the manifest."""
         snapshot = self.folder.commit(draft)
         self._manifest.set(snapshot.manifest)
         return snapshot
@@ -173,7 +166,6 @@ class FolderTarget:
         )
 
     def discard(self) -> None:
-        """Remove it."""
         self.folder.discard()
 
     def close(self) -> None:

@@ -282,7 +282,6 @@ class UnfinishedSnapshot:
             trusted_paths.remove_empty_folder(self.path)
 
     def close(self) -> None:
-        """Close the folder. Idempotent."""
         if self._held is not None:
             self._held.close()
             self._held = None

@@ -36,7 +36,6 @@ class LoadDevice:
         self.loading: Result[Loading] = Result()
 
     def describe(self) -> str:
-        """How much."""
         stored = sum(data.stored_bytes for data in self._source.snapshot.manifest.device_parts.values())
         return f"begin to read {format_bytes(stored)} of device memory"
 
@@ -55,7 +54,6 @@ class LoadDevice:
         return 0
 
     def undo(self) -> None:
-        """Stop reading."""
         if (loading := self.loading.if_known) is not None:
             self._all.give_up()
             loading.reader.cancel()

@@ -144,7 +144,6 @@ class FolderSource(RestoreSource):
         self._verified = self._pool.submit(self._snapshot.verify_files, self._require_open)
 
     def provide(self, protection: Protection, interrupts: Interrupts, meter: Meter) -> int:
-        """Check every file."""
         with interrupts.allowed():
             if self._verified is None:
                 self._snapshot.verify_files(interrupts.check)
@@ -165,7 +164,6 @@ class FolderSource(RestoreSource):
             raise KeyboardInterrupt("nobody waits for this")
 
     def pieces(self) -> StoredPieces:
-        """The device folder."""
         snapshot = self._snapshot
         return FolderPieces(snapshot.device, snapshot.manifest.device_parts, prefix=snapshot.device_prefix)
 
@@ -194,7 +192,6 @@ class ProvideFiles:
         self.name = source.provision[0]
 
     def describe(self) -> str:
-        """From where."""
         return self._source.provision[1]
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:

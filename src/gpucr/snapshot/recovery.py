@@ -44,7 +44,6 @@ class RemoveWorkingFolder(Action):
     path: str
 
     def recover(self, descriptors: Sequence[int]) -> bool:
-        """Remove it."""
         working_folder.remove(Path(self.path))
         return False
 

@@ -123,7 +123,6 @@ class SharedFiles:
         self.close()
 
     def close(self) -> None:
-        """Discard what was replaced."""
         for fd in self._replaced.values():
             os.close(fd)
         self._replaced.clear()

@@ -89,17 +89,14 @@ class StoreTarget:
 
     @property
     def preparation(self) -> str:
-        """Looking at the store."""
         return f"look what the store {self._store.backend.url} has already"
 
     @property
     def images_at(self) -> str:
-        """In the working folder."""
         return f"{self._store.backend.url}, by way of {self._working.path.parent}"
 
     @property
     def sink(self) -> DeviceSink:
-        """The store."""
         return self._sink
 
     @property
@@ -146,7 +143,6 @@ class StoreTarget:
         return self._snapshot is not None
 
     def seal_images(self) -> None:
-        """Store the files."""
         if self._records.if_known is None:
             with completed(self.where, hint=_NO_SPACE_HINT):
                 self._records.set(self._store_files())
@@ -185,7 +181,6 @@ class StoreTarget:
             self.close()
 
     def close(self) -> None:
-        """Remove the working folder."""
         self.folder.close()
         self._working.remove()
 
@@ -252,7 +247,6 @@ class StoreSink:
 
     @property
     def digest_key(self) -> bytes | None:
-        """The store's."""
         return self._store.digest_key
 
     @property
@@ -271,14 +265,13 @@ class StoreSink:
 
     @property
     def piece_bytes(self) -> int:
-        """The store's."""
         return self._piece_bytes
 
     def add(self, part: DevicePart, size_bytes: int) -> None:
         """Nothing: pieces have no fixed place."""
 
     def grow(self, part: DevicePart, size_bytes: int) -> None:
-        """Nothing."""
+        pass
 
     def put(self, part: DevicePart, piece: int, buffer: PieceBuffer, length: int, before: bytes | None) -> bytes:
         """Store a piece. A changed one becomes an additional piece; nothing refers to the old one."""

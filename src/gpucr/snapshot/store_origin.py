@@ -60,7 +60,6 @@ class StoreSource(RestoreSource):
         """Nothing: the files are fetched before device memory is read."""
 
     def provide(self, protection: Protection, interrupts: Interrupts, meter: Meter) -> int:
-        """Fetch every file."""
         protection.protect(RemoveWorkingFolder(str(self._working.path)))
         self._working.create()
         meter.expect(self.files_bytes)
@@ -134,7 +133,6 @@ class StoreSource(RestoreSource):
         return found
 
     def close(self) -> None:
-        """Remove the working folder."""
         self._working.remove()
 
     @contextmanager

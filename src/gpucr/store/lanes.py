@@ -77,7 +77,6 @@ class OpenPack:
         return PackContents(self.pack_id, self._sink.size_bytes, entries)
 
     def discard(self) -> None:
-        """Remove it."""
         self._sink.discard()
 
 

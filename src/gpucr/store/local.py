@@ -68,7 +68,6 @@ class LocalBackend:
         return f"{status.st_dev}:{status.st_ino}"
 
     def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
-        """See `Backend.read`."""
         with self._opened(name) as fd:
             there = max(0, os.fstat(fd).st_size - offset)
             wanted = there if length is None else min(length, there)
@@ -80,14 +79,12 @@ class LocalBackend:
         return b"".join(parts)
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> int:
-        """See `Backend.read_into`."""
         with self._opened(name) as fd:
             if _is_aligned(buffer) and offset % _DIRECT_BYTES == 0:
                 _set_direct(fd, on=True)
             return _transfer(os.preadv, fd, buffer, offset)
 
     def size(self, name: str) -> int:
-        """See `Backend.size`."""
         with self._opened(name) as fd:
             return os.fstat(fd).st_size
 
@@ -104,7 +101,6 @@ class LocalBackend:
         return iter(sorted(found, key=lambda info: info.name))
 
     def create(self, name: str, parts: Buffer | Sequence[Buffer]) -> None:
-        """See `Backend.create`."""
         sink = self.open_new(name)
         try:
             for part in as_parts(parts):
@@ -115,11 +111,9 @@ class LocalBackend:
         sink.publish()
 
     def open_new(self, name: str) -> LocalSink:
-        """See `Backend.open_new`."""
         return LocalSink(name, self._held, self.group)
 
     def delete(self, name: str) -> None:
-        """See `Backend.delete`."""
         path = self._path(name)
         with contextlib.suppress(FileNotFoundError):
             try:
@@ -200,11 +194,9 @@ class LocalSink:
 
     @property
     def size_bytes(self) -> int:
-        """See `Sink.size_bytes`."""
         return self._size_bytes
 
     def write(self, data: Buffer) -> None:
-        """See `Sink.write`."""
         view = memoryview(data)
         self._size_bytes += len(view)
         if self._tail_bytes % _DIRECT_BYTES == 0 and len(view) >= _LARGE_BYTES and _is_aligned(view):
@@ -220,7 +212,6 @@ class LocalSink:
                 self._flush(_TAIL_BYTES)
 
     def publish(self) -> None:
-        """See `Sink.publish`."""
         try:
             self._flush(-(-self._tail_bytes // _DIRECT_BYTES) * _DIRECT_BYTES)
             os.ftruncate(self._fd, self._size_bytes)
@@ -246,7 +237,6 @@ class LocalSink:
             raise OSError(errno.EOPNOTSUPP, what, str(self._path)) from e
 
     def discard(self) -> None:
-        """See `Sink.discard`."""
         if self._is_open:
             self._is_open = False
             os.close(self._fd)

@@ -108,11 +108,9 @@ class ObjectsBackend:
 
     @property
     def identity(self) -> str:
-        """The URL."""
         return self._url
 
     def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
-        """See `Backend.read`."""
         if length is not None:
             return self._read_range(name, offset, length)
         if offset:
@@ -123,7 +121,6 @@ class ObjectsBackend:
         return bytes(self._fetch(name, offset, length)) if length else b""
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> int:
-        """See `Backend.read_into`."""
         data = memoryview(self._fetch(name, offset, len(buffer))) if buffer else memoryview(b"")
         buffer[: len(data)] = data
         return len(data)
@@ -141,15 +138,12 @@ class ObjectsBackend:
         return self._again(name, attempt)
 
     def size(self, name: str) -> int:
-        """See `Backend.size`."""
         return self._again(name, lambda: self._size(name))
 
     def _size(self, name: str) -> int:
         return int(self._obstore.head(self._store, _checked(name))["size"])
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """See `Backend.list`."""
-
         def attempt() -> Sequence[ObjectInfo]:
             return [
                 ObjectInfo(meta["path"], meta["size"], meta["last_modified"].timestamp())
@@ -161,7 +155,6 @@ class ObjectsBackend:
         return iter(sorted(self._again(self._url, attempt), key=lambda info: info.name))
 
     def create(self, name: str, parts: Buffer | Sequence[Buffer]) -> None:
-        """See `Backend.create`."""
         several = as_parts(parts)
         is_large = sum(len(part) for part in several) >= _UPLOAD_BYTES
         store = self._upload_store if is_large else self._store
@@ -191,7 +184,6 @@ class ObjectsBackend:
             raise Exists(name) from cause
 
     def open_new(self, name: str) -> ObjectsSink:
-        """See `Backend.open_new`."""
         check_name(name)
         return ObjectsSink(
             create=lambda parts: self.create(name, parts),
@@ -217,8 +209,6 @@ class ObjectsBackend:
             raise _translated(e, name, self._errors) from e
 
     def delete(self, name: str) -> None:
-        """See `Backend.delete`."""
-
         def attempt() -> None:
             try:
                 self._obstore.delete(self._store, _checked(name))

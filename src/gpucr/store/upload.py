@@ -55,11 +55,9 @@ class ObjectsSink:
 
     @property
     def size_bytes(self) -> int:
-        """See `Sink.size_bytes`."""
         return self._size_bytes
 
     def write(self, data: Buffer) -> None:
-        """See `Sink.write`."""
         part = bytes(data)
         with self._changed:
             self._parts.append(part)
@@ -75,7 +73,6 @@ class ObjectsSink:
             outcome.result()
 
     def publish(self) -> None:
-        """See `Sink.publish`."""
         if self._outcome is None:
             self._has_ended = True
             self._create(list(self._parts))

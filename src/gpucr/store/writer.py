@@ -85,7 +85,6 @@ class StoreWriter:
 
     @property
     def counts(self) -> WriteCounts:
-        """The counters so far."""
         with self._lock:
             return replace(self._counts, checked_bytes=self._checks.read_bytes)
 

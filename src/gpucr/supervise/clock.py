@@ -33,15 +33,12 @@ class MachineClock:
     """The machine's clock."""
 
     def now_s(self) -> float:
-        """CLOCK_MONOTONIC."""
         return time.monotonic()
 
     def wall_s(self) -> float:
-        """CLOCK_REALTIME."""
         return time.time()
 
     def wait(self, seconds: float, stop: Stop) -> None:
-        """Wait for the stop."""
         stop.wait(seconds)
 
 

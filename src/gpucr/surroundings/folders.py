@@ -49,7 +49,6 @@ class MakeFolders:
         self._made: list[str] = []
 
     def describe(self) -> str:
-        """What it does."""
         return "make the missing folders of the job's sockets"
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:

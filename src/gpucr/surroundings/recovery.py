@@ -95,7 +95,6 @@ class RemoveSocketFolders(Action):
     paths: tuple[str, ...]
 
     def recover(self, descriptors: Sequence[int]) -> bool:
-        """Remove them."""
         for path in reversed(self.paths):
             remove_socket_folder(path)
         return False

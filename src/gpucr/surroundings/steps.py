@@ -132,7 +132,6 @@ class FreePorts:
         self._deadline = deadline
 
     def describe(self) -> str:
-        """Which ports."""
         ports = sorted({each.port for each in self._endpoints})
         shown = ", ".join(map(str, ports[:5])) + (f" and {len(ports) - 5} more" if len(ports) > 5 else "")
         return f"free the job's ports ({shown}) of closed connections"
@@ -159,7 +158,7 @@ class FreePorts:
         """Nothing: nobody had these connections any more."""
 
     def close(self) -> None:
-        """Nothing."""
+        pass
 
     def _left_over(self) -> tuple[TcpSocket, ...]:
         sockets = sock_diag.tcp_sockets()
@@ -217,7 +216,6 @@ class AdaptFiles:
         self.warnings: list[str] = []
 
     def describe(self) -> str:
-        """What happens to them."""
         files = "keep files as they are now" if self._mode == "keep" else "cut files back to their size at the dump"
         return f"{files}; {'close' if self._tcp == 'close' else 'keep'} connections to the outside"
 

@@ -63,7 +63,6 @@ class Guard:
 
     @property
     def pid(self) -> int:
-        """The guard process's pid."""
         return self._process.pid
 
     @property

@@ -116,7 +116,6 @@ class Operation:
             self.release()
 
     def release(self) -> None:
-        """Release the reserved descriptors."""
         if self._reserve is not None:
             self._reserve.release()
             self._reserve = None

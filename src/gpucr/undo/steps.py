@@ -149,19 +149,15 @@ class AroundStep:
 
     @property
     def name(self) -> str:
-        """The step's own."""
         return self._step.name
 
     def describe(self) -> str:
-        """The step's own."""
         return self._step.describe()
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
-        """The step's own."""
         return self._step.run(interrupts, meter)
 
     def undo(self) -> None:
-        """The step's own."""
         self._step.undo()
 
 
@@ -169,7 +165,7 @@ class WithoutUndo(AroundStep):
     """A step whose effects another step's undo reverts."""
 
     def undo(self) -> None:
-        """Nothing."""
+        pass
 
 
 def run_steps(

@@ -77,7 +77,6 @@ class Canary:
 
     @property
     def pid(self) -> int:
-        """The first process's pid."""
         return self._process.pid
 
     def wait_ready(self) -> None:

@@ -51,7 +51,6 @@ class HandedOver:
         self._storage.complete(self._pid, begun.handle)
 
     def close(self) -> None:
-        """The context."""
         self._vault.close()
 
     def around(self, actions: Sequence[tuple[str, Callable[[], object]]]) -> list[tuple[str, Callable[[], object]]]:

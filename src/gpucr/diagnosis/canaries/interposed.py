@@ -83,7 +83,6 @@ class MemoryOfItsOwn:
         return bytes(data)
 
     def close(self) -> None:
-        """Hang up."""
         self._agent.close()
         self._vault.close()
 

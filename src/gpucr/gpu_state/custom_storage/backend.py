@@ -38,7 +38,6 @@ class CarriedSource:
         self._carrier = carrier
 
     def read_into(self, position: int, data: memoryview) -> None:
-        """Through the carrier."""
         self._carrier.read_into(self.part.pid, position, data)
 
 
@@ -98,7 +97,6 @@ class CustomStorage:
         return size_bytes
 
     def wait_prepared(self) -> None:
-        """Wait for the room."""
         if self._populating is not None:
             self._populating.join()
 
@@ -175,10 +173,10 @@ class CustomStorage:
                 self._carrier.of("finish", self.process)
 
     def make_way(self) -> None:
-        """It uses nothing there."""
+        pass
 
     def give_back(self) -> None:
-        """`CustomStorages.bring_back` has done it."""
+        pass
 
     def let_go(self) -> None:
         """The process has its memory again."""

@@ -49,7 +49,6 @@ class Carrier:
         self._copying: dict[int, _Copying] = {}
 
     def answer(self, ask: Ask, descriptors: list[int]) -> Answer:
-        """Do it."""
         try:
             return _METHODS[ask.what](self, ask, descriptors)
         except DriverError as e:
@@ -70,7 +69,6 @@ class Carrier:
         return Answer()
 
     def checkpoint(self, ask: Ask, descriptors: list[int]) -> Answer:
-        """LOCKED → CHECKPOINTING."""
         holding = Holding(ProcessId(ask.pid, ask.start_time_ticks), self._vault)
         self.holdings[ask.pid] = holding
         try:

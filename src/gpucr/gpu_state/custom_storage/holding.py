@@ -44,14 +44,12 @@ class Place:
             raise
 
     def write(self, position: int, data: memoryview) -> None:
-        """Write bytes. Raises OSError."""
         for file, offset, part in self._parts(position, data):
             done = 0
             while done < len(part):
                 done += os.pwrite(file, part[done:], offset + done)
 
     def read(self, position: int, data: memoryview) -> None:
-        """Read bytes. Raises OSError."""
         for file, offset, part in self._parts(position, data):
             done = 0
             while done < len(part):
@@ -69,7 +67,6 @@ class Place:
             position, data = position + size, data[size:]
 
     def close(self) -> None:
-        """Close the files. Idempotent."""
         while self._files:
             os.close(self._files.pop())
 
@@ -119,7 +116,6 @@ class Holding:
         return processes.keeps_running(self.process)
 
     def checkpoint(self, storage: CustomStorage) -> None:
-        """LOCKED → CHECKPOINTING."""
         begun = self._begun = storage.checkpoint(self.process.pid)
         self.phase = Phase.CHECKPOINTING
         self._find_parts(storage, begun)
@@ -260,7 +256,6 @@ class Holding:
         processes.send_signal(self.process, signal.SIGKILL)
 
     def close(self) -> None:
-        """Free the copy. Idempotent."""
         if self.place is not None:
             self.place.close()
 

@@ -40,7 +40,6 @@ class StorageDestination:
             self._changed.notify_all()
 
     def write_from(self, position: int, data: memoryview) -> None:
-        """Through the carrier."""
         with self._changed:
             self._changed.wait_for(lambda: self._carrier is not None or self._is_given_up)
             carrier = self._carrier
@@ -88,11 +87,9 @@ class StorageReturn:
         return self._wait is not None
 
     def finish(self) -> None:
-        """RESTORING → LOCKED."""
         self._returns.finish()
 
     def close(self) -> None:
-        """Nothing to free."""
         self.destination.give_up()
 
 

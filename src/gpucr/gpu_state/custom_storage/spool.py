@@ -74,7 +74,6 @@ class SpoolFile:
         self.size_bytes = size_bytes
 
     def close(self) -> None:
-        """Close it. Idempotent."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)

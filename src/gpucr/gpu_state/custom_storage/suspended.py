@@ -101,6 +101,5 @@ class SuspendedStorage:
             kept.let_go(pid, self._gang.driver.restore_thread_id(pid))
 
     def close(self) -> None:
-        """The carrier."""
         if self._carrier is not None:
             self._carrier.close()

@@ -240,7 +240,7 @@ class Interposed:
             self._is_readable = self._vaults.try_all(self._needed)
 
     def wait_started(self) -> None:
-        """Done by `begin`."""
+        pass
 
     def _start_vaults(self) -> None:
         """Now, or when the driver has freed the process's context."""

@@ -266,6 +266,5 @@ class HostRoom:
         self.address = ctypes.addressof(self._start)
 
     def close(self) -> None:
-        """Unmap it."""
         del self._start
         self._map.close()

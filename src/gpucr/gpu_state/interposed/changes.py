@@ -26,7 +26,6 @@ class Stretch(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Where they end."""
         return self.start + self.size_bytes
 
 
@@ -114,7 +113,6 @@ class Changes:
             copy(data, memoryview(self._on_host)[within : within + len(data)])
 
     def close(self) -> None:
-        """Free the copies. Idempotent."""
         if self._on_gpu is not None:
             vault, room = self._on_gpu
             self._on_gpu = None

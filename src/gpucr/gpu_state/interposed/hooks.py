@@ -83,7 +83,6 @@ class BeforeFreeze:
         return 0
 
     def undo(self) -> None:
-        """Call those for afterwards."""
         self._hooks.after()
 
 
@@ -106,7 +105,7 @@ class AfterRestore:
         return 0
 
     def undo(self) -> None:
-        """Nothing."""
+        pass
 
 
 def has_hooks(pid: int) -> bool:

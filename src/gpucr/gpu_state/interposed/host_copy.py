@@ -68,7 +68,6 @@ class HostCopy:
 
     @property
     def source(self) -> FileSource:
-        """The file."""
         return FileSource(self.part, self.file.fd, self.extents[-1].offset + self.extents[-1].size_bytes)
 
     def take_out(self) -> None:
@@ -83,7 +82,6 @@ class HostCopy:
         put_back(self.part.pid, self.file.fd)
 
     def close(self) -> None:
-        """Close the file."""
         self.file.close()
 
 
@@ -114,7 +112,7 @@ class HostCopyReturn:
         put_back(pid, self._file.fd)
 
     def finish(self) -> None:
-        """Nothing left to do."""
+        pass
 
     def close(self) -> None:
         """Close the file; the process keeps its own."""

@@ -70,7 +70,6 @@ class Line:
 
     @property
     def is_open(self) -> bool:
-        """Whether it is established."""
         return self._agent is not None
 
     def hang_up(self) -> None:

@@ -143,11 +143,9 @@ class MadeMeanwhile:
         return self._work.wait()
 
     def write_from(self, position: int, data: memoryview) -> None:
-        """See `Destination`."""
         self.get().write_from(position, data)
 
     def differing(self, piece_bytes: int, key: bytes | None, digests: Sequence[bytes]) -> list[int]:
-        """See `ChecksItself`."""
         return self.get().differing(piece_bytes, key, digests)
 
     def close(self) -> None:
@@ -237,5 +235,4 @@ class RestoredBlocks:
                 line.hang_up()
 
     def close(self) -> None:
-        """The vaults."""
         self._vaults.close()

@@ -151,7 +151,6 @@ class SuspendedBlocks:
         return found
 
     def make_way(self, pids: Sequence[int]) -> None:
-        """See `Gang.before_restore`. Raises GpuFull."""
         if self._starting is not None:
             self._is_made.wait()
         needed: dict[str, int] = {}

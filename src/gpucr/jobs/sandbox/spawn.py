@@ -332,6 +332,5 @@ class HelpedKeepers:
             keeper.adopt([root_pid], inner_pids=[inner_pid])
 
     def end(self) -> bool:
-        """As `BareKeeper.end`, of all."""
         ended = [each.end() for each in self._all]
         return all(ended)

@@ -46,7 +46,6 @@ class FolderSink:
         return ZERO if digest == ZERO and before in (None, ZERO) else None
 
     def files(self, part: DevicePart) -> Sequence[int]:
-        """The stripes."""
         return self._stripes[part].fds
 
     def add(self, part: DevicePart, size_bytes: int) -> None:
@@ -100,7 +99,6 @@ class FolderSink:
         return DeviceData(tuple(extents), size_bytes, self._piece_bytes, STRIPES, digests, blake3=known)
 
     def close(self) -> None:
-        """Close the files."""
         for stripes in self._stripes.values():
             stripes.close()
 

@@ -36,7 +36,6 @@ class RoomSink:
         self._room_of = room_of
 
     def files(self, part: DevicePart) -> Sequence[int]:
-        """Not offered."""
         raise ValueError("pieces in memory are in one file")
 
     def add(self, part: DevicePart, size_bytes: int) -> None:
@@ -59,7 +58,7 @@ class RoomSink:
         return _THERE
 
     def sync(self) -> None:
-        """Nothing is durable here."""
+        pass
 
     def record(
         self,
@@ -69,7 +68,6 @@ class RoomSink:
         extents: Sequence[StagedExtent],
         contents: Sequence[bytes | None],
     ) -> DeviceData:
-        """Not offered."""
         raise ValueError("pieces in memory are not a snapshot")
 
     def close(self) -> None:

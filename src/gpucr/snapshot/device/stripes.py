@@ -50,7 +50,6 @@ class Layout(Struct, frozen=True):
 
     @property
     def pieces(self) -> int:
-        """The number of pieces."""
         return -(-self.size_bytes // self.piece_bytes)
 
     def start(self, piece: int) -> int:
@@ -176,7 +175,6 @@ class Stripes:
         return done
 
     def close(self) -> None:
-        """Close the files. Idempotent."""
         while self._fds:
             os.close(self._fds.pop())
 

@@ -236,12 +236,10 @@ class DeviceWriter:
 
     @property
     def piece_bytes(self) -> int:
-        """The sink's."""
         return self._sink.piece_bytes
 
     @property
     def digest_key(self) -> bytes | None:
-        """The sink's."""
         return self._sink.digest_key
 
     def look(self, part: DevicePart, digests: Sequence[bytes | None]) -> None:
@@ -253,7 +251,6 @@ class DeviceWriter:
             saving.seen = list(digests)
 
     def differing(self, part: DevicePart) -> list[int]:
-        """See `Saver`."""
         with self._crew.lock:
             return self._savings[part].differing()
 
@@ -265,14 +262,12 @@ class DeviceWriter:
             self._crew.offer()
 
     def end_early(self) -> None:
-        """See `Saver`."""
         self._no_rest.set()
         with self._crew.lock:
             for each in self._savings.values():
                 each.end_early()
 
     def wait_early(self, timeout_s: float | None = None) -> bool:
-        """See `Saver`."""
         return self._crew.wait_until(lambda: all(each.is_early_done for each in self._savings.values()), timeout_s)
 
     def grow(self, source: Source) -> None:

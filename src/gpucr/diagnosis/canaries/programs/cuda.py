@@ -114,11 +114,9 @@ class Cuda:
         return pointer.value
 
     def write(self, pointer: int, data: bytes) -> None:
-        """Host to device."""
         self("cuMemcpyHtoD_v2", ctypes.c_uint64(pointer), data, ctypes.c_size_t(len(data)))
 
     def read(self, pointer: int, size_bytes: int) -> bytes:
-        """Device to host."""
         data = ctypes.create_string_buffer(size_bytes)
         self("cuMemcpyDtoH_v2", data, ctypes.c_uint64(pointer), ctypes.c_size_t(size_bytes))
         return data.raw
