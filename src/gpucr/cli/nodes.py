@@ -38,14 +38,16 @@ from gpucr.nodes.rendezvous import Rendezvous
 from gpucr.nodes.restore import run_restore_part
 from gpucr.nodes.secret import given_secret
 from gpucr.operations.requests import DumpRequest, RestoreRequest
-from gpucr.operations.restore import RestoreReport
 from gpucr.quantities import counted
 from gpucr.snapshot.location import Compress
 from gpucr.undo.operation import Terms
 
 if TYPE_CHECKING:
     from gpucr.nodes.parts import PartReport
-    from gpucr.nodes.rendezvous import Rendezvous
+    from gpucr.operations.dump import DumpReport
+    from gpucr.operations.restore import RestoreReport
+
+    AnyPart = PartReport[DumpReport] | PartReport[RestoreReport]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -78,9 +80,10 @@ def command() -> None:
 
     \b
     Example:
-      head -c 32 /dev/urandom > ~/nodes.secret; chmod 600 ~/nodes.secret
-      srun gpucr nodes dump train --to /shared/store#step-100 --rendezvous n1:7788 --secret-file ~/nodes.secret
-      srun gpucr nodes restore /shared/store#step-100 --rendezvous n1:7788 --secret-file ~/nodes.secret
+      head -c 32 /dev/urandom > ~/secret; chmod 600 ~/secret
+      export GPUCR_NODES_SECRET_FILE=~/secret
+      srun gpucr nodes dump train --to /shared/store#a --rendezvous n1:7788
+      srun gpucr nodes restore /shared/store#a --rendezvous n1:7788
     """
 
 
@@ -168,8 +171,10 @@ def dump(
 
     \b
     Example:
-      gpucr nodes dump train --to /shared/store#step-100 --rendezvous n1:7788 --secret-file s --node 0 --nodes 2
-      srun gpucr nodes dump train --to /shared/store#step-100 --rendezvous n1:7788 --secret-file s --leave-running
+      export GPUCR_NODES_SECRET_FILE=~/secret
+      gpucr nodes dump train --to /shared/store#a --rendezvous n1:7788 \\
+        --node 0 --nodes 2
+      srun gpucr nodes dump train --to /shared/store#a --rendezvous n1:7788
     """
     made = with_key(
         key_file,
@@ -228,8 +233,9 @@ def restore(
 
     \b
     Example:
-      gpucr nodes restore /shared/store#step-100 --rendezvous n1:7788 --secret-file s --node 1 --nodes 2
-      srun gpucr nodes restore /shared/store#step-100 --rendezvous n7:7788 --secret-file s --gpu auto --map auto
+      export GPUCR_NODES_SECRET_FILE=~/secret
+      gpucr nodes restore /shared/store#a --rendezvous n1:7788 --node 1 --nodes 2
+      srun gpucr nodes restore /shared/store#a --rendezvous n7:7788 --map auto
     """
     request, addresses = RestoreRequest(snapshot, **options), parse_map(address_map)
     made = with_key(
@@ -238,7 +244,6 @@ def restore(
         place=snapshot,
     )
     report = made.report
-    assert isinstance(report, RestoreReport)  # noqa: S101 - a restore's
     if not output.quiet:
         say_warnings(report)
         say_gpu_reasons(report)
@@ -262,11 +267,11 @@ def _rendezvous(
     return Rendezvous.at(address, node=node, node_count=node_count, secret=secret, meet_s=meet_s)
 
 
-def _set_fields(made: PartReport) -> dict[str, Any]:
+def _set_fields(made: AnyPart) -> dict[str, Any]:
     part = made.part
     about = {"set_id": part.set_id, "set_name": made.name, "node": part.node, "node_count": part.node_count}
     return {**about, "seconds": made.seconds}
 
 
-def _name(made: PartReport) -> str:
+def _name(made: AnyPart) -> str:
     return f"set {made.name} ({made.part.set_id[:8]})"

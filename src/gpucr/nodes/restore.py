@@ -14,7 +14,7 @@ from gpucr.nodes.parts import TIMEOUT_S, PartReport, meeting_for, required_limit
 from gpucr.nodes.places import AddressMap, agree
 from gpucr.nodes.rendezvous import Rendezvous
 from gpucr.operations.requests import RestoreRequest
-from gpucr.operations.restore import run_restore
+from gpucr.operations.restore import RestoreReport, run_restore
 from gpucr.snapshot.in_store import SnapshotInStore, snapshot_url
 from gpucr.snapshot.location import Place, open_store_for_jobs, place_of_store
 from gpucr.store import snapshots
@@ -42,7 +42,7 @@ def restore_part(
     force: bool = False,
     on_progress: OnProgress | None = None,
     cancel: Cancellation | None = None,
-) -> PartReport:
+) -> PartReport[RestoreReport]:
     """Restore this node's part of the set ``STORE#NAME`` (the latest of this name), together with the other nodes.
 
     Node 0 says which set it is. No part runs before all are there: where one node fails until then, what all have
@@ -66,7 +66,7 @@ def run_restore_part(
     *,
     addresses: AddressMap,
     key: Secret | None = None,
-) -> PartReport:
+) -> PartReport[RestoreReport]:
     """See `restore_part`. Whichever snapshot is this node's part takes that of the request."""
     location = place_of_store(place)
     if location.snapshot is None:
@@ -77,6 +77,7 @@ def run_restore_part(
     with all_or_nothing("restore-part", place, cancel, state="nothing of the job is left here"):
         with meeting_for(rendezvous, "restore", store, wanted, cancel) as meeting:
             try:
+                _set_id(store, wanted, rendezvous.node_count)  # the other nodes need not be there to see that it is
                 set_id = meeting.arrive(lambda: _set_id(store, wanted, rendezvous.node_count))
                 begin = time.monotonic()
                 deadline = begin + timeout_s
