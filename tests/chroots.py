@@ -26,15 +26,15 @@ for each in /*; do
     fi
 done""",
 }
-_GPUCR = 'gpucr() { "$PYTHON" -m gpucr "$@"; }'
+GPUCR = 'gpucr() { "$PYTHON" -m gpucr "$@"; }'
 
 
 def run(script: str, root: Path, kind: Kind) -> subprocess.CompletedProcess[str]:
-    """Run a script (sh) that has ``$ROOT`` and ``gpucr``, and may ``chroot "$ROOT" sh -c "$GPUCR; ..."``. As root."""
+    """Run a script (sh) that has ``$ROOT`` and ``gpucr``, and may ``chroot "$ROOT"``. Needs root."""
     root.mkdir(mode=0o755)
     return subprocess.run(
-        ["unshare", "--mount", "--propagation", "private", "sh", "-euc", f"{_MAKE[kind]}\n{_GPUCR}\n{script}"],
-        env={**os.environ, "ROOT": str(root), "PYTHON": sys.executable, "GPUCR": _GPUCR},
+        ["unshare", "--mount", "--propagation", "private", "sh", "-euc", f"{_MAKE[kind]}\n{GPUCR}\n{script}"],
+        env={**os.environ, "ROOT": str(root), "PYTHON": sys.executable},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

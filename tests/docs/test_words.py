@@ -130,7 +130,7 @@ def test_messages_docstrings_and_comments(folder: Path) -> None:
     assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize("folder", [DOCS, SOURCES, ROOT / "benchmarks", ROOT / "tests"], ids=lambda folder: folder.name)
+@pytest.mark.parametrize("folder", [DOCS, SOURCES, ROOT / "benchmarks"], ids=lambda folder: folder.name)
 def test_python_is_called_python3(folder: Path) -> None:
     """Debian 13 has no `python`. Decisions stay as they were written."""
     files = [path for path in folder.rglob("*") if path.suffix in (".md", ".py", ".sh", ".sub", ".yaml", ".rst")]

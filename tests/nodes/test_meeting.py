@@ -152,7 +152,7 @@ def test_a_missing_job_or_set_is_reported_without_the_other_nodes(node: int, tmp
         *("--node", str(node), "--nodes", "2", "--meet-within", "1h"),
     )
     for asked, said in (
-        (("dump", "no-such-job", "--to", f"{store}#a"), "there is no job named no-such-job"),
+        (("dump", "no-such-job", "--to", f"{store}#a"), "there is no job 'no-such-job'"),
         (("restore", f"{store}#no-such-set"), "no-such-set"),
     ):
         done = command.run("nodes", *asked, *where)  # within a limit of its own

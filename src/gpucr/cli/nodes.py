@@ -82,8 +82,8 @@ def command() -> None:
     Example:
       head -c 32 /dev/urandom > ~/secret; chmod 600 ~/secret
       export GPUCR_NODES_SECRET_FILE=~/secret
-      srun gpucr nodes dump train --to /shared/store#a --rendezvous n1:7788
-      srun gpucr nodes restore /shared/store#a --rendezvous n1:7788
+      srun gpucr nodes dump train --to /shared/s#a --rendezvous n1:7788
+      srun gpucr nodes restore /shared/s#a --rendezvous n1:7788
     """
 
 
@@ -172,9 +172,8 @@ def dump(
     \b
     Example:
       export GPUCR_NODES_SECRET_FILE=~/secret
-      gpucr nodes dump train --to /shared/store#a --rendezvous n1:7788 \\
-        --node 0 --nodes 2
-      srun gpucr nodes dump train --to /shared/store#a --rendezvous n1:7788
+      gpucr nodes dump 4711 --to /shared/s#a --rendezvous n1:7788 --node 0 --nodes 2
+      srun gpucr nodes dump train --to /shared/s#a --rendezvous n1:7788
     """
     made = with_key(
         key_file,
@@ -234,8 +233,8 @@ def restore(
     \b
     Example:
       export GPUCR_NODES_SECRET_FILE=~/secret
-      gpucr nodes restore /shared/store#a --rendezvous n1:7788 --node 1 --nodes 2
-      srun gpucr nodes restore /shared/store#a --rendezvous n7:7788 --map auto
+      gpucr nodes restore /shared/s#a --rendezvous n1:7788 --node 1 --nodes 2
+      srun gpucr nodes restore /shared/s#a --rendezvous n7:7788 --map auto
     """
     request, addresses = RestoreRequest(snapshot, **options), parse_map(address_map)
     made = with_key(

@@ -14,7 +14,7 @@ from typing import Literal
 from msgspec import Struct
 
 from gpucr.errors import CriuUnavailable
-from gpucr.linux import trusted_paths
+from gpucr.linux import mount_root, own_python, trusted_paths
 
 ENVIRONMENT_VARIABLE = "GPUCR_CRIU"
 OLDEST_VERSION = (4, 1, 0)
@@ -242,9 +242,13 @@ def has_feature(install: CriuInstall, name: str) -> bool:
 
 
 def run_check(install: CriuInstall, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run ``criu check`` with both outputs in ``stdout``. Needs root to be meaningful."""
+    """Run ``criu check`` with both outputs in ``stdout``. Needs root to be meaningful.
+
+    In a chroot it is about the kernel, too: that jobs outside a sandbox cannot be dumped there is a finding of its own.
+    """
+    command = [*install.command, "--no-default-config", "check", *arguments]
     return subprocess.run(
-        [*install.command, "--no-default-config", "check", *arguments],
+        command if mount_root.is_mounted() else own_python.command("gpucr.linux.mount_root", *command),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

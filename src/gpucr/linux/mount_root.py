@@ -5,6 +5,9 @@ machine's root: CRIU and `gpucr exec` would see other files than the job (seen w
 dir /proc/1007/fd/3"). So a sandbox that is made in a chroot gets a copy of the mounts that are visible there, on top of
 all others.
 
+A chroot into a plain folder has no mount at its root. CRIU refuses every process there ("No parent found for mountpoint
+150", seen with 4.2.1), but works in such a sandbox.
+
 Imports stay few: a keeper loads this module.
 """
 
@@ -15,8 +18,9 @@ import ctypes
 import errno
 import os
 from collections.abc import Iterator
+from typing import NoReturn
 
-from gpucr.linux import libc, namespaces
+from gpucr.linux import libc, namespaces, proc_text
 
 _AT_FDCWD, _AT_EMPTY_PATH, _AT_RECURSIVE = -100, 0x1000, 0x8000  # include/uapi/linux/fcntl.h
 _OPEN_TREE_CLONE, _MOVE_MOUNT_F_EMPTY_PATH = 1, 4  # include/uapi/linux/mount.h
@@ -25,6 +29,18 @@ _OPEN_TREE, _MOVE_MOUNT = 428, 429  # the same on all architectures (since Linux
 _FOLDER, _NOTES = os.O_PATH | os.O_DIRECTORY, "/proc/self/fdinfo"
 
 _syscall = libc.function("syscall", result=ctypes.c_long)
+
+
+def is_mounted() -> bool:
+    """Whether the caller's root folder is a mount."""
+    return any(mount.point == "/" for mount in proc_text.mounts())
+
+
+def main(*command: str) -> NoReturn:
+    """Become this command in a mount namespace whose root is the caller's. Needs what `take_own_root` needs."""
+    namespaces.make_new("mnt")
+    take_own_root()
+    os.execv(command[0], command)  # noqa: S606 (an argument list, no shell)
 
 
 def take_own_root() -> None:
