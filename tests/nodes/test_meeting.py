@@ -153,7 +153,7 @@ def test_a_missing_job_or_set_is_reported_without_the_other_nodes(node: int, tmp
     )
     for asked, said in (
         (("dump", "no-such-job", "--to", f"{store}#a"), "there is no job 'no-such-job'"),
-        (("restore", f"{store}#no-such-set"), "no-such-set"),
+        (("restore", f"{store}#no-such-set"), "holds no snapshot"),
     ):
         done = command.run("nodes", *asked, *where)  # within a limit of its own
         assert done.returncode in (2, 5)

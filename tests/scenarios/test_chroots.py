@@ -58,8 +58,8 @@ def test_the_life_of_a_job(kind: chroots.Kind, isolate: str, place: Path) -> Non
     assert "GPUCR-CHROOT" not in done.stdout + done.stderr
 
 
-def test_what_cannot_be_dumped_is_refused_beforehand_and_everywhere(place: Path) -> None:
-    """Outside a sandbox, where the root folder is no mount."""
+def test_a_job_outside_a_sandbox_is_refused_beforehand_and_everywhere(place: Path) -> None:
+    """The root folder is no mount."""
     done = chroots.run(_script(_REFUSALS, "--no-isolate"), place / "root", "folder")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "warning: gpucr runs in a chroot whose root folder is not a mount" in done.stderr

@@ -87,7 +87,6 @@ class Guest(Meeting):
         if self._channel is None:
             with contextlib.suppress(OSError, EOFError, WrongSecret):
                 self._channel = self._opened(connect(self.rendezvous, _FAREWELL_S))
-                self._channel.send(self._hello)
         if self._channel is not None:
             tell(self._channel, Failed(self.rendezvous.node, as_text(why)))
 

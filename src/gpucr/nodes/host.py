@@ -182,6 +182,11 @@ class Host(Meeting):
 
     def _admit(self, hello: object, channel: Channel) -> int | None:
         """The number of this guest; None: it cannot take part, so the meeting fails."""
+        if isinstance(hello, Failed):  # before it has come
+            channel.close()
+            if self._lose(node_failed(hello)):
+                self._report_to_all(hello)
+            return None
         node = hello.node if isinstance(hello, Hello) else None
         with self._changed:
             problem = self._problem_of(hello)
