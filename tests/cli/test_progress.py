@@ -316,7 +316,7 @@ def test_bytes_are_shown_though_nobody_knows_how_many_there_will_be() -> None:
     )
     wait = 'import sys; run(Step("dump", run=sys.stdin.readline))'
     with terminal(program + wait) as shown:
-        shown.read_until(" s, 5.0 MiB, ")  # its end may be a second away
+        shown.read_until(" s, 5.0 MiB, ")
 
 
 # --- a terminal that goes away ---------------------------------------------------------------------------------
