@@ -6,6 +6,7 @@ import sys
 
 import click
 
+from gpucr.cli.failures import say_error
 from gpucr.cli.options import JobTarget, complete_file
 from gpucr.errors import InvalidRequest
 from gpucr.jobs.exec_in_job import run_inside
@@ -33,7 +34,8 @@ def command(*, job: int | str, command_line: tuple[str, ...]) -> None:
     try:
         code = run_inside(job, arguments)
     except InvalidRequest as error:
-        if error.code == NO_PROGRAM:
-            error.exit_code = _NOT_FOUND if isinstance(error.__cause__, FileNotFoundError) else _NOT_RUN
-        raise
+        if error.code != NO_PROGRAM:
+            raise
+        say_error(error)
+        code = _NOT_FOUND if isinstance(error.__cause__, FileNotFoundError) else _NOT_RUN
     sys.exit(code)

@@ -44,10 +44,6 @@ from gpucr.undo.operation import Terms
 
 if TYPE_CHECKING:
     from gpucr.nodes.parts import PartReport
-    from gpucr.operations.dump import DumpReport
-    from gpucr.operations.restore import RestoreReport
-
-    AnyPart = PartReport[DumpReport] | PartReport[RestoreReport]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -237,12 +233,11 @@ def restore(
       srun gpucr nodes restore /shared/s#a --rendezvous n7:7788 --map auto
     """
     request, addresses = RestoreRequest(snapshot, **options), parse_map(address_map)
-    made = with_key(
+    made, report = with_key(
         key_file,
         lambda key: run_restore_part(snapshot, request, where, terms, addresses=addresses, key=key),
         place=snapshot,
     )
-    report = made.report
     if not output.quiet:
         say_warnings(report)
         say_gpu_reasons(report)
@@ -266,11 +261,11 @@ def _rendezvous(
     return Rendezvous.at(address, node=node, node_count=node_count, secret=secret, meet_s=meet_s)
 
 
-def _set_fields(made: AnyPart) -> dict[str, Any]:
+def _set_fields(made: PartReport) -> dict[str, Any]:
     part = made.part
     about = {"set_id": part.set_id, "set_name": made.name, "node": part.node, "node_count": part.node_count}
     return {**about, "seconds": made.seconds}
 
 
-def _name(made: AnyPart) -> str:
+def _name(made: PartReport) -> str:
     return f"set {made.name} ({made.part.set_id[:8]})"

@@ -98,7 +98,9 @@ def _place(fd: int, notes: int) -> tuple[int, int, str]:
 
 
 def _call(number: int, *arguments: object) -> int:
-    result = _syscall(number, *arguments)
-    if result < 0 and ctypes.get_errno() == errno.ENOSYS:
-        raise OSError(errno.ENOSYS, "a sandbox in a chroot needs Linux 5.2 or newer")
-    return libc.check(result, "the mounts of a chroot")
+    try:
+        return libc.check(_syscall(number, *arguments), "the mounts of a chroot")
+    except OSError as e:
+        if e.errno == errno.ENOSYS:
+            raise OSError(e.errno, "a sandbox in a chroot needs Linux 5.2 or newer") from e
+        raise

@@ -42,7 +42,7 @@ def restore_part(
     force: bool = False,
     on_progress: OnProgress | None = None,
     cancel: Cancellation | None = None,
-) -> PartReport[RestoreReport]:
+) -> PartReport:
     """Restore this node's part of the set ``STORE#NAME`` (the latest of this name), together with the other nodes.
 
     Node 0 says which set it is. No part runs before all are there: where one node fails until then, what all have
@@ -55,7 +55,8 @@ def restore_part(
     """
     request = RestoreRequest(place, GpuRequest.of(gpu_map, gpu), files, isolate=isolate, name=name)
     terms = Terms(timeout_s, force, on_progress, cancel)
-    return run_restore_part(place, request, rendezvous, terms, addresses=addresses or {}, key=key)
+    made, _ = run_restore_part(place, request, rendezvous, terms, addresses=addresses or {}, key=key)
+    return made
 
 
 def run_restore_part(
@@ -66,8 +67,8 @@ def run_restore_part(
     *,
     addresses: AddressMap,
     key: Secret | None = None,
-) -> PartReport[RestoreReport]:
-    """See `restore_part`. Whichever snapshot is this node's part takes that of the request."""
+) -> tuple[PartReport, RestoreReport]:
+    """See `restore_part`; also its ``report``. Whichever snapshot is this node's part takes that of the request."""
     location = place_of_store(place)
     if location.snapshot is None:
         raise InvalidRequest(f"{place} names no set", hint=f"name one: {place}#NAME (gpucr ls {place})")
@@ -99,7 +100,7 @@ def run_restore_part(
                 if meeting.error is not None:  # the reason for which it was cancelled here
                     raise meeting.error from None
                 raise
-        return PartReport(part, stored.name or "", report, time.monotonic() - begin)
+        return PartReport(part, stored.name or "", report, time.monotonic() - begin), report
 
 
 def _set_id(store: Store, wanted: str, node_count: int) -> str:
