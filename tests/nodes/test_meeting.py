@@ -140,6 +140,16 @@ def test_node_0_learns_why_another_does_not_arrive() -> None:
             arrived.result()
 
 
+def test_a_node_that_comes_a_moment_later_learns_why_node_0_has_left() -> None:
+    port = lasting_port()
+    with Guest(rendezvous(port, 1), hello(1), None) as guest:
+        arrived = Aside(lambda: guest.arrive(lambda: ""))
+        with pytest.raises(InvalidRequest), Host(rendezvous(port, 0), hello(0), None):
+            raise InvalidRequest("there is no job nojob")
+        with pytest.raises(NodeFailed, match=r"^node 0 failed: there is no job nojob$"):
+            arrived.result()
+
+
 @pytest.mark.root
 @pytest.mark.parametrize("node", [0, 1])
 def test_a_missing_job_or_set_is_reported_without_the_other_nodes(node: int, tmp_path: Path) -> None:
