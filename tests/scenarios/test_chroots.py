@@ -19,6 +19,7 @@ trap 'gpucr kill in-chroot' EXIT
 until [ "$(gpucr logs in-chroot)" = yes ]; do sleep 0.02; done
 """
 _LIFE = """
+gpucr criu | grep -E 'works +yes'
 gpucr doctor in-chroot
 gpucr dump in-chroot --to snapshot --dry-run
 gpucr dump in-chroot --to snapshot
