@@ -168,7 +168,7 @@ def dump(
     \b
     Example:
       export GPUCR_NODES_SECRET_FILE=~/secret
-      gpucr nodes dump job --to /shared/s#a --rendezvous n1:7788 --node 0 --nodes 2
+      gpucr nodes dump 47 --to /shared/s#a --rendezvous n1:7788 --node 0 --nodes 2
       srun gpucr nodes dump train --to /shared/s#a --rendezvous n1:7788
     """
     made = with_key(
