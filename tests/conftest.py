@@ -28,6 +28,7 @@ from gpucr.driver import gpus
 from gpucr.driver.cuda import CudaDriver, load_driver
 from gpucr.errors import CriuUnavailable, DriverUnavailable
 from gpucr.helper.access import socket_path
+from gpucr.linux import mount_root
 from gpucr.sim import build as simulator
 from tests import counting
 from tests.counter import Counter, CounterFactory
@@ -141,6 +142,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             find_criu()
         except CriuUnavailable as e:
             skip_or_fail("criu", f"no CRIU: {e}")
+        if not mount_root.is_mounted():
+            skip_or_fail("criu", "CRIU needs a root folder that is a mount: mount --rbind TREE TREE before the chroot")
 
 
 @pytest.fixture(scope="session")

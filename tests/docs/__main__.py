@@ -1,4 +1,4 @@
-"""``python -m tests.docs`` makes again every page and list that is made of the program or of measured figures."""
+"""``python3 -m tests.docs`` makes again every page and list that is made of the program or of measured figures."""
 
 from __future__ import annotations
 

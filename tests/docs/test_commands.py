@@ -62,6 +62,14 @@ def test_every_option_has_a_help_text() -> None:
                 assert parameter.help, f"{name} {parameter.opts}"
 
 
+def test_every_help_fits_into_80_columns() -> None:
+    """Examples are not wrapped."""
+    helps = {
+        name: each.get_help(click.Context(each, info_name=name, terminal_width=80)) for name, each in COMMANDS.items()
+    }
+    assert [(name, line) for name, text in helps.items() for line in text.splitlines() if len(line) > 80] == []
+
+
 def test_every_command_has_a_help_with_an_example() -> None:
     for name, command in COMMANDS.items():
         if not isinstance(command, click.Group):

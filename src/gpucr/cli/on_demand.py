@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 @click.command("on-demand")
-@click.argument("job", type=JobTarget(), required=False, metavar="[PID|NAME]")
+@click.argument("job", type=JobTarget(also_ended=True), required=False, metavar="[PID|NAME]")
 @on_demand_options(
     "--listen",
     "Listen there (127.0.0.1 without HOST) and forward to the job's JOBPORT (PORT); or unix:PATH:JOBPORT. Repeatable.",
@@ -63,7 +63,7 @@ def command(
 
     \b
     Example:
-      gpucr run --name llama --on-demand 8000 --idle 5m --http -- python server.py --port 8000
+      gpucr run --name llama --on-demand 8000 --http -- python3 server.py
       gpucr on-demand llama --listen 0.0.0.0:8000 --idle 5m --http
       gpucr on-demand --list
       gpucr on-demand llama --leave

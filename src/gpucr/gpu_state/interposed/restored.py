@@ -208,7 +208,7 @@ class RestoredBlocks:
         return made
 
     def wait_made(self) -> None:
-        """Wait until all memory has been made, filled or not. Raises VaultFailed, for want of room too."""
+        """Wait until all memory has been made, filled or not. Raises VaultFailed, also where there is no room."""
         for each in self._returns:
             each.destination.get()
 
