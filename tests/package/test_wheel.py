@@ -83,7 +83,7 @@ def test_the_wheel_has_the_manual_pages(wheel: Path) -> None:
     assert "gpucr/error_codes.md" in names
 
 
-def test_the_wheel_has_what_is_in_c_and_states_its_c_library(wheel: Path, tmp_path: Path) -> None:
+def test_the_wheel_has_the_compiled_files_and_states_their_c_library(wheel: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         for member in COMPILED:
             assert archive.getinfo(member).external_attr >> 16 & 0o111, "installers keep that it can be executed"
@@ -117,7 +117,7 @@ MOVED = {
 """Functions that glibc 2.17 had in another library, as an inline function, or with another start of the program."""
 
 
-def test_what_is_in_c_needs_no_function_that_glibc_2_17_lacks() -> None:
+def test_no_compiled_file_needs_a_glibc_newer_than_2_17() -> None:
     """Releases are compiled for it (scripts/wheels), which would say the same, but few people run that."""
     simulator = build()
     symbols = _symbols(compiled_interposer(), *(simulator / product.path for product in PRODUCTS))

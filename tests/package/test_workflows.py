@@ -74,7 +74,7 @@ def test_the_wheels_of_every_processor_are_tried() -> None:
 
 
 @pytest.mark.parametrize("path", [*WORKFLOWS, *ACTIONS], ids=_name)
-def test_what_they_run_is_there(path: Path) -> None:
+def test_the_scripts_of_a_job_exist(path: Path) -> None:
     called = re.findall(r"(?<![\w/.])((?:\.ci|scripts)/[\w/.-]+)", path.read_text())
     assert called
     assert [each for each in called if not (ROOT / each).is_file()] == []
@@ -111,7 +111,7 @@ def test_subjects_are_short(tmp_path: Path, subject: str, fits: bool) -> None:
     assert (subject in hook.stdout, subject in piped.stdout) == (not fits, not fits)
 
 
-def test_what_failed_is_packed(tmp_path: Path) -> None:
+def test_files_of_failed_tests_are_packed(tmp_path: Path) -> None:
     """Also beside sockets, which tar cannot pack."""
     failed = tmp_path / "failed"
     failed.mkdir()
