@@ -37,7 +37,7 @@ def test_there_is_a_wheel_for_each_processor_and_the_source(dist: Path) -> None:
 @pytest.mark.parametrize("machine", MACHINES)
 def test_auditwheel_agrees_with_the_tag(dist: Path, machine: str) -> None:
     """Also with its own list of libraries that every system has."""
-    command = [sys.executable, "-m", "auditwheel", "show", _wheel(dist, machine)]
+    command = [sys.executable, "-m", "auditwheel", "show", str(_wheel(dist, machine))]
     shown = " ".join(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
     consistent = re.search(r'is consistent with the following platform tag: "manylinux_(\d+)_(\d+)_(\w+)"', shown)
     assert consistent is not None, shown
