@@ -66,7 +66,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     built = subprocess.run(
         [sys.executable, "-c", BUILD, ",".join(hidden), "build", "-t", "wheel", "-d", folder],
-        cwd=ROOT, capture_output=True, text=True, check=False, timeout=60,
+        cwd=ROOT, capture_output=True, text=True, check=False, timeout=110,
     )  # fmt: skip
     assert built.returncode == 0, built.stderr
     (wheel,) = folder.glob("*.whl")
