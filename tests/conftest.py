@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import gc
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -114,6 +115,13 @@ def skip_or_fail(need: str, reason: str) -> None:
     if need in os.environ.get("GPUCR_REQUIRE", "").split(","):
         pytest.fail(f"{reason}, and GPUCR_REQUIRE asks for {need}")
     pytest.skip(reason)
+
+
+def require_devices(code: str) -> None:
+    """Skip the test where a device that the code names is missing, as in many containers."""
+    for path in re.findall(r"/dev/[\w/-]+", code):
+        if not os.path.exists(path):
+            skip_or_fail("root", f"there is no {path} here")
 
 
 @pytest.hookimpl(wrapper=True)
