@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from tests.docs import commands, figures, support
+from tests.docs.schemas import file, page
 
 
 def main() -> None:
     """Write all of them."""
     figures.PAGE.write_text(figures.page())
     support.MAIN_PAGE.write_text(support.with_canaries(support.MAIN_PAGE.read_text()))
+    page.PAGE.write_text(page.page())
+    file.FILE.write_text(file.text())
     commands.PAGE.write_text(commands.with_commands(commands.PAGE.read_text()))
 
 

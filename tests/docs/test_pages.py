@@ -7,16 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from gpucr.model import CudaState
 from tests.docs.command_tree import COMMANDS, unknown_options
-from tests.docs.pages import CODE, DOCS, ROOT, SOURCES, fences, page, without_fences
+from tests.docs.pages import DOCS, ROOT, SOURCES, fences, page, without_fences
 
 _LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
-
-
-def test_every_state_is_named() -> None:
-    words = set(CODE.findall(page("reference/json.md")))
-    assert all(state.word in words for state in CudaState)
 
 
 PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")])
