@@ -95,8 +95,18 @@ provide_criu() {
     .venv/bin/gpucr criu >&2 || die "CRIU could not be provided" "gpucr criu says more"
 }
 
+# In a chroot into a plain folder neither CRIU nor unshare(1) works (GPUCR-CHROOT in error_codes.md).
+require_mounted_root() {
+    while read -r _ _ _ _ point _; do
+        [ "$point" != / ] || return 0
+    done </proc/self/mountinfo
+    die "the root folder of this chroot is not a mount, which CRIU needs" \
+        "mount it over itself before the chroot: mount --rbind TREE TREE; chroot TREE"
+}
+
 # $1: "", "[docs]" or "[dev,bench]", the extras to install.
 set_up() {
+    require_mounted_root
     install_packages "$1"
     install_runc "$1"
     install_python_packages "$1"
