@@ -1,4 +1,4 @@
-"""``python -m benchmarks NAME``: each benchmark is a module of this folder that exports a click ``command``."""
+"""``python3 -m benchmarks NAME``: each benchmark is a module of this folder that exports a click ``command``."""
 
 from __future__ import annotations
 
@@ -43,4 +43,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main(prog_name="python -m benchmarks")
+    main(prog_name="python3 -m benchmarks")

@@ -264,8 +264,8 @@ def command(
 
     \b
     Examples:
-      sudo python -m benchmarks compare --gib 1,8,24 --to /var/tmp --plot disk.png
-      sudo python -m benchmarks compare --gib 0.25 --to /dev/shm --json
+      sudo .venv/bin/python -m benchmarks compare --gib 1,8,24 --to /var/tmp --plot disk.png
+      sudo .venv/bin/python -m benchmarks compare --gib 0.25 --to /dev/shm --json
     """
     if os.geteuid() != 0:
         raise click.ClickException("only root can dump and restore: run it with sudo")

@@ -198,7 +198,7 @@ def command(operations: str, sizes: str, children: str, as_json: bool) -> None:
 
     \b
     Example:
-      eval "$(gpucr sim env)"; python -m benchmarks host-memory
+      eval "$(gpucr sim env)"; .venv/bin/python -m benchmarks host-memory
     """
     rows = []
     with cgroup() as group, tempfile.TemporaryDirectory(dir="/var/tmp") as work:

@@ -1,4 +1,4 @@
-"""A job that changes its device memory as ordered: python incremental_job.py FOLDER MIB UNIQUE_MIB.
+"""A job that changes its device memory as ordered: python3 incremental_job.py FOLDER MIB UNIQUE_MIB.
 
 In FOLDER it reads ``orders``: a number, a share and a number of steps, in JSON. It changes one number in each piece of
 that share, and says ``done`` with the order's number. A share with steps of 0 is a training: it changes so much in each

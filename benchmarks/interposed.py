@@ -367,9 +367,9 @@ def command(
 
     \b
     Examples:
-      sudo python -m benchmarks interposed --to /var/tmp --json
-      sudo python -m benchmarks interposed --to /var/tmp --gib 60 --only downtime --rounds 2 --tmpfs-gib 0
-      sudo python -m benchmarks interposed --to /var/tmp --gib 100 --only store-downtime --fill repeated --alone
+      sudo .venv/bin/python -m benchmarks interposed --to /var/tmp --json
+      sudo .venv/bin/python -m benchmarks interposed --to /var/tmp --gib 60 --only downtime --rounds 2 --tmpfs-gib 0
+      sudo .venv/bin/python -m benchmarks interposed --gib 100 --only store-downtime --fill repeated --alone
     """
     if os.geteuid() != 0:
         raise click.ClickException("only root can dump and restore: run it with sudo")

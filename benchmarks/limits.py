@@ -310,7 +310,7 @@ def _seconds_of(work: Callable[[], None]) -> float:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """``python -m benchmarks.limits bus|memory|warm BYTES``: one measurement, its result as JSON on stdout."""
+    """``python3 -m benchmarks.limits bus|memory|warm BYTES``: one measurement, its result as JSON on stdout."""
     measured: dict[str, float] = {}
     try:
         if arguments[0] == "bus":

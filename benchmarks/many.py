@@ -137,8 +137,8 @@ def command(count: int, threads: int | None, rounds: int, folder: Path, as_json:
 
     \b
     Example:
-      python -m benchmarks many --processes 500
-      python -m benchmarks many --threads 2000
+      .venv/bin/python -m benchmarks many --processes 500
+      .venv/bin/python -m benchmarks many --threads 2000
     """
     words = (
         [sys.executable, "-I", "-S", "-c", THREADS, str(threads)]

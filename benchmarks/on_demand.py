@@ -1,6 +1,6 @@
 """Time against device memory while several servers share a GPU: a picture from tests/hardware/on_demand.py's JSON.
 
-    python -m benchmarks.on_demand RESULTS PICTURE
+    .venv/bin/python -m benchmarks.on_demand RESULTS PICTURE
 
 RESULTS is the file of its ``--json``, with the GPU, sizes and samples of one run. PICTURE is a PNG. Needs matplotlib.
 """

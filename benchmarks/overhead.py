@@ -145,7 +145,7 @@ def command(pairs: int, mib: int, as_json: bool) -> None:
 
     \b
     Example:
-      sudo python -m benchmarks overhead --pairs 5
+      sudo .venv/bin/python -m benchmarks overhead --pairs 5
     """
     tools = (plain_criu(), gpucr_cli())
     times: dict[str, list[Times]] = {tool.name: [] for tool in tools}

@@ -114,7 +114,7 @@ def command(counts: str, blocks: str, gpus: int, mib: int, as_json: bool) -> Non
 
     \b
     Example:
-      python -m benchmarks ranks --ranks 8,64
+      .venv/bin/python -m benchmarks ranks --ranks 8,64
     """
     built = simulator.build()
     os.environ["LD_LIBRARY_PATH"] = str(built)

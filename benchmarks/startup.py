@@ -42,7 +42,7 @@ def command(runs: int, pid: int | None, as_json: bool) -> None:
 
     \b
     Example:
-      python -m benchmarks startup --runs 200
+      .venv/bin/python -m benchmarks startup --runs 200
     """
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed package has its bytecode
     commands = {"python3 -c pass": [sys.executable, "-c", "pass"], "cuda-checkpoint --help": [*drop_in(), "--help"]}

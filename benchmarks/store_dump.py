@@ -270,7 +270,7 @@ def command(
 
     \b
     Example:
-      sudo python -m benchmarks store-dump --gib 8 --to /var/tmp
+      sudo .venv/bin/python -m benchmarks store-dump --gib 8 --to /var/tmp
     """
     if os.geteuid() != 0:
         raise click.ClickException("only root can dump and restore: run it with sudo")

@@ -1,6 +1,6 @@
 """A torch program with MIB of device memory that answers as gpucr's counter does.
 
-    python torch_target.py MIB START [FILL]
+    .venv/bin/python torch_target.py MIB START [FILL]
 
 FILL `repeated`: each GiB is the same; else it is random.
 """

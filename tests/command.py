@@ -10,6 +10,7 @@ import subprocess
 import sys
 from typing import Any
 
+from tests.docs import schemas
 from tests.loaded import Loaded
 
 TIMEOUT_S = 60
@@ -25,20 +26,25 @@ def _loaded() -> Loaded:
 def run(*arguments: object, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """Run `gpucr ARGUMENTS` to its end. ``env`` is added to this process's environment.
 
-    Where nothing speaks against it, it is a fork of a process that has loaded gpucr (`tests.loaded`).
+    Where nothing speaks against it, it is a fork of a process that has loaded gpucr (`tests.loaded`). Raises
+    SchemaError for JSON that is not as declared.
     """
     environment = {**os.environ, **(env or {})}
     if (loaded := _loaded()).fits(environment):
-        return loaded.run([str(argument) for argument in arguments], environment, TIMEOUT_S)
-    return subprocess.run(
-        command(*arguments),
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
+        done = loaded.run([str(argument) for argument in arguments], environment, TIMEOUT_S)
+    else:
+        done = subprocess.run(
+            command(*arguments),
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+    if done.stdout.startswith('{\n  "schema": "gpucr.'):
+        schemas.check(json.loads(done.stdout))
+    return done
 
 
 def python(

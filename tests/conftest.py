@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import gc
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -28,6 +29,7 @@ from gpucr.driver import gpus
 from gpucr.driver.cuda import CudaDriver, load_driver
 from gpucr.errors import CriuUnavailable, DriverUnavailable
 from gpucr.helper.access import socket_path
+from gpucr.linux import mount_root
 from gpucr.sim import build as simulator
 from tests import counting
 from tests.counter import Counter, CounterFactory
@@ -115,6 +117,13 @@ def skip_or_fail(need: str, reason: str) -> None:
     pytest.skip(reason)
 
 
+def require_devices(code: str) -> None:
+    """Skip the test where a device that the code names is missing, as in many containers."""
+    for path in re.findall(r"/dev/[\w/-]+", code):
+        if not os.path.exists(path):
+            skip_or_fail("root", f"there is no {path} here")
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Add the output of a failed command, whose exception contains only the command."""
@@ -141,6 +150,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             find_criu()
         except CriuUnavailable as e:
             skip_or_fail("criu", f"no CRIU: {e}")
+        if not mount_root.is_mounted():
+            skip_or_fail("criu", "CRIU needs a root folder that is a mount: mount --rbind TREE TREE before the chroot")
 
 
 @pytest.fixture(scope="session")

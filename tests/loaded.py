@@ -53,7 +53,7 @@ class Loaded:
     def run(
         self, words: list[str], environment: dict[str, str], timeout_s: float, *, code: str | None = None
     ) -> subprocess.CompletedProcess[str]:
-        """Run `gpucr WORDS`, or `python -c CODE WORDS`, here until it has ended and nobody holds its pipes.
+        """Run `gpucr WORDS`, or `python3 -c CODE WORDS`, here until it has ended and nobody holds its pipes.
 
         Raises TimeoutExpired.
         """

@@ -29,6 +29,8 @@ include_patterns = [
     "README.md",
     "CHANGELOG.md",
     "CONTRIBUTING.md",
+    "RELEASING.md",
+    "SECURITY.md",
 ]
 myst_heading_anchors = 4  # the same anchors as the forge makes
 myst_links_external_new_tab = False

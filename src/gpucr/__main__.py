@@ -1,4 +1,4 @@
-"""Entry point of the `gpucr` command and of `python -m gpucr`.
+"""Entry point of the `gpucr` command and of `python3 -m gpucr`.
 
 Imported before anything that could fail, so that a failure to load gpucr is reported in one line.
 """

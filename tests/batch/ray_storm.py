@@ -1,6 +1,6 @@
 """A storm: jobs on a Ray cluster of several nodes, which migrate, are preempted, and whose nodes are killed, at random.
 
-``python -m tests.batch.ray_storm --jobs 50``. Each job must end with the right result, and leave no snapshot. On the
+``python3 -m tests.batch.ray_storm --jobs 50``. Each job must end with the right result, and leave no snapshot. On the
 simulated driver. Needs root, CRIU and Ray.
 """
 

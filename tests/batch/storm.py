@@ -1,6 +1,6 @@
 """A storm: jobs on a Slurm of two nodes, which are preempted and requeued, and whose nodes lose their power, at random.
 
-``python -m tests.batch.storm --jobs 100``. Each job must end with the right result, and leave no snapshot. On the
+``python3 -m tests.batch.storm --jobs 100``. Each job must end with the right result, and leave no snapshot. On the
 simulated driver. Needs root, CRIU and Slurm (installed, or fetched).
 """
 

@@ -114,7 +114,10 @@ def test_jobs_of_a_lower_priority_make_room_and_come_back(
     assert [(each["name"], each["phase"], each["waits_for"]) for each in found["borrowers"]] == [
         ("borrow-1", "running", [])
     ]
-    assert {each["name"]: each["waits_for"] for each in found["lent"]} == {"low": ["borrow-1"], "lower": ["borrow-1"]}
+    assert {each["name"]: each["waits_for"] for each in found["lent_jobs"]} == {
+        "low": ["borrow-1"],
+        "lower": ["borrow-1"],
+    }
     listed = json.loads(run_here("jobs", "--json").stdout)["jobs"]
     assert {job["name"]: (job["priority"], job["lent"], job["waits_for"]) for job in listed} == {
         "borrow-1": (10, False, []), "low": (9, True, ["borrow-1"]), "lower": (0, True, ["borrow-1"]),

@@ -120,11 +120,11 @@ def run_here(*options: str) -> object:
 
 def test_nothing_to_recover(machine: list[str]) -> None:
     assert run_here("--recover", "--json") == {
-        "schema": "gpucr.borrow.recover", "schema_version": 1, "back": [], "waiting": [], "failed": [],
+        "schema": "gpucr.borrow.recover", "schema_version": 1, "back": [], "lent_jobs": [], "failed": [],
     }  # fmt: skip
     assert gpucr.recover_borrowed() == ()
     assert run_here("--list", "--json") == {
-        "schema": "gpucr.borrow.list", "schema_version": 1, "borrowers": [], "lent": [],
+        "schema": "gpucr.borrow.list", "schema_version": 1, "borrowers": [], "lent_jobs": [],
     }  # fmt: skip
 
 

@@ -60,6 +60,12 @@ def test_no_criu(is_privileged: bool, severity: str, repair: str | None, remedy:
     assert remedy in one.remedy
 
 
+def test_a_chroot_into_a_plain_folder() -> None:
+    _, one = engine.check(replace(CRIU, has_mounted_root=False))
+    assert (one.severity, one.about) == ("warning", "CRIU")
+    assert "mount --rbind TREE TREE" in one.remedy
+
+
 def test_a_criu_that_does_not_work_here() -> None:
     failure = CriuError(
         "CRIU 4.2.1 cannot work here: no", phase="check", reason="Kernel lacks it", hint="another kernel"

@@ -22,6 +22,7 @@ from gpucr.quantities import format_seconds
 from gpucr.undo.events import OnProgress, Progress
 from tests import command
 from tests.counter import CounterFactory
+from tests.terminal import Terminal as Screen
 
 GIB = 1 << 30
 TIMEOUT_S = 60
@@ -291,6 +292,31 @@ def test_a_dumb_terminal_gets_plain_lines(term: str) -> None:
     with terminal(PROGRAM + 'run(Step("save", 24 << 30))', TERM=term) as shown:
         shown.finish()
     assert shown.shown == "save it [bold]all[/bold]\r\n"
+
+
+@pytest.mark.parametrize("columns", [40, 100])
+def test_after_ctrl_c_no_live_line_stays(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The terminal itself shows ^C where the cursor is, and begins a new line there if this one is full."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    wait = 'import signal; run(Step("lock"), Step("save", run=signal.pause))'
+    shown = Screen([sys.executable, "-c", PROGRAM + wait], columns=columns, lines=80)
+    try:
+        shown.wait_for(lambda text: re.search(r"[-\\|/] save it", text) is not None, "the second phase")
+        shown.press("\x03")
+        assert shown.wait_ended() == 1
+        text = shown.text()
+    finally:
+        shown.close()
+    assert [line for line in text.splitlines() if re.match(r"(\^C)?[-\\|/] ", line)] == [], text
+
+
+def test_bytes_are_shown_though_nobody_knows_how_many_there_will_be() -> None:
+    program = PROGRAM.replace(
+        "        if self.total_bytes:\n", "        meter.set(5 << 20)\n        if self.total_bytes:\n"
+    )
+    wait = 'import sys; run(Step("dump", run=sys.stdin.readline))'
+    with terminal(program + wait) as shown:
+        shown.read_until(" s, 5.0 MiB, ")
 
 
 # --- a terminal that goes away ---------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """What commands print on terminals of 60, 80 and 120 columns, and into a pipe, as pictures of text in screens/.
 
 The records are those of a machine in use: long names and paths, several GPUs, every state. After a change that is
-meant, ``python -m tests.cli.test_screens`` paints the pictures again; look at the difference.
+meant, ``python3 -m tests.cli.test_screens`` paints the pictures again; look at the difference.
 """
 
 from __future__ import annotations

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import click
 import pytest
 
 from gpucr.cli.explain import _for_terminal
 from tests.command import run
+from tests.docs.command_tree import COMMANDS
 
 
 @pytest.mark.parametrize(
@@ -91,3 +93,18 @@ def test_a_page_about_a_code_fits_the_terminal() -> None:
     assert "*" not in shown
     assert max(map(len, _for_terminal("word " * 100, 500).splitlines())) <= 100
     assert _for_terminal(page, None) == page
+
+
+def test_every_time_is_in_seconds_without_a_unit() -> None:
+    found = 0
+    for name, each in COMMANDS.items():
+        for parameter in each.params:
+            if isinstance(parameter, click.Option) and (
+                "TIME" in str(parameter.metavar) or str(parameter.name).endswith("_s")
+            ):
+                assert parameter.type.convert("15", parameter, None) == 15.0, (name, parameter.opts)
+                assert parameter.type.convert("1.5m", parameter, None) == 90.0, (name, parameter.opts)
+                with pytest.raises(click.UsageError, match="is not a time: write 90 or 90s, 10m"):
+                    parameter.type.convert("15y", parameter, None)
+                found += 1
+    assert found > 20

@@ -124,7 +124,9 @@ def test_kinds_of_memory() -> None:
         "kernel": (1, 1, 1),
         "reserved": (1, 4, 0),
     }
-    shared = [(each.id, each.name, each.size_bytes // PAGE, each.stored_bytes // PAGE) for each in read(found).shared]
+    shared = [
+        (each.image_id, each.name, each.size_bytes // PAGE, each.stored_bytes // PAGE) for each in read(found).shared
+    ]
     assert shared == [(5, "weights", 2, 1), (40, None, 2, 1), (41, None, 2, 0)]
 
 

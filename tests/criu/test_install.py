@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ from gpucr.criu import install
 from gpucr.criu.install import find_criu, find_provided, provided_folder, version_text
 from gpucr.errors import CriuUnavailable
 from tests.conftest import skip_or_fail
+
+WITH_COMPILER = dict(os.environ)
 
 
 @pytest.fixture(autouse=True)
@@ -42,6 +45,21 @@ def test_no_criu(tmp_path: Path) -> None:
         find_criu()
     assert "gpucr criu" in str(caught.value.hint)
     assert caught.value.exit_code == 4
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_missing_libraries_are_named(named: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, criu = tmp_path / "main.c", tmp_path / "bin/criu"
+    source.write_text("int one(void); int two(void); int main(void) { return one() + two(); }")
+    build = 'for each in one two; do echo "int $each(void) { return 0; }" | cc -x c - -shared -o "lib$each.so"; done; '
+    build += f"cc {source} -L. -lone -ltwo -o {criu}; rm libone.so libtwo.so"
+    subprocess.run(["sh", "-ec", build], cwd=tmp_path, env=WITH_COMPILER, check=True)
+    if named:
+        monkeypatch.setenv("GPUCR_CRIU", str(criu))
+    with pytest.raises(CriuUnavailable, match=r"criu does not start: it needs libone.so, libtwo.so, which") as caught:
+        find_criu()
+    expected = "install these libraries, or correct or unset GPUCR_CRIU" if named else "run `gpucr criu`"
+    assert expected in str(caught.value.hint)
 
 
 def test_criu_on_path(tmp_path: Path) -> None:

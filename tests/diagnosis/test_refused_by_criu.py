@@ -23,7 +23,7 @@ from gpucr.linux import mounts
 from gpucr.linux.one_look import OneLook
 from gpucr.linux.processes import OpenFile
 from gpucr.model import Job
-from tests.conftest import skip_or_fail
+from tests.conftest import require_devices
 from tests.counter import wait_until
 from tests.diagnosis.programs import job_of, program
 
@@ -67,8 +67,7 @@ REFUSED: dict[str, tuple[str, Fact, str]] = {
 @pytest.mark.parametrize("kind", REFUSED)
 def test_a_kind_that_criu_refuses(kind: str, tmp_path: Path) -> None:
     code, fact, evidence = REFUSED[kind]
-    if "/dev/" in evidence and not os.path.exists(evidence):
-        skip_or_fail("root", f"this machine has no {evidence}")
+    require_devices(f"{code} {evidence}")
     with program(f"import os\n{LIBC}{code}{READY}", tmp_path) as (pid, _):
         found = refusals(job_of(pid))
     names = {"process": f"process {pid} (python3)"}

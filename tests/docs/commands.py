@@ -1,4 +1,4 @@
-"""The list of commands, made of their help: ``python -m tests.docs`` writes it."""
+"""The list of commands, made of their help: ``python3 -m tests.docs`` writes it."""
 
 from __future__ import annotations
 

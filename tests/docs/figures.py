@@ -1,4 +1,4 @@
-"""The page of figures, made of the files in benchmarks/results: ``python -m tests.docs`` writes it."""
+"""The page of figures, made of the files in benchmarks/results: ``python3 -m tests.docs`` writes it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Type the commands of a page's console blocks into a shell, and compare the output with the page.
 
-``python -m tests.docs.sessions PAGE`` shows what a page's commands print now, for whoever brings the page up to date.
+``python3 -m tests.docs.sessions PAGE`` shows what a page's commands print now, for whoever brings the page up to date.
 """
 
 from __future__ import annotations

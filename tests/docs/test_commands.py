@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from gpucr.cli import main
 from gpucr.snapshot import manifest
 from tests.command import run, run_json, run_json_before
 from tests.counter import CounterFactory, wait_until
-from tests.docs import commands
+from tests.docs import commands, schemas
 from tests.docs.command_tree import COMMANDS
 from tests.docs.pages import (
     CODE,
@@ -32,8 +31,6 @@ from tests.docs.pages import (
 _COMMANDS_PAGES = "\n".join(
     page(f"reference/{name}.md") for name in ("commands", "commands-unattended", "commands-snapshots")
 )
-_MEMBERS = re.compile(r"^\*\*(`.+?)\*\*(.*)\n\n((?:- .*\n(?:  .*\n)*)+)", re.MULTILINE)
-_MEMBER = re.compile(r"^- ((?:`[^`]+`(?:,\s+)?)+)\s+\*([^*]+)\*", re.MULTILINE)
 _HEADINGS = sorted({" ".join(name.split()[:2]) for name in COMMANDS if name != "gpucr"})
 
 
@@ -62,6 +59,14 @@ def test_every_option_has_a_help_text() -> None:
                 assert parameter.help, f"{name} {parameter.opts}"
 
 
+def test_every_help_fits_into_80_columns() -> None:
+    """Examples are not wrapped."""
+    helps = {
+        name: each.get_help(click.Context(each, info_name=name, terminal_width=80)) for name, each in COMMANDS.items()
+    }
+    assert [(name, line) for name, text in helps.items() for line in text.splitlines() if len(line) > 80] == []
+
+
 def test_every_command_has_a_help_with_an_example() -> None:
     for name, command in COMMANDS.items():
         if not isinstance(command, click.Group):
@@ -72,15 +77,15 @@ def test_every_command_has_a_help_with_an_example() -> None:
 def test_the_fields_of_a_job_in_json(name: str, counter: CounterFactory) -> None:
     program = counter("--mib", "1", "--fork", "1")
     arguments = () if name == "ps" else (program.pid,)
-    _assert_fields_are_described(f"gpucr {name}", run_json(name, *arguments))
+    _require(name, run_json(name, *arguments))
 
 
 def test_the_fields_of_sim_env_in_json() -> None:
-    _assert_fields_are_described("gpucr sim env", run_json("sim", "env"))
+    _require("sim.env", run_json("sim", "env"))
 
 
 def test_the_fields_of_explain_in_json() -> None:
-    _assert_fields_are_described("gpucr explain", run_json("explain"))
+    _require("explain", run_json("explain"))
     (one,) = run_json("explain", "lock-timeout")["codes"]
     assert one["code"] == "GPUCR-LOCK-TIMEOUT"
     assert run_json_before("explain", "lock-timeout")["codes"] == [one]
@@ -100,38 +105,36 @@ def _has_json(command: click.Command) -> bool:
 
 def test_the_fields_of_run_and_jobs_in_json(tmp_path: Path) -> None:
     state = {"XDG_STATE_HOME": str(tmp_path)}
-    _assert_fields_are_described(
-        "gpucr run", run_json_before("run", "--no-isolate", "--name", "short", "true", env=state)
-    )
+    _require("run", run_json_before("run", "--no-isolate", "--name", "short", "true", env=state))
     plan = run_json_before("run", "--explain", "true", env=state)
-    _assert_fields_are_described("gpucr run plan", plan)
-    _assert_fields_are_described("gpucr jobs", run_json("jobs", "--all", env=state))
+    _require("run.plan", plan)
+    _require("jobs", run_json("jobs", "--all", env=state))
 
 
 def test_the_fields_of_doctor_in_json(tmp_path: Path) -> None:
     done = run("doctor", "--probe", "--only", "plain", "--json", env={"XDG_STATE_HOME": str(tmp_path)})
     printed = json.loads(done.stdout)  # anything stands in the way on this machine
-    _assert_fields_are_described("gpucr doctor", printed)
+    _require("doctor", printed)
 
 
 @pytest.mark.criu
 def test_the_fields_of_criu_and_demo_in_json() -> None:
-    _assert_fields_are_described("gpucr criu", run_json("criu", "--no-fetch"))
-    _assert_fields_are_described("gpucr demo", run_json("demo", "--mib", "1"))
+    _require("criu", run_json("criu", "--no-fetch"))
+    _require("demo", run_json("demo", "--mib", "1"))
 
 
 @pytest.mark.criu
 def test_the_fields_of_dump_inspect_and_restore_in_json(counter: CounterFactory, tmp_path: Path) -> None:
     program, folder = counter("--mib", "1"), tmp_path / "snapshot"
     plan = run_json("dump", program.pid, "--to", folder, "--dry-run")
-    _assert_fields_are_described("gpucr dump plan", plan)
-    _assert_fields_are_described("gpucr dump", run_json("dump", program.pid, "--to", folder))
+    _require("dump.plan", plan)
+    _require("dump", run_json("dump", program.pid, "--to", folder))
     program.reap()
-    _assert_fields_are_described("gpucr verify rehearsal", run_json("verify", folder, "--rehearse"))
+    _require("verify.rehearsal", run_json("verify", folder, "--rehearse"))
     inspected = run_json("inspect", folder)
     assert set(inspected["manifest"]) == set(manifest.Manifest.__struct_fields__)
-    _assert_fields_are_described("gpucr inspect", inspected)
-    _assert_fields_are_described("gpucr restore", run_json("restore", folder))
+    _require("inspect", inspected)
+    _require("restore", run_json("restore", folder))
     wait_until(lambda: program.alive, "the restored counter")
 
 
@@ -142,127 +145,25 @@ def test_the_fields_of_the_commands_on_stores_in_json(
     program, store, key = counter("--mib", "1"), tmp_path / "store", tmp_path / "key"
     key.write_bytes(bytes(range(32)))
     monkeypatch.setenv("GPUCR_KEY_FILE", str(key))
-    _assert_fields_are_described("gpucr store init", run_json("store", "init", store, "--encrypt"))
-    _assert_fields_are_described("gpucr store keys", run_json("store", "keys", store))
+    _require("store.init", run_json("store", "init", store, "--encrypt"))
+    _require("store.keys", run_json("store", "keys", store))
     for name in ("a", "b"):
         dumped = run_json("dump", program.pid, "--to", f"{store}#{name}", "--leave-running")
-        _assert_fields_are_described("gpucr dump", dumped)
-    _assert_fields_are_described("gpucr ls", run_json("ls", store))
-    _assert_fields_are_described("gpucr verify", run_json("verify", store))
-    _assert_fields_are_described("gpucr diff", run_json("diff", f"{store}#a", f"{store}#b"))
+        _require("dump", dumped)
+    _require("ls", run_json("ls", store))
+    _require("verify", run_json("verify", store))
+    _require("diff", run_json("diff", f"{store}#a", f"{store}#b"))
     run_json("store", "init", tmp_path / "copy", "--encrypt")
-    _assert_fields_are_described("gpucr copy", run_json("copy", store, tmp_path / "copy"))
-    _assert_fields_are_described("gpucr prune", run_json("prune", store, "--keep-last", "1"))
+    _require("copy", run_json("copy", store, tmp_path / "copy"))
+    _require("prune", run_json("prune", store, "--keep-last", "1"))
     program.kill()
-    _assert_fields_are_described("gpucr restore", run_json("restore", store))
-    _assert_fields_are_described("gpucr rm", run_json("rm", f"{store}#b"))
+    _require("restore", run_json("restore", store))
+    _require("rm", run_json("rm", f"{store}#b"))
 
 
-def _assert_fields_are_described(heading: str, printed: dict[str, Any]) -> None:
-    described = _described_fields(heading)
-    assert printed["schema"] == heading.replace("gpucr ", "gpucr.").replace(" ", ".")
-    maps = {path for path, kind in described.items() if kind == "map"}
-    maps |= {f"{path}[]" for path, kind in described.items() if kind == "list of maps"}
-    seen = set(_paths(printed, maps=maps))
-    # Lists that are empty here have no members to look at.
-    empty = {path for path, kind in described.items() if kind.startswith("list") and _get(printed, path) == []}
-    assert seen == {path for path in described if not any(path.startswith(f"{each}[]") for each in empty)}
-
-    wrong = [path for path, value in _values(printed, maps=maps) if not _is_of(described[path], value)]
-    assert not wrong, "not of the type that is described"
-
-
-_TYPES: dict[str, tuple[type, ...]] = {
-    "string": (str,), "integer": (int,), "number": (int, float), "boolean": (bool,), "map": (dict,), "object": (dict,),
-    "list": (list,), "null": (type(None),),
-}  # fmt: skip
-
-
-def _is_of(described: str, value: Any) -> bool:
-    """Whether the value has one of the types: ``string or null``, ``list of strings``."""
-    types = [kind for word in described.split(" or ") for kind in _TYPES[word.split()[0]]]
-    return type(value) in types
-
-
-def _kinds(described: str) -> set[str]:
-    """What is left of a type: ``list of strings or null`` is a list. A map and an object are the same in JSON."""
-    words = {word.split()[0] for word in described.split(" or ")}
-    return {{"object": "map"}.get(word, word) for word in words} - {"null"}
-
-
-def test_a_key_has_the_same_type_in_all_commands() -> None:
-    types: dict[str, set[str]] = {}
-    for _heading, path, described in _all_fields():
-        types.setdefault(path.rpartition(".")[2].rstrip("[]"), set()).update(_kinds(described))
-    assert {key: kinds for key, kinds in types.items() if len(kinds) > 1} == {}
-
-
-def test_keys_use_consistent_words() -> None:
-    """``size_bytes`` and not ``bytes``, ``command_line`` and not ``command``; units at the end; no ``is_``."""
-    instead = {
-        "bytes": "size_bytes", "size": "size_bytes", "command": "command_line", "duration_s": "seconds",
-        "time_s": "seconds", "folder": "snapshot", "args": "command_line",
-    }  # fmt: skip
-    for heading, field, described in _all_fields():
-        key = field.rpartition(".")[2]
-        assert key not in instead, f"{heading}: {field} is {instead[key]} elsewhere"
-        assert not key.startswith("is_"), f"{heading}: {field}"
-        if described.startswith("number"):
-            assert key == "seconds" or key.endswith("_s"), f"{heading}: {field} has no unit"
-        if "size" in key or "bytes" in key:
-            assert key.endswith("_bytes"), f"{heading}: {field}"
-
-
-def _all_fields() -> list[tuple[str, str, str]]:
-    """Schema, path and type of every field of the page."""
-    fields = [
-        (schema, f"{parent}.{name}".lstrip("."), " ".join(kind.split()))
-        for schemas, parents, members in _MEMBERS.findall(page("reference/json.md") + "\n")
-        for schema in CODE.findall(schemas)
-        for parent in CODE.findall(parents) or [""]
-        for names, kind in _MEMBER.findall(members)
-        for name in CODE.findall(names)
-    ]
-    assert len(fields) > 300
-    schemas = {schema for schema, _, _ in fields}
-    return fields + [
-        (each, *field) for each in schemas for field in (("schema", "string"), ("schema_version", "integer"))
-    ]
-
-
-def _described_fields(heading: str) -> dict[str, str]:
-    """Path and type of every field that a command's JSON has."""
-    wanted = heading.removeprefix("gpucr ").replace(" ", ".")
-    return {path: kind for schema, path, kind in _all_fields() if schema == wanted}
-
-
-def _paths(value: Any, path: str = "", *, maps: set[str]) -> Iterator[str]:
-    if path:
-        yield path
-    if isinstance(value, dict) and path not in maps:
-        for key, member in value.items():
-            yield from _paths(member, f"{path}.{key}" if path else key, maps=maps)
-    elif isinstance(value, list):
-        for item in value:
-            if isinstance(item, dict):
-                yield from list(_paths(item, f"{path}[]", maps=maps))[1:]
-
-
-def _values(value: Any, path: str = "", *, maps: set[str]) -> Iterator[tuple[str, Any]]:
-    """Every value with the path of its field."""
-    if path and not path.endswith("[]"):
-        yield path, value
-    if isinstance(value, dict) and path not in maps:
-        for key, member in value.items():
-            yield from _values(member, f"{path}.{key}" if path else key, maps=maps)
-    elif isinstance(value, list):
-        for item in value:
-            if isinstance(item, dict):
-                yield from _values(item, f"{path}[]", maps=maps)
-
-
-def _get(value: dict[str, Any], path: str) -> Any:
-    return value.get(path)
+def _require(kind: str, printed: dict[str, Any]) -> None:
+    assert printed["schema"] == f"gpucr.{kind}"
+    schemas.check(printed)
 
 
 def test_exit_codes_agree_with_the_errors() -> None:

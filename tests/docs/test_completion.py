@@ -11,12 +11,16 @@ from pathlib import Path
 import click
 import pytest
 
+from gpucr.cli.options import JobTarget
 from gpucr.store.local import LocalBackend
 from tests import command
 from tests.counter import CounterFactory
 from tests.docs.command_tree import COMMANDS
 from tests.store import dumps
 from tests.terminal import Terminal
+
+OF_ENDED_JOBS = {f"gpucr {name}" for name in ("jobs", "logs", "wait", "on-demand", "supervise")}
+"""The commands that have a use for a job which does not run."""
 
 
 def complete(*words: str, env: dict[str, str] | None = None) -> list[str]:
@@ -70,9 +74,19 @@ def test_error_codes() -> None:
 
 def test_jobs_by_name(tmp_path: Path) -> None:
     state = {"XDG_STATE_HOME": str(tmp_path)}
-    assert command.run("run", "--no-isolate", "--name", "training", "true", env=state).returncode == 0
-    assert complete("gpucr", "logs", "tra", env=state) == ["training"]
+    for name, *program in (("training", "true"), ("trial", "sleep", "100")):
+        assert command.run("run", "--no-isolate", "--name", name, *program, env=state).returncode == 0
+    assert command.run("wait", "training", env=state).returncode == 0
+    assert complete("gpucr", "logs", "tr", env=state) == ["training", "trial"]
     assert complete("gpucr", "suspend", "other", env=state) == []
+    for name, each in COMMANDS.items():
+        for parameter in each.params:
+            if isinstance(parameter.type, JobTarget):
+                found = complete(
+                    *name.split(), *([parameter.opts[0]] if parameter.opts[0].startswith("-") else []), "tr", env=state
+                )
+                assert found == (["training", "trial"] if name in OF_ENDED_JOBS else ["trial"]), name
+    assert command.run("kill", "trial", env=state).returncode == 0
 
 
 def test_processes_by_pid(counter: CounterFactory) -> None:

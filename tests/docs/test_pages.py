@@ -7,16 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from gpucr.model import CudaState
 from tests.docs.command_tree import COMMANDS, unknown_options
-from tests.docs.pages import CODE, DOCS, ROOT, SOURCES, fences, page, without_fences
+from tests.docs.pages import DOCS, ROOT, SOURCES, fences, page, without_fences
 
 _LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
-
-
-def test_every_state_is_named() -> None:
-    words = set(CODE.findall(page("reference/json.md")))
-    assert all(state.word in words for state in CudaState)
 
 
 PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")])
@@ -82,3 +76,17 @@ def test_the_architecture_names_every_room_and_step() -> None:
         steps |= set(re.findall(r'^    name = "(\w+)"$', file.read_text(), re.MULTILINE))
     assert steps
     assert {step for step in steps if f"`{step}`" not in text} == set()
+
+
+def test_no_two_pages_make_a_store_at_one_place() -> None:
+    """Who follows one after the other would be told that there is a store. One that `--every` makes is for all jobs."""
+    made: dict[str, list[str]] = {}
+    for path in PAGES:
+        for line in fences(path.read_text()).splitlines():
+            by_hand = re.search(r"gpucr store init (\S+)", line)
+            by_itself = re.search(r"--every .*--to (\S+)", line)
+            for found, who in ((by_hand, path.name), (by_itself, "--every")):
+                if found is not None and who not in made.setdefault(found[1], []):
+                    made[found[1]].append(who)
+    assert len(made) > 4
+    assert {place: makers for place, makers in made.items() if len(makers) > 1} == {}

@@ -130,6 +130,20 @@ def test_messages_docstrings_and_comments(folder: Path) -> None:
     assert not found, "\n".join(found)
 
 
+@pytest.mark.parametrize("folder", [DOCS, SOURCES, ROOT / "benchmarks"], ids=lambda folder: folder.name)
+def test_python_is_called_python3(folder: Path) -> None:
+    """Debian 13 has no `python`. Decisions stay as they were written."""
+    files = [path for path in folder.rglob("*") if path.suffix in (".md", ".py", ".sh", ".sub", ".yaml", ".rst")]
+    files += [*ROOT.glob("*.md")] if folder == DOCS else []
+    found = [
+        f"{path.relative_to(ROOT)}: {match[0]}"
+        for path in files
+        if _DECISIONS not in path.parents
+        for match in re.finditer(r"(?<![\w./-])python (?:-[a-zA-Z] |[\w/.-]+\.py\b).*", path.read_text())
+    ]
+    assert not found, "\n".join(found)
+
+
 def test_names_of_tests() -> None:
     found = [
         f"{file.relative_to(ROOT)}:{node.lineno}: {node.name}"

@@ -146,6 +146,29 @@ def test_each_thing_three_times_in_a_row(fill: float, full: Start, tmp_path: Pat
             work.check()
 
 
+LATE = """
+import threading
+from gpucr.gpu_state import returns
+from gpucr.gpu_state.interposed import restored
+asked, make_way, init = threading.Event(), returns.Returns.make_way, restored.BlocksDestination.__init__
+def asking(*given):
+    asked.set()
+    make_way(*given)
+def late(*given):
+    assert asked.wait(60)
+    init(*given)
+returns.Returns.make_way, restored.BlocksDestination.__init__ = asking, late
+"""
+"""A gpucr whose threads get to the GPU only when the driver is about to bring its part back: on a busy machine."""
+
+
+def test_a_restore_on_a_busy_machine(full: Start, tmp_path: Path) -> None:
+    work = Work(full(FILLS[0.98]), tmp_path, LATE)
+    work.check()
+    work.dump()
+    work.check()
+
+
 @pytest.mark.usefixtures("store")
 @pytest.mark.parametrize("seed", range(200) if IS_STORM else range(2))
 def test_random_sequences(seed: int, full: Start, tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """A training whose GPU is borrowed again and again ends with the losses of an undisturbed one.
 
-``python tests/hardware/borrowed_gpu.py``: needs root, a GPU and torch in the Python that it is started with; CRIU for
+``python3 tests/hardware/borrowed_gpu.py``: needs root, a GPU and torch in the Python that it is started with; CRIU for
 the rounds in which host memory counts as full, and the training is dumped instead. ``--program`` runs another program
 that appends a line a step to ``losses``, ``--borrower`` another command on the GPU. Each wait has a limit.
 """

@@ -1,6 +1,6 @@
 """Which ways of sharing device memory over CUDA IPC come back, and what of them shows from outside? Run as root.
 
-    python tests/hardware/cuda_ipc.py --json OUT/cuda_ipc.json
+    python3 tests/hardware/cuda_ipc.py --json OUT/cuda_ipc.json
 
 Starts two processes a case: the first (A) shares memory or an event, the second (B) opens it. Takes down what both
 have mapped and open that two processes without sharing have not, lets the driver take both through lock, checkpoint,

@@ -1,6 +1,6 @@
 """A training that is killed ten times and hung twice ends with the losses of an undisturbed one.
 
-``python -m tests.hardware.killed_training``: needs root, CRIU, a GPU and torch in the Python that it is started with
+``python3 -m tests.hardware.killed_training``: needs root, CRIU, a GPU and torch in the Python that it is started with
 (``--program`` runs another program that appends a line a step to ``losses`` and prints it). Each wait has a limit.
 """
 

@@ -1,6 +1,6 @@
 """Can peer access, CUDA IPC or managed memory be told from outside? Run on a machine with two GPUs, as root.
 
-    python tests/hardware/peer_access.py --json OUT/peer_access.json
+    python3 tests/hardware/peer_access.py --json OUT/peer_access.json
 
 Starts one process a way of using memory, takes down everything that shows of it (mappings, descriptors, threads, what
 NVML and /proc/driver/nvidia tell, with strace also how often it called the kernel driver), prints what differs from

@@ -1,6 +1,6 @@
 """What an ordinary user's gpucr can do under each kernel.yama.ptrace_scope. Run as root if the kernel has Yama.
 
-    python -m tests.hardware.yama [--scopes 0,1,2] [--json FILE]
+    python3 -m tests.hardware.yama [--scopes 0,1,2] [--json FILE]
 
 No GPU is needed: the simulated driver stands in. Where the machine's own kernel has no Yama, user-mode Linux has one
 (Debian's package user-mode-linux): `linux.uml mem=2500M rootfstype=hostfs rootflags=/ rw init=SCRIPT`, with a SCRIPT

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.counter import wait_until
+from tests.network.test_connections import time_waits
 from tests.ordinary_user import Machine, OrdinaryUser
 from tests.ports import lasting_port
 from tests.storm import long, sample
@@ -139,6 +140,33 @@ def test_a_job_is_dumped_and_restored_unchanged(machine: Machine, user: Ordinary
     wait_until(lambda: counted(user, "job") > count, "the restored job to count on")
     assert status_of(pid) == before
     assert machine.left_at_work() == []
+
+
+CLOSES = """
+import os, socket, time
+listener = socket.create_server(("127.0.0.1", 0))
+def talk():
+    client = socket.create_connection(listener.getsockname())
+    server, _ = listener.accept()
+    server.close()  # first: what is left of the connection is on its side
+    assert client.recv(1) == b""
+    client.close()
+talk()
+open("port", "w").write(str(listener.getsockname()[1]))
+count = 0
+beat = talk
+"""
+
+
+def test_remnants_of_closed_connections_are_not_waited_for(machine: Machine, user: OrdinaryUser) -> None:
+    """The helper ends it. It would be there for a minute."""
+    pid = start(user, "job", CLOSES)
+    port = int((user.home / "port").read_text())
+    dump(user, "job", pid)
+    assert time_waits(port) > 0, "without them this test shows nothing"
+    count = counted(user, "job")
+    user.succeeds("restore", "snap", "--timeout", "30")
+    wait_until(lambda: counted(user, "job") > count, "the restored job to count on")
 
 
 SERVES = """

@@ -1,6 +1,6 @@
 """In a machine: work on a file system whose writes are logged, then look at what is left of it at many moments.
 
-``python -m tests.inside.power_loss FILE-SYSTEM MOMENTS SEED`` with the disks /dev/vdc to /dev/vdf: the file system,
+``python3 -m tests.inside.power_loss FILE-SYSTEM MOMENTS SEED`` with the disks /dev/vdc to /dev/vdf: the file system,
 the log, a copy that is brought from moment to moment, and what a mount of it writes. Prints a line, and each fault.
 """
 

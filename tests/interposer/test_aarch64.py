@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("aarch64")
-    compile_library(made, compiler=COMPILER, machine="aarch64")
+    compile_library(made, compiler=COMPILER)
     common = [COMPILER, "-D_GNU_SOURCE", "-O1", "-fexceptions"]
     driver = ["-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", str(made / "libcuda.so.1")]
     subprocess.run([*common, *driver, str(NATIVE / "fake_driver.c")], check=True, timeout=60)

@@ -1,6 +1,6 @@
 """The disks that machines boot from: Debian 12 and 13, made once, and gpucr as this clone has it, made when it changes.
 
-``python -m tests.machines.images`` makes what is missing. All of it is in ``$XDG_CACHE_HOME/gpucr/test-machines``; a
+``python3 -m tests.machines.images`` makes what is missing. All of it is in ``$XDG_CACHE_HOME/gpucr/test-machines``; a
 changed recipe (below, ``initrd.sh``, ``constraints.txt``) makes new images and removes the old ones.
 """
 

@@ -31,7 +31,7 @@ class Results:
     def write(self, file: Path = FILE) -> None:
         """Put a row for each test that has passed on a machine into the file; one that has failed loses its row.
 
-        ``python -m tests.docs`` makes the page of it.
+        ``python3 -m tests.docs`` makes the page of it.
         """
         found = json.loads(file.read_text())
         table = found["tables"][0]

@@ -20,10 +20,12 @@ from gpucr.network import kept
 from gpucr.network.filters import Namespace
 from gpucr.network.records import KeptRecord
 from gpucr.operations.connections import close_kept, list_kept
+from gpucr.snapshot.location import open_store
 from tests.command import start as start_command
 from tests.counter import wait_until
 from tests.own_network import filters, own_network
 from tests.stepping import Job, StartJob
+from tests.store import dumps
 
 pytestmark = pytest.mark.criu
 
@@ -202,7 +204,8 @@ def test_they_end_with_a_snapshot_in_a_store(served: Served, tmp_path: Path, how
     if how == "rm":
         gpucr.remove_snapshot(f"{tmp_path}/store#s")
     else:
-        rules = gpucr.PruneRules(keep_within_s=0)
+        dumps.dump(open_store(tmp_path / "store"), {"images/a": dumps.piece(1)}, "later")
+        rules = gpucr.PruneRules(keep_last=1)
         gpucr.prune_store(tmp_path / "store", rules, dry_run=True)
         assert filters() != ()
         gpucr.prune_store(tmp_path / "store", rules)

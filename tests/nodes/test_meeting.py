@@ -26,6 +26,7 @@ from gpucr.nodes.rendezvous import Rendezvous
 from gpucr.nodes.wire import Channel, Failed, Hello, Here, Together, Welcome, WrongSecret
 from gpucr.records import RecordError
 from gpucr.undo.cancellation import Cancellation
+from tests import command
 from tests.counter import DEADLINE_S, wait_until
 from tests.ports import lasting_port
 
@@ -126,6 +127,47 @@ def test_a_late_node_is_waited_for() -> None:
             assert arrived.result() == SET_ID
             host.conclude()
         guest.conclude()
+
+
+def test_node_0_learns_why_another_does_not_arrive() -> None:
+    """What that one sees by itself it sees before it comes to the meeting."""
+    port = lasting_port()
+    with Host(rendezvous(port, 0), hello(0), None) as host:
+        arrived = Aside(lambda: host.arrive(lambda: SET_ID))
+        with pytest.raises(InvalidRequest), Guest(rendezvous(port, 1), hello(1), None):
+            raise InvalidRequest("there is no job nojob")
+        with pytest.raises(NodeFailed, match=r"^node 1 failed: there is no job nojob$"):
+            arrived.result()
+
+
+def test_a_node_that_comes_a_moment_later_learns_why_node_0_has_left() -> None:
+    port = lasting_port()
+    with Guest(rendezvous(port, 1), hello(1), None) as guest:
+        arrived = Aside(lambda: guest.arrive(lambda: ""))
+        with pytest.raises(InvalidRequest), Host(rendezvous(port, 0), hello(0), None):
+            raise InvalidRequest("there is no job nojob")
+        with pytest.raises(NodeFailed, match=r"^node 0 failed: there is no job nojob$"):
+            arrived.result()
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_missing_job_or_set_is_reported_without_the_other_nodes(node: int, tmp_path: Path) -> None:
+    secret, store = tmp_path / "secret", tmp_path / "store"
+    secret.write_bytes(SECRET)
+    secret.chmod(0o600)
+    assert command.run("store", "init", store).returncode == 0
+    where = (
+        *("--rendezvous", f"127.0.0.1:{lasting_port()}", "--secret-file", str(secret)),
+        *("--node", str(node), "--nodes", "2", "--meet-within", "1h"),
+    )
+    for asked, said in (
+        (("dump", "no-such-job", "--to", f"{store}#a"), "there is no job 'no-such-job'"),
+        (("restore", f"{store}#no-such-set"), "holds no snapshot"),
+    ):
+        done = command.run("nodes", *asked, *where)  # within a limit of its own
+        assert done.returncode in (2, 5)
+        assert said in done.stderr
 
 
 # --- who fails ---------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """A server with memory on a simulated GPU: each answer is read from there, so a job that sleeps cannot answer.
 
-``python server.py PORT MIB DEVICES [NAME]``, HTTP/1.1 with keep-alive. ``GET /``: a counter in device memory, raised by
-one. ``/slow?SECONDS``: begins its answer, and ends it so much later. ``/big?BYTES``: so many. ``/events?N``: chunks.
+``python3 server.py PORT MIB DEVICES [NAME]``, HTTP/1.1 with keep-alive. ``GET /``: a counter in device memory, raised
+by one. ``/slow?SECONDS``: begins its answer, and ends it so much later. ``/big?BYTES``: so many. ``/events?N``: chunks.
 """
 
 from __future__ import annotations

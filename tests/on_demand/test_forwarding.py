@@ -42,7 +42,7 @@ def test_a_connection_that_is_kept_open_does_not_keep_it_awake(models: Models) -
             made.request("GET", "/")
             assert made.getresponse().read() == b"llama %d\n" % number
             model.wait("asleep")
-    assert model.served.counts.connections == 1
+    assert model.served.counts.connection_count == 1
 
 
 def test_a_request_that_takes_its_time_keeps_it_awake(models: Models) -> None:
@@ -69,8 +69,8 @@ def test_large_bodies_and_events_pass(models: Models, http: bool) -> None:
         made.request("GET", "/events?3")
         assert made.getresponse().read() == b"event 0 104\nevent 1 105\nevent 2 106\n"
     counts = model.served.counts
-    assert counts.bytes["in"] > 8 << 20
-    assert counts.bytes["out"] > 8 << 20
+    assert counts.moved_bytes["in"] > 8 << 20
+    assert counts.moved_bytes["out"] > 8 << 20
 
 
 def _connection(port: int) -> http.client.HTTPConnection:

@@ -26,7 +26,7 @@ from gpucr.jobs.sandbox.started import StartedKeeper
 from gpucr.linux import processes
 from gpucr.operations import launch
 from gpucr.sim import build as simulator
-from tests import command
+from tests import chroots, command
 from tests.counter import wait_until
 from tests.storm import later
 
@@ -543,6 +543,21 @@ def test_exec_sees_the_jobs_namespaces(tmp_path: Path) -> None:
 
 
 @pytest.mark.root
+def test_exec_sees_the_root_folder_of_the_job(tmp_path: Path) -> None:
+    """Also of one that was not started by gpucr, in the machine's own namespaces."""
+    asked = """
+        touch "$ROOT/of-the-job"
+        mkfifo "$ROOT/runs"
+        chroot "$ROOT" sh -c 'echo >/runs; exec sleep 600' &
+        read line <"$ROOT/runs"
+        gpucr exec $! -- sh -c "ls /of-the-job; pwd"
+        kill $!
+    """
+    done = chroots.run(asked, tmp_path / "root", "folder")
+    assert (done.stdout, done.stderr) == (f"/of-the-job\n{os.getcwd()}\n", "")
+
+
+@pytest.mark.root
 def test_exec_in_a_folder_the_job_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     launch.run_job(["sleep", "600"], name="inside", isolate=True)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
@@ -555,9 +570,16 @@ def test_exec_in_a_folder_the_job_lacks(monkeypatch: pytest.MonkeyPatch) -> None
 def test_exec_passes_on_exit_code_and_input() -> None:
     assert command.run("exec", os.getpid(), "sh", "-c", "exit 7").returncode == 7
     assert command.run("exec", os.getpid(), "sh", "-c", "kill -KILL $$").returncode == 128 + 9
-    done = command.run("exec", os.getpid(), "--", "no-such-program")
-    assert done.returncode == 127
-    assert "no-such-program cannot be run" in done.stderr
+    for program, code, reason in (
+        ("no-such-program", 127, "No such file or directory"),
+        ("/no/such/program", 127, "No such file or directory"),
+        ("/etc/passwd", 126, "Permission denied"),
+        ("/usr", 126, "Permission denied"),
+    ):
+        done = command.run("exec", os.getpid(), "--", program)
+        error, hint, name = done.stderr.splitlines()
+        assert (done.returncode, error) == (code, f"error: {program} cannot be run: {reason}")
+        assert (hint[:7], name) == ("hint:  ", "code:  GPUCR-NO-PROGRAM")
     typed = subprocess.run(
         command.command("exec", os.getpid(), "cat"),
         input="typed",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import platform
 import re
 import subprocess
 import sys
@@ -13,10 +14,14 @@ from pathlib import Path
 import pytest
 
 from gpucr.cli import manual
-from gpucr.interposer.build import LIBRARY, platform_tag
+from gpucr.errors import SimulatorUnavailable
+from gpucr.interposer.build import LIBRARY, compile_library, platform_tag
+from gpucr.sim.build import PRODUCTS, build, compile_products
+from tests.compiled import compiled_interposer
 from tests.docs.command_tree import COMMANDS
 from tests.docs.pages import ROOT
 
+COMPILED = {f"gpucr/interposer/{LIBRARY}", *(f"gpucr/sim/built/{product.path}" for product in PRODUCTS)}
 BUILD = """
 import sys
 from hatchling.cli import hatchling
@@ -61,7 +66,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     built = subprocess.run(
         [sys.executable, "-c", BUILD, ",".join(hidden), "build", "-t", "wheel", "-d", folder],
-        cwd=ROOT, capture_output=True, text=True, check=False, timeout=60,
+        cwd=ROOT, capture_output=True, text=True, check=False, timeout=110,
     )  # fmt: skip
     assert built.returncode == 0, built.stderr
     (wheel,) = folder.glob("*.whl")
@@ -78,12 +83,58 @@ def test_the_wheel_has_the_manual_pages(wheel: Path) -> None:
     assert "gpucr/error_codes.md" in names
 
 
-def test_the_wheel_has_the_interposer_and_states_its_c_library(wheel: Path, tmp_path: Path) -> None:
+def test_the_wheel_has_the_compiled_files_and_states_their_c_library(wheel: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
-        archive.extract(f"gpucr/interposer/{LIBRARY}", tmp_path)
-    built = tmp_path / "gpucr/interposer" / LIBRARY
-    versions = subprocess.run(["objdump", "-T", built], check=True, capture_output=True, text=True).stdout
-    assert wheel.name.endswith(f"-py3-none-{platform_tag(built)}.whl")
-    _, major, minor, _ = platform_tag(built).split("_", 3)
-    assert f"GLIBC_{major}.{minor}" in versions
-    assert f"GLIBC_{major}.{int(minor) + 1}" not in versions
+        for member in COMPILED:
+            assert archive.getinfo(member).external_attr >> 16 & 0o111, "installers keep that it can be executed"
+            archive.extract(member, tmp_path)
+        assert {name for name in archive.namelist() if name.startswith("gpucr/sim/built/")} < COMPILED
+    files = [tmp_path / member for member in sorted(COMPILED)]
+    tag = platform_tag(*files)
+    assert wheel.name.endswith(f"-py3-none-{tag}.whl")
+    needed = re.findall(r"GLIBC_(\d+)\.(\d+)", _symbols(*files))
+    major, minor = max((2, 17), *((int(major), int(minor)) for major, minor in needed))
+    assert f"manylinux_{major}_{minor}_{platform.machine()}" in tag.split(".")
+
+
+def _symbols(*files: Path) -> str:
+    return subprocess.run(["objdump", "-T", *files], check=True, capture_output=True, text=True).stdout
+
+
+MOVED = {
+    *(
+        "pthread_condattr_setclock",
+        "pthread_create",
+        "pthread_detach",
+        "pthread_join",
+        "pthread_key_create",
+        "pthread_once",
+        "pthread_setname_np",
+    ),
+    *("pthread_setspecific", "pthread_sigmask", "sem_init", "sem_post", "sem_wait"),
+    *("dladdr1", "dlerror", "dlinfo", "dlopen", "dlsym", "fstat", "lstat", "stat", "__libc_start_main"),
+}
+"""Functions that glibc 2.17 had in another library, as an inline function, or with another start of the program."""
+
+
+def test_no_compiled_file_needs_a_glibc_newer_than_2_17() -> None:
+    """Releases are compiled for it (scripts/wheels), which would say the same, but few people run that."""
+    simulator = build()
+    symbols = _symbols(compiled_interposer(), *(simulator / product.path for product in PRODUCTS))
+    used = re.findall(r"\*UND\*.*\(GLIBC_(\d+)\.(\d+)\S*\) +(\w+)$", symbols, re.MULTILINE)
+    assert len(used) > 100
+    assert {name for major, minor, name in used if (int(major), int(minor)) > (2, 17)} <= MOVED
+
+
+def test_a_simulator_that_was_shipped_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpucr.sim.build.SHIPPED", tmp_path)
+    assert build() == tmp_path
+
+
+def test_a_compiler_is_a_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in `CC="python -m ziglang cc -target ..."`."""
+    monkeypatch.setenv("CC", "no-such-compiler -m64")
+    with pytest.raises(FileNotFoundError, match="'no-such-compiler'"):
+        compile_library(tmp_path)
+    with pytest.raises(SimulatorUnavailable, match="no C compiler 'no-such-compiler'"):
+        compile_products(tmp_path)

@@ -14,6 +14,7 @@ import pytest
 
 from gpucr.privileged import session
 from gpucr.privileged.session import Session
+from tests.conftest import skip_or_fail
 from tests.counter import wait_until
 from tests.helper.test_sessions import CONNECTED, counted, dump, start, status_of
 from tests.ordinary_user import Machine, OrdinaryUser
@@ -26,6 +27,13 @@ echo {OOM} >/proc/self/oom_score_adj
 exec prlimit --nofile=200:{FILES} --core=0:{CORE} nice -n {NICER} "$@"
 """
 OWN_NICE = os.getpriority(os.PRIO_PROCESS, 0)
+LEAST_PRIORITY, MOST_ADDED = 19, 5
+
+
+@pytest.fixture(autouse=True)
+def room_to_be_nicer() -> None:
+    if OWN_NICE + MOST_ADDED > LEAST_PRIORITY:
+        skip_or_fail("root", f"these tests run with a niceness of {OWN_NICE}: no process can be {MOST_ADDED} nicer")
 
 
 def restored_in_a_restricted_session(user: OrdinaryUser, *options: str) -> int:

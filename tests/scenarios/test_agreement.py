@@ -13,6 +13,7 @@ import pytest
 
 import gpucr
 from gpucr.errors import CriuError, DeadlineExceeded, JobChanged, Unsupported
+from tests.conftest import require_devices
 from tests.counter import kill_at_once, processes_in, wait_until
 from tests.scenarios.building_blocks import BLOCKS, program
 from tests.storm import long, sample
@@ -102,6 +103,7 @@ def assert_one_answer(names: list[str], folder: Path) -> None:
 
 @pytest.mark.parametrize("name", sample(list(BLOCKS), 12))
 def test_one_block(name: str, tmp_path: Path) -> None:
+    require_devices(BLOCKS[name])
     assert_one_answer([name], tmp_path)
 
 

@@ -1,6 +1,6 @@
 """One killed command in a world of its own: what it leaves at once, and what stays after the next command.
 
-``python -m tests.scenarios.world FOLDER OPERATION VICTIMS WHEN`` in new mount, pid and IPC namespaces, as their pid 1.
+``python3 -m tests.scenarios.world FOLDER OPERATION VICTIMS WHEN`` in new mount, pid and IPC namespaces, as their pid 1.
 Prints JSON.
 """
 

@@ -53,6 +53,7 @@ def test_a_build_is_reused_without_a_compiler(tmp_path: Path) -> None:
 
 
 def test_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SimulatorUnavailable, match="no C compiler 'cc'") as failure:
         simulator.build(tmp_path / "cache")

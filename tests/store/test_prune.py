@@ -5,6 +5,7 @@ import re
 import time
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from gpucr.cli.prune import command
-from gpucr.errors import StoreDamaged
+from gpucr.errors import StoreDamaged, Unsupported
 from gpucr.operations.stores import init_store
 from gpucr.store import index as indexes
 from gpucr.store import retired, snapshots, writers
@@ -65,6 +66,26 @@ def test_long_lists_are_needed_too() -> None:
     snapshots.remove(store, snapshots.find(store, "latest").id)
     assert _prune_all(store).deleted_packs > 0
     assert restore(store, kept) == areas
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+@pytest.mark.parametrize(
+    "rules",
+    [{"keep_last": 0}, {"keep_within_s": 0.0}, {"keep_daily": 0, "keep_weekly": 0}, {"keep_last": 0, "names": ("a*",)}],
+)
+def test_the_last_snapshot_stays_where_one_must(rules: dict[str, Any], dry_run: bool) -> None:
+    backend = MemoryBackend()
+    store = new_store(backend)
+    for name in ("a", "b"):
+        dump(store, {"device/7": content(1, 2)}, name)
+    before = dict(backend.objects)
+    with pytest.raises(Unsupported, match="no rule keeps any of the") as refused:
+        prune(store, PruneRules(**rules), keep_one=True, dry_run=dry_run)
+    assert refused.value.code == "GPUCR-NOTHING-KEPT"
+    assert backend.objects == before
+    prune(store, PruneRules(names=("c*",), keep_last=0), keep_one=True, dry_run=dry_run)  # there is none
+    prune(store, PruneRules(**rules, per_name=True), keep_one=True, dry_run=dry_run)  # which keeps the latest
+    assert len(snapshots.list_all(store).snapshots) == 2
 
 
 def test_an_empty_store_keeps_only_its_configuration(secret: Secret | None) -> None:

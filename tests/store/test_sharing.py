@@ -21,6 +21,7 @@ from gpucr.store.opened import Store
 from gpucr.store.retention import PruneRules
 from gpucr.supervise.start import require_store
 from tests.command import python
+from tests.conftest import skip_or_fail
 from tests.store.dumps import content, dump
 
 pytestmark = pytest.mark.root
@@ -94,6 +95,8 @@ def as_user(uid: int, action: str, *paths: Path, umask: int = 0o077) -> str:
 
     The first path is `shared` there, the rest are `others`.
     """
+    if unreadable := [each for each in Path(gpucr.__file__).parents if not each.stat().st_mode & stat.S_IXOTH]:
+        skip_or_fail("root", f"other users cannot read gpucr here: {unreadable[-1]} is closed to them")
     done = python(_AS_USER, uid, GID if uid in (ALICE, BOB) else "", umask, action, *paths)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()

@@ -1,6 +1,6 @@
 """A storm: a supervised job whose processes, supervisor, guard and keeper are killed at random, again and again.
 
-``python -m tests.supervise.storm --kills 500`` runs jobs one after the other until so many have been killed. Each must
+``python3 -m tests.supervise.storm --kills 500`` runs jobs one after the other until so many have been killed. Each must
 end with the right result; each restore must be from the latest checkpoint that was told of; and every snapshot that was
 told of must be there and whole in the end. On the simulated driver if there is no GPU. Needs root and CRIU.
 """

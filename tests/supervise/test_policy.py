@@ -171,7 +171,8 @@ def test_removed_checkpoints_hold_their_data_for_an_hour_not_a_day() -> None:
         ({"output_timeout_s": float("inf")}, "--output-timeout"),
         ({"crashes": 0}, "--crashes"),
         ({"max_restarts": -3}, "--max-restarts"),
-        ({"keep_last": 0}, "no snapshot to restore from"),
+        ({"keep_last": 0}, "--keep-last 0 would keep no snapshot to restore from"),
+        ({"keep_hourly": 0}, "--keep-hourly 0 would keep no snapshot to restore from"),
     ],
 )
 def test_invalid_times_and_numbers_are_refused(settings: dict[str, float], words: str) -> None:

@@ -1,4 +1,4 @@
-"""A small storm: what `python -m tests.supervise.storm` does 500 times."""
+"""A small storm: what `python3 -m tests.supervise.storm` does 500 times."""
 
 from __future__ import annotations
 

@@ -320,10 +320,16 @@ def test_advances_are_ten_a_second_at_most() -> None:
     assert 1 <= len(listener.advances()) <= phase.seconds / 0.1 + 1
 
 
-def test_a_step_that_expects_nothing_does_not_advance(often: None) -> None:
+def test_a_step_that_moves_nothing_does_not_advance(often: None) -> None:
+    listener = Listener()
+    run_steps([Metered(lambda meter, _: meter.add(0))], on_progress=listener)
+    assert [event.event for event in listener.events] == ["begin", "end"]
+
+
+def test_a_step_that_does_not_know_its_total_advances_without_one(often: None) -> None:
     listener = Listener()
     run_steps([Metered(lambda meter, _: meter.add(5))], on_progress=listener)
-    assert [event.event for event in listener.events] == ["begin", "end"]
+    assert {(each.size_bytes, each.total_bytes) for each in listener.events if each.event == "advance"} == {(5, 0)}
 
 
 def test_notes_arrive_in_order_between_begin_and_end() -> None:

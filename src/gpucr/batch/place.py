@@ -1,4 +1,4 @@
-"""``python -m gpucr.batch.place``: one start of a job, outside its caller's process tree.
+"""``python3 -m gpucr.batch.place``: one start of a job, outside its caller's process tree.
 
 Reads a `Start` from stdin. The caller may wait for its child at once: the job's process has its own session and has
 left the caller's tree, so a caller that ends its children does not end it in the middle of a dump. It writes its pid

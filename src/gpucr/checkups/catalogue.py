@@ -32,6 +32,14 @@ CRIU_NOT_CHECKED = Fact(
     remedy="sudo gpucr doctor",
 )
 
+CHROOT = Fact(
+    about="CRIU",
+    severity="warning",
+    what="this is a chroot whose root folder is not a mount",
+    consequence="a job can be dumped and restored in a sandbox only, as `gpucr run` makes one for root",
+    remedy="mount the folder over itself before the chroot: `mount --rbind TREE TREE`",
+)
+
 # graphics
 GPUS_NOT_LISTED = Fact(
     about="GPUs",

@@ -12,6 +12,7 @@ from gpucr.diagnosis.preflight.findings import Finding
 from gpucr.errors import BrokenInstall, CriuError, CriuUnavailable, Unsupported
 from gpucr.helper.access import whose_criu
 from gpucr.helper.client import find_helper
+from gpucr.linux import mount_root
 
 _ABOUT = "CRIU"
 
@@ -20,7 +21,7 @@ class CriuFacts(Struct, frozen=True):
     """``install`` is None if no CRIU was found, and ``missing`` says why. ``least``: what this kernel needs.
 
     ``failure`` is the output of a failed `criu check` (None: no failure). The check needs privileges: otherwise the
-    result is unknown.
+    result is unknown. ``has_mounted_root``: not in a chroot into a plain folder.
     """
 
     install: CriuInstall | None
@@ -28,6 +29,7 @@ class CriuFacts(Struct, frozen=True):
     is_privileged: bool
     missing: str = ""
     failure: CriuError | None = None
+    has_mounted_root: bool = True
 
 
 def look() -> CriuFacts:
@@ -43,7 +45,7 @@ def look() -> CriuFacts:
             Criu(install).check()
         except CriuError as e:
             failure = e
-    return CriuFacts(install, least, whose == "own", "", failure)
+    return CriuFacts(install, least, whose == "own", "", failure, mount_root.is_mounted())
 
 
 def check(facts: CriuFacts) -> list[Finding]:
@@ -53,7 +55,8 @@ def check(facts: CriuFacts) -> list[Finding]:
         if not facts.is_privileged:  # root searches other places
             return [catalogue.NO_CRIU_FOR_USERS.seen(facts.missing)]
         return [catalogue.NO_CRIU.seen(facts.missing, least=version_text(facts.least))]
-    return [_engine(facts, install)]
+    of_root = [] if facts.has_mounted_root else [catalogue.CHROOT.seen("/proc/self/mountinfo has no /")]
+    return [_engine(facts, install), *of_root]
 
 
 def _engine(facts: CriuFacts, install: CriuInstall) -> Finding:

@@ -127,9 +127,9 @@ def _say(line: str) -> None:
 def _recover(*, as_json: bool) -> None:
     settled = recover(_say)
     if as_json:
-        waiting = [{"name": name, "waits_for": away} for name, away in settled.waiting]
+        still_lent = [{"name": name, "waits_for": away} for name, away in settled.waiting]
         failed = [{"name": name, "message": error.message, "hint": error.hint} for name, error in settled.failed]
-        print_json("borrow.recover", {"back": settled.back, "waiting": waiting, "failed": failed})
+        print_json("borrow.recover", {"back": settled.back, "lent_jobs": still_lent, "failed": failed})
     elif not (settled.back or settled.waiting or settled.failed):
         click.echo("there is nothing to bring back")
     for name, away in settled.waiting if not as_json else ():
@@ -154,7 +154,7 @@ def _print_borrowed(found: Borrowed, *, as_json: bool) -> None:
             }
             for each in found.borrowers
         ]
-        print_json("borrow.list", {"borrowers": borrowers, "lent": found.lent})
+        print_json("borrow.list", {"borrowers": borrowers, "lent_jobs": found.lent})
         return
     if not found.borrowers and not found.lent:
         click.echo("nobody borrows a GPU, and no job is lent")

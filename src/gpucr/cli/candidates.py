@@ -21,11 +21,21 @@ from gpucr.operations.stores import list_snapshots
 from gpucr.quantities import format_bytes
 
 _LONGEST_HELP = 60
+_RUNS = ("running", "suspended")
 
 
-def jobs(incomplete: str) -> list[CompletionItem]:
-    """The names of this user's jobs; if a digit was typed, the pids of the processes that use CUDA."""
-    found = _processes() if incomplete[:1].isdigit() else _names()
+def running_jobs(incomplete: str) -> list[CompletionItem]:
+    """The names of this user's jobs that run; if a digit was typed, the pids of the processes that use CUDA."""
+    return _jobs(incomplete, also_ended=False)
+
+
+def all_jobs(incomplete: str) -> list[CompletionItem]:
+    """Like `running_jobs`, with jobs that were dumped, have ended, or run elsewhere."""
+    return _jobs(incomplete, also_ended=True)
+
+
+def _jobs(incomplete: str, *, also_ended: bool) -> list[CompletionItem]:
+    found = _processes() if incomplete[:1].isdigit() else _names(also_ended=also_ended)
     return [item for item in found if str(item.value).startswith(incomplete)]
 
 
@@ -70,10 +80,11 @@ def _snapshots(store: Path) -> Iterator[tuple[str, str]]:
             yield each.name or each.id[:8], f"{each.created[:16].replace('T', ' ')}, {format_bytes(each.size_bytes)}"
 
 
-def _names() -> Iterator[CompletionItem]:
+def _names(*, also_ended: bool) -> Iterator[CompletionItem]:
     with contextlib.suppress(GpucrError):
         for job in list_jobs():
-            yield CompletionItem(job.name, help=job.state.word)
+            if also_ended or job.state.word in _RUNS:
+                yield CompletionItem(job.name, help=job.state.word)
 
 
 def _processes() -> Iterator[CompletionItem]:

@@ -49,7 +49,7 @@ def command(
     \b
     Example:
       gpucr copy /var/snapshots/store#nightly s3://bucket/prefix
-      gpucr copy s3://bucket/prefix /var/snapshots/encrypted --to-key-file /root/store.key
+      gpucr copy s3://bucket/prefix /var/snapshots/b --to-key-file /root/b.key
     """  # fmt: skip
     listener = progress_printer(quiet=quiet or as_json)
     to_key = read_key_file(to_key_file) if to_key_file is not None else None

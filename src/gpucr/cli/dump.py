@@ -161,7 +161,7 @@ def command(
       gpucr dump 4711 --to /var/snapshots/training-0044 --rehearse
       gpucr dump 4711 4712 --as-one --to /var/snapshots/both-ranks
       gpucr dump 4711 --to /var/snapshots/store#before-lunch --leave-running
-      gpucr dump 4711 --to s3://bucket/prefix#nightly --encrypt --key-file /root/store.key
+      gpucr dump 4711 --to s3://bucket/prefix#nightly --key-file /root/store.key
       gpucr dump --container web --to /var/snapshots/web
     """  # fmt: skip
     if of_container.container is not None:

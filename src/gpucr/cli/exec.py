@@ -6,8 +6,13 @@ import sys
 
 import click
 
+from gpucr.cli.failures import say_error
 from gpucr.cli.options import JobTarget, complete_file
+from gpucr.errors import InvalidRequest
 from gpucr.jobs.exec_in_job import run_inside
+from gpucr.jobs.visit import NO_PROGRAM
+
+_NOT_FOUND, _NOT_RUN = 127, 126
 
 
 @click.command("exec", context_settings={"allow_interspersed_args": False})
@@ -18,7 +23,7 @@ from gpucr.jobs.exec_in_job import run_inside
 def command(*, job: int | str, command_line: tuple[str, ...]) -> None:
     """Run CMD inside a job's namespaces: with its pids, /dev/shm, clocks and network. CMD does not belong to the job.
 
-    The exit code is that of CMD, or 127 if it cannot run.
+    The exit code is that of CMD. As in a shell it is 127 if there is no such command, and 126 if it cannot be run.
 
     \b
     Example:
@@ -26,4 +31,11 @@ def command(*, job: int | str, command_line: tuple[str, ...]) -> None:
     """
     # click leaves a "--" in front of the command where the job's name ended the options before.
     arguments = command_line[1:] if command_line[0] == "--" else command_line
-    sys.exit(run_inside(job, arguments))
+    try:
+        code = run_inside(job, arguments)
+    except InvalidRequest as error:
+        if error.code != NO_PROGRAM:
+            raise
+        say_error(error)
+        code = _NOT_FOUND if isinstance(error.__cause__, FileNotFoundError) else _NOT_RUN
+    sys.exit(code)

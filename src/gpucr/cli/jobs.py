@@ -54,7 +54,7 @@ _COLUMNS = (
 
 
 @click.command("jobs")
-@click.argument("targets", nargs=-1, type=JobTarget(), metavar="[NAME|PID]...")
+@click.argument("targets", nargs=-1, type=JobTarget(also_ended=True), metavar="[NAME|PID]...")
 @click.option("--all", "show_all", is_flag=True, help="Also show ended jobs that nothing restarts.")
 @click.option("--all-users", is_flag=True, help="Also show other users' running jobs, as USER/JOB. Root only.")
 @click.option(

@@ -57,7 +57,7 @@ def command(*, jobs: tuple[int | str, ...], number: signal.Signals, as_json: boo
         return
     sent = [{"job": str(job), "pid": signal_job(job, number), "sent": number.name} for job in jobs]
     if as_json:
-        print_json("kill", {"jobs": sent})
+        print_json("kill.signal", {"jobs": sent})
         return
     for each in sent:
         click.echo(f"{each['sent']} sent to {each['job']} (process {each['pid']})")

@@ -22,13 +22,26 @@ WIDTH_FOR_BAR = 80
 REFRESHES_PER_S = 10.0
 
 
+class _Line(Live):
+    """A live line with the cursor at its beginning: the ^C that a terminal shows there would else begin a new one."""
+
+    def refresh(self) -> None:
+        """Draw it."""
+        super().refresh()
+        self.console.file.write("\r")
+        self.console.file.flush()
+
+
 class LiveProgress:
-    """Shows each running phase: a spinner and its time and, if it moves bytes, a bar, rate and time left."""
+    """Shows each running phase: a spinner and its time, and the bytes that it has moved, with their rate.
+
+    If it is known how many there will be, a bar and the time left instead of the time.
+    """
 
     def __init__(self) -> None:
         self._console = Console(file=sys.stderr, force_terminal=True, highlight=False, markup=False, emoji=False)
         self._spinner = Spinner("line")
-        self._live: Live | None = None
+        self._live: _Line | None = None
         self._began = 0.0
         self._latest = Progress("begin", "")
 
@@ -54,7 +67,7 @@ class LiveProgress:
 
     def _begin(self, progress: Progress) -> None:
         self._latest, self._began = progress, time.monotonic()
-        self._live = Live(
+        self._live = _Line(
             console=self._console,
             get_renderable=self._line,
             refresh_per_second=REFRESHES_PER_S,
@@ -74,6 +87,11 @@ class LiveProgress:
     def _say(self, text: Text) -> None:
         self._console.print(text, soft_wrap=True)
 
+    def _figures(self, latest: Progress) -> str:
+        if latest.total_bytes:
+            return how_far(latest)
+        return f"{self._elapsed_s:.1f} s" + (f", {how_far(latest)}" if latest.size_bytes else "")
+
     def _line(self) -> RenderableType:
         latest = self._latest
         line = Table.grid(padding=(0, 1), expand=True)
@@ -84,6 +102,6 @@ class LiveProgress:
             line.add_column(width=BAR_WIDTH)
             cells.append(ProgressBar(total=latest.total_bytes, completed=latest.size_bytes, width=BAR_WIDTH))
         line.add_column(no_wrap=True, justify="right")
-        cells.append(Text(how_far(latest) if latest.total_bytes else f"{self._elapsed_s:.1f} s"))
+        cells.append(Text(self._figures(latest)))
         line.add_row(*cells)
         return line

@@ -12,7 +12,7 @@ from gpucr.jobs.log import job_log
 
 
 @click.command("logs")
-@click.argument("job", type=JobTarget(), metavar="NAME|PID")
+@click.argument("job", type=JobTarget(also_ended=True), metavar="NAME|PID")
 @click.option("--follow", "-f", is_flag=True, help="Follow until the job ends, through dumps and restores.")
 @click.option("--lines", "-n", type=click.IntRange(min=0), metavar="LINES", help="Only the last LINES lines.")
 def command(*, job: int | str, follow: bool, lines: int | None) -> None:

@@ -124,7 +124,7 @@ def command() -> None:
     gpucr resume 4711                   and continue
     gpucr dump 4711 --to /var/snap/a    write the job to disk and end it
     gpucr restore /var/snap/a           and bring it back, also after a reboot
-    gpucr dump 4711 --to STORE#a        write it to a store, where what is known is not written again
+    gpucr dump 4711 --to STORE#a        write to a store only what it lacks
     """
 
 

@@ -1,4 +1,4 @@
-"""Manual pages, generated from the same source as `--help`: ``python -m gpucr.cli.manual DIR`` writes them into DIR.
+"""Manual pages, generated from the same source as `--help`: ``python3 -m gpucr.cli.manual DIR`` writes them into DIR.
 
 One page per command, ``gpucr-dump.1``, in section 1. The format is man(7).
 """
@@ -21,7 +21,7 @@ from gpucr.version import __version__
 _VERBATIM = "\b"  # click's mark for a paragraph that keeps its lines
 _EXAMPLE = re.compile(r"^Examples?\b.*:$")
 _ENVIRONMENT = {
-    "GPUCR_CRIU": "the CRIU to use, 4.1 or newer; never skipped for another one",
+    "GPUCR_CRIU": "the CRIU to use, 4.1 or newer, 4.2 on Linux 6.16 and newer; never skipped for another one",
     "GPUCR_HELPER": "the socket of the privileged helper; off: it is not used",
     "GPUCR_INTERPOSE": "0: gpucr run does not load the interposer; 1: also where it finds no driver",
     "XDG_DATA_HOME": "a CRIU that was fetched and the interposer are below it (default ~/.local/share)",

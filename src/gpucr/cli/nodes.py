@@ -38,14 +38,12 @@ from gpucr.nodes.rendezvous import Rendezvous
 from gpucr.nodes.restore import run_restore_part
 from gpucr.nodes.secret import given_secret
 from gpucr.operations.requests import DumpRequest, RestoreRequest
-from gpucr.operations.restore import RestoreReport
 from gpucr.quantities import counted
 from gpucr.snapshot.location import Compress
 from gpucr.undo.operation import Terms
 
 if TYPE_CHECKING:
     from gpucr.nodes.parts import PartReport
-    from gpucr.nodes.rendezvous import Rendezvous
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -78,9 +76,10 @@ def command() -> None:
 
     \b
     Example:
-      head -c 32 /dev/urandom > ~/nodes.secret; chmod 600 ~/nodes.secret
-      srun gpucr nodes dump train --to /shared/store#step-100 --rendezvous n1:7788 --secret-file ~/nodes.secret
-      srun gpucr nodes restore /shared/store#step-100 --rendezvous n1:7788 --secret-file ~/nodes.secret
+      head -c 32 /dev/urandom > ~/secret; chmod 600 ~/secret
+      export GPUCR_NODES_SECRET_FILE=~/secret
+      srun gpucr nodes dump train --to /shared/s#a --rendezvous n1:7788
+      srun gpucr nodes restore /shared/s#a --rendezvous n1:7788
     """
 
 
@@ -168,8 +167,9 @@ def dump(
 
     \b
     Example:
-      gpucr nodes dump train --to /shared/store#step-100 --rendezvous n1:7788 --secret-file s --node 0 --nodes 2
-      srun gpucr nodes dump train --to /shared/store#step-100 --rendezvous n1:7788 --secret-file s --leave-running
+      export GPUCR_NODES_SECRET_FILE=~/secret
+      gpucr nodes dump 47 --to /shared/s#a --rendezvous n1:7788 --node 0 --nodes 2
+      srun gpucr nodes dump train --to /shared/s#a --rendezvous n1:7788
     """
     made = with_key(
         key_file,
@@ -228,17 +228,16 @@ def restore(
 
     \b
     Example:
-      gpucr nodes restore /shared/store#step-100 --rendezvous n1:7788 --secret-file s --node 1 --nodes 2
-      srun gpucr nodes restore /shared/store#step-100 --rendezvous n7:7788 --secret-file s --gpu auto --map auto
+      export GPUCR_NODES_SECRET_FILE=~/secret
+      gpucr nodes restore /shared/s#a --rendezvous n1:7788 --node 1 --nodes 2
+      srun gpucr nodes restore /shared/s#a --rendezvous n7:7788 --map auto
     """
     request, addresses = RestoreRequest(snapshot, **options), parse_map(address_map)
-    made = with_key(
+    made, report = with_key(
         key_file,
         lambda key: run_restore_part(snapshot, request, where, terms, addresses=addresses, key=key),
         place=snapshot,
     )
-    report = made.report
-    assert isinstance(report, RestoreReport)  # noqa: S101 - a restore's
     if not output.quiet:
         say_warnings(report)
         say_gpu_reasons(report)

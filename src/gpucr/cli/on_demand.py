@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 @click.command("on-demand")
-@click.argument("job", type=JobTarget(), required=False, metavar="[PID|NAME]")
+@click.argument("job", type=JobTarget(also_ended=True), required=False, metavar="[PID|NAME]")
 @on_demand_options(
     "--listen",
     "Listen there (127.0.0.1 without HOST) and forward to the job's JOBPORT (PORT); or unix:PATH:JOBPORT. Repeatable.",
@@ -63,7 +63,7 @@ def command(
 
     \b
     Example:
-      gpucr run --name llama --on-demand 8000 --idle 5m --http -- python server.py --port 8000
+      gpucr run --name llama --on-demand 8000 --http -- python3 server.py
       gpucr on-demand llama --listen 0.0.0.0:8000 --idle 5m --http
       gpucr on-demand --list
       gpucr on-demand llama --leave
@@ -101,20 +101,20 @@ def _print_plan(plan: start.OnDemandPlan, *, as_json: bool) -> None:
     if as_json:
         print_json("on_demand.plan", to_json(plan))
     else:
-        for each in plan.listen:
-            click.echo(f"listen on {printable(each)}, {plan.most_connections} connections at most")
+        for each, port in zip(plan.listen, plan.job_ports, strict=True):
+            click.echo(f"listen on {printable(each)} to its port {port}, {plan.most_connections} connections at most")
         needs = ", ".join(f"{format_bytes(size)} of {uuid}" for uuid, size in plan.device_bytes.items())
         click.echo(f"{plan.name} is {plan.where}, and needs {needs or 'memory that is not known yet'}")
-    if plan.findings:
+    if plan.problems:
         raise Unsupported(
-            f"{plan.name} cannot be put to sleep: {plan.findings[0]}", hint="`gpucr suspend --dry-run` shows more"
+            f"{plan.name} cannot be put to sleep: {plan.problems[0]}", hint="`gpucr suspend --dry-run` shows more"
         )
 
 
 def _leave(names: Sequence[str] | None, *, as_json: bool) -> None:
     ended = start.end_forwarders(names)
     if as_json:
-        print_json("on_demand.left", {"jobs": ended})
+        print_json("on_demand.left", {"jobs": [{"name": name} for name in ended]})
         return
     for name in ended:
         click.echo(f"{name} is left as it is")

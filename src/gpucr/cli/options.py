@@ -44,9 +44,15 @@ class Percent(click.ParamType):  # type: ignore[type-arg]  # click 8.1 knows no 
 
 
 class JobTarget(click.ParamType):  # type: ignore[type-arg]  # click 8.1 knows no arguments
-    """A pid, or the name of a job that gpucr started (of another user's: USER/NAME): an int or a str."""
+    """A pid, or the name of a job that gpucr started (of another user's: USER/NAME): an int or a str.
+
+    ``also_ended``: jobs that do not run are completed too.
+    """
 
     name = "pid or name"
+
+    def __init__(self, *, also_ended: bool = False) -> None:
+        self._kind = "all_jobs" if also_ended else "running_jobs"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
         """Raises click's usage error if it is neither."""
@@ -65,7 +71,7 @@ class JobTarget(click.ParamType):  # type: ignore[type-arg]  # click 8.1 knows n
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         """Names of jobs, and pids of processes that use CUDA."""
-        return _offer("jobs", incomplete)
+        return _offer(self._kind, incomplete)
 
 
 def as_one(parameter: str, kind: Callable[..., Any]) -> Callable[[F], F]:
@@ -221,9 +227,9 @@ def keep_options(command: F, *, default: str = "") -> F:
     """Which snapshots to keep: options that `prune`, `run` and `supervise` share."""
     for option, what in (("--keep-daily", "latest of each of N days"), ("--keep-hourly", "latest of each of N hours")):
         text = f"Keep the {what} that have one."
-        command = click.option(option, type=click.IntRange(min=0), metavar="N", help=text)(command)
+        command = click.option(option, type=click.IntRange(min=1), metavar="N", help=text)(command)
     text = f"Keep the N latest snapshots.{default}"
-    return click.option("--keep-last", type=click.IntRange(min=0), metavar="N", help=text)(command)
+    return click.option("--keep-last", type=click.IntRange(min=1), metavar="N", help=text)(command)
 
 
 only_option = click.option("--only", is_flag=True, help="Act on this process only, not on its tree.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import json
 import os
@@ -55,13 +56,16 @@ def print_json(kind: str, data: Mapping[str, Any]) -> None:
 class _Stdout(io.FileIO):
     """Stdout. After a failed write, output is dropped; the command keeps its exit code.
 
-    ``lost``: why the write failed.
+    ``lost``: why the write failed. ``was_closed``: gpucr was started without a stdout, so every write fails.
     """
 
     lost: OSError | None = None
+    was_closed = False
 
     def write(self, data: Any) -> int:
         """Write some of it. Never raises."""
+        if self.was_closed and len(data):
+            self.lost = OSError(errno.EBADF, "stdout is closed")
         while self.lost is None:
             try:
                 written = super().write(data)
@@ -98,14 +102,17 @@ def prepare_streams() -> None:
     at Python's exit, which would change the exit code to 120.
     """
     global _stdout  # noqa: PLW0603 - there is one
+    closed: set[int] = set()
     for fd in range(3):
         try:
             os.fstat(fd)
         except OSError:
+            closed.add(fd)
             # The lowest free number is this one. Left free, the next file would get it, and children's output.
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     sys.stdin = sys.stdin or open(0, closefd=False)  # noqa: SIM115 - for the life of the process, as the others
     _stdout = _Stdout(1, "w", closefd=False)
+    _stdout.was_closed = 1 in closed
     sys.stderr = _text(_Stderr(2, "w", closefd=False), sys.stderr, line_buffering=True)
     sys.stdout = _text(_stdout, sys.stdout, line_buffering=os.isatty(1))
 

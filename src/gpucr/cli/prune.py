@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     metavar="TIME",
     help="Keep snapshots younger than this: 12h, 7d, 2w.",
 )
-@click.option("--keep-weekly", type=click.IntRange(min=0), metavar="N", help="Keep the latest of each of N weeks.")
-@click.option("--keep-monthly", type=click.IntRange(min=0), metavar="N", help="Keep the latest of each of N months.")
+@click.option("--keep-weekly", type=click.IntRange(min=1), metavar="N", help="Keep the latest of each of N weeks.")
+@click.option("--keep-monthly", type=click.IntRange(min=1), metavar="N", help="Keep the latest of each of N months.")
 @click.option(
     "--name",
     "names",
@@ -72,9 +72,9 @@ def command(
 ) -> None:
     """Remove snapshots that no rule keeps, and what dead dumps left behind. Dumps and restores may run meanwhile.
 
-    A snapshot is kept if one of the --keep options says so; without any, all are. Space comes back with a later prune:
-    unneeded data is first retired, then deleted when no dump can rely on it and --grace has passed. The last lines say
-    how much, and when.
+    A snapshot is kept if one of the --keep options says so; without any, all are. Rules that keep none are
+    refused. Space comes back with a later prune: unneeded data is first retired, then deleted when no dump can rely on
+    it and --grace has passed. The last lines say how much, and when.
 
     \b
     Example:

@@ -102,9 +102,9 @@ def command(
 
     \b
     Example:
-      gpucr run --every 10m --to /var/snapshots/store --name train -- python3 train.py
+      gpucr run --every 10m --to /var/snapshots/store -- python3 train.py
       gpucr run --name train -- torchrun --nproc-per-node 2 train.py
-      gpucr run --on-demand 8000 --idle 5m --http --name llama -- python server.py --port 8000
+      gpucr run --on-demand 8000 --http --name llama -- python3 server.py
       gpucr logs -f train
       gpucr dump train --to /var/snapshots/train
     """

@@ -9,12 +9,10 @@ from typing import Any
 from msgspec import Struct, field
 
 from gpucr.cli.output import printable
-from gpucr.criu.contents import SharedMemory
 from gpucr.criu.imaged_files import OpenDescriptor
 from gpucr.criu.imaged_memory import MemoryUse
 from gpucr.operations.inspect import ProcessContents, SnapshotContents
 from gpucr.quantities import counted, format_bytes
-from gpucr.records import to_json
 
 _SOCKETS = ("tcp", "udp", "internet", "unix", "packet", "netlink")
 
@@ -132,12 +130,7 @@ def as_json_record(contents: SnapshotContents) -> dict[str, Any]:
             for process in contents.processes
         ],
         "memory": contents.memory,
-        "shared_memory": [_shared_record(each) for each in contents.shared],
+        "shared_memory": contents.shared,
         "packed_bytes": contents.packed_bytes,
         "problems": list(contents.problems),
     }
-
-
-def _shared_record(each: SharedMemory) -> dict[str, Any]:
-    fields = to_json(each)
-    return {"image_id": fields.pop("id"), **fields}

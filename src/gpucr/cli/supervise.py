@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @click.command("supervise")
-@click.argument("job", type=JobTarget(), required=False, metavar="[PID|NAME]")
+@click.argument("job", type=JobTarget(also_ended=True), required=False, metavar="[PID|NAME]")
 @supervision_options
 @click.option("--foreground", is_flag=True, help="Supervise in this process instead of one in the background.")
 @click.option(

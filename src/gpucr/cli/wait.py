@@ -16,7 +16,7 @@ _UNKNOWN = 1
 
 
 @click.command("wait")
-@click.argument("job", type=JobTarget(), metavar="PID|NAME")
+@click.argument("job", type=JobTarget(also_ended=True), metavar="PID|NAME")
 @click.option("--timeout", "timeout_s", type=Limit(), metavar="TIME", help="Give up after this time. Exit code 6.")
 @json_option
 def command(*, job: int | str, timeout_s: float | None, as_json: bool) -> None:

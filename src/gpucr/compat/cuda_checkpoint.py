@@ -78,8 +78,10 @@ class Request:
 def main() -> int:
     """Run the command line in sys.argv; the exit code is 0 or 1 (130 after Ctrl-C, once the driver's call ended)."""
     try:
-        _fill_standard_files()
+        has_stdout = _fill_standard_files()
         output = _run(sys.argv[1:])
+        if output and not has_stdout:
+            return 1
         if output:
             os.write(1, output.encode())
     except _Failure as failure:
@@ -95,11 +97,16 @@ def main() -> int:
     return 0
 
 
-def _fill_standard_files() -> None:
-    """Reopen closed standard descriptors: otherwise the driver's next file gets the number, and our output."""
+def _fill_standard_files() -> bool:
+    """Reopen closed standard descriptors: otherwise the driver's next file gets the number, and our output.
+
+    Returns whether there was a stdout.
+    """
+    filled = []
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
-        pass
+        filled.append(fd)
     os.close(fd)
+    return 1 not in filled
 
 
 def _run(arguments: Sequence[str]) -> str:

@@ -16,12 +16,11 @@ from pathlib import Path
 
 from msgspec import Struct
 
+from gpucr.criu.install import by_hand
 from gpucr.errors import CriuUnavailable
 
 SYSTEM_SOURCES = Path("/etc/apt")
 ARCHITECTURE = "amd64"
-
-_BY_HAND = "or install CRIU 4.1 or newer by hand and name it with GPUCR_CRIU=/path/to/criu"
 
 # The machine's apt settings that the private one copies: how to reach mirrors (proxies, certificates, time-outs). Not
 # hooks and folders, which would act on the system's state.
@@ -93,7 +92,7 @@ class PrivateApt:
         if shutil.which("apt-get") is None or shutil.which("dpkg-deb") is None:
             raise CriuUnavailable(
                 "CRIU cannot be fetched: this machine has no apt-get",
-                hint=f"install CRIU with its own tools, {_BY_HAND}",
+                hint=f"install CRIU with its own tools, or {by_hand()}",
             )
         if not keyring.is_file():
             raise CriuUnavailable(
@@ -194,7 +193,7 @@ _COMPLAINTS: tuple[tuple[type[CriuUnavailable], re.Pattern[str], str, str], ...]
         CriuUnavailable,
         re.compile(r"is expired \(invalid since|is not valid yet"),
         "the mirror's lists are not valid at this time",
-        f"check the clock (date); where it is right, the mirror is out of date: use another one, {_BY_HAND}",
+        f"check the clock (date); where it is right, the mirror is out of date: use another one, or {by_hand()}",
     ),
     (
         CriuUnavailable,
@@ -204,7 +203,7 @@ _COMPLAINTS: tuple[tuple[type[CriuUnavailable], re.Pattern[str], str, str], ...]
             r"Failed to fetch copy:.*Undetermined Error"  # apt 3's words for a hash that differs, from a local mirror
         ),
         "what the mirror sent is not what the distribution signed",
-        f"update the package debian-archive-keyring (ubuntu-keyring on Ubuntu), {_BY_HAND}",
+        f"update the package debian-archive-keyring (ubuntu-keyring on Ubuntu), or {by_hand()}",
     ),
     (
         CriuUnavailable,
@@ -213,13 +212,13 @@ _COMPLAINTS: tuple[tuple[type[CriuUnavailable], re.Pattern[str], str, str], ...]
             r"Cannot initiate the connection|Network is unreachable|Unable to connect|[Pp]roxy"
         ),
         "the package mirror cannot be reached",
-        f"check the network and apt's proxy settings, {_BY_HAND}",
+        f"check the network and apt's proxy settings, or {by_hand()}",
     ),
     (
         NotInRelease,
         re.compile(r"does not have a Release file|404 +Not Found|File not found|Unable to locate|No packages found"),
         "the package mirror does not have it",
-        f"set GPUCR_DEBIAN_MIRROR to a Debian mirror, {_BY_HAND}",
+        f"set GPUCR_DEBIAN_MIRROR to a Debian mirror, or {by_hand()}",
     ),
 )
 
@@ -244,4 +243,4 @@ def _explain(command: str, output: str) -> CriuUnavailable:
         line = next((line for line in [*said, *output.splitlines()] if pattern.search(line)), None)
         if line is not None:
             return kind(f"CRIU could not be fetched: {meaning} ({line.strip()})", hint=hint)
-    return CriuUnavailable(f"CRIU could not be fetched: {command} failed: {reason}", hint=_BY_HAND.removeprefix("or "))
+    return CriuUnavailable(f"CRIU could not be fetched: {command} failed: {reason}", hint=by_hand())

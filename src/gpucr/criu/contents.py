@@ -40,10 +40,10 @@ T = TypeVar("T")
 class SharedMemory(Struct, frozen=True):
     """Memory that processes share, stored once. ``pids`` are those that have it mapped, as in the images.
 
-    ``name``: of its memory file; None if it has none.
+    ``image_id``: of its image, ``pagemap-shmem-ID.img``. ``name``: of its memory file; None if it has none.
     """
 
-    id: int
+    image_id: int
     name: str | None
     size_bytes: int
     stored_bytes: int

@@ -14,7 +14,7 @@ from typing import Literal
 from msgspec import Struct
 
 from gpucr.errors import CriuUnavailable
-from gpucr.linux import trusted_paths
+from gpucr.linux import mount_root, own_python, trusted_paths
 
 ENVIRONMENT_VARIABLE = "GPUCR_CRIU"
 OLDEST_VERSION = (4, 1, 0)
@@ -24,6 +24,9 @@ Origin = Literal["environment", "path", "provided", "helper"]
 
 _START_TIMEOUT_S = 10
 _FETCH_HINT = "run `gpucr criu`, or install a newer CRIU with the system's package manager"
+_LOADER_FAILED = 127
+_NOT_FOUND_LINE = re.compile(r"^\s*(\S+) => not found$", re.MULTILINE)
+_INSTALL_THEM = "install these libraries, or "
 _VERSION_LINE = re.compile(r"^Version:\s*(\d+)\.(\d+)(?:\.(\d+))?", re.MULTILINE)
 
 
@@ -67,7 +70,8 @@ def find_criu() -> CriuInstall:
             path = Path(named).absolute()  # a bare name means the current folder here, not PATH
             return probe((str(path),), "environment", path, OLDEST_VERSION)
         except CriuUnavailable as e:
-            e.hint = f"correct or unset {ENVIRONMENT_VARIABLE}"
+            install = _INSTALL_THEM if (e.hint or "").startswith(_INSTALL_THEM) else ""
+            e.hint = f"{install}correct or unset {ENVIRONMENT_VARIABLE}"
             raise
     passed_over = "there is no `criu` on PATH"
     on_path = shutil.which("criu")
@@ -119,6 +123,12 @@ def least_version() -> tuple[int, int, int]:
         except OSError:
             return (4, 2, 0)
     return OLDEST_VERSION
+
+
+def by_hand() -> str:
+    """How to have a CRIU that gpucr cannot fetch."""
+    least = version_text(least_version())
+    return f"install CRIU {least} or newer by hand and name it with {ENVIRONMENT_VARIABLE}=/path/to/criu"
 
 
 def provided_folder() -> Path:
@@ -183,11 +193,34 @@ def _ask_version(command: tuple[str, ...], path: Path) -> tuple[int, int, int]:
         reason = e.strerror if isinstance(e, OSError) else f"it is not done after {_START_TIMEOUT_S:g} s"
         raise CriuUnavailable(f"{path} does not start: {reason}", hint=_FETCH_HINT) from e
     match = _VERSION_LINE.search(result.stdout)
+    if result.returncode == _LOADER_FAILED and (missing := _missing_libraries(command)):
+        raise CriuUnavailable(
+            f"{path} does not start: it needs {', '.join(missing)}, which this machine lacks",
+            hint=f"{_INSTALL_THEM}{_FETCH_HINT}",
+        )
     if result.returncode != 0 or match is None:
         said = (result.stderr or result.stdout).strip().splitlines()
         reason = said[-1] if said else f"exit status {result.returncode}"
         raise CriuUnavailable(f"{path} does not start on Linux {platform.release()}: {reason}", hint=_FETCH_HINT)
     return (int(match[1]), int(match[2]), int(match[3] or 0))
+
+
+def _missing_libraries(command: tuple[str, ...]) -> tuple[str, ...]:
+    """Those that the loader does not find for a program, which is not run (ld.so(8))."""
+    try:
+        result = subprocess.run(
+            command,
+            env={**os.environ, "LD_TRACE_LOADED_OBJECTS": "1"},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_START_TIMEOUT_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ()
+    return tuple(_NOT_FOUND_LINE.findall(result.stdout))
 
 
 def _require_ours(command: tuple[str, ...], path: Path) -> None:
@@ -209,9 +242,13 @@ def has_feature(install: CriuInstall, name: str) -> bool:
 
 
 def run_check(install: CriuInstall, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run ``criu check`` with both outputs in ``stdout``. Needs root to be meaningful."""
+    """Run ``criu check`` with both outputs in ``stdout``. Needs root to be meaningful.
+
+    In a chroot it is about the kernel, too: that jobs outside a sandbox cannot be dumped there is a finding of its own.
+    """
+    command = [*install.command, "--no-default-config", "check", *arguments]
     return subprocess.run(
-        [*install.command, "--no-default-config", "check", *arguments],
+        command if mount_root.is_mounted() else own_python.command("gpucr.linux.mount_root", *command),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

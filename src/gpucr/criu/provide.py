@@ -22,6 +22,7 @@ from gpucr.criu import apt
 from gpucr.criu.apt import AptSource, NotInRelease, PrivateApt
 from gpucr.criu.install import (
     CriuInstall,
+    by_hand,
     find_provided,
     least_version,
     probe_unpacked,
@@ -44,7 +45,6 @@ _DEBIAN_KEYRING = "debian-archive-keyring.gpg"
 _UBUNTU_KEYRING = "ubuntu-archive-keyring.gpg"
 _KNOWN_DEBIAN_SUITES = re.compile(r"buster|bullseye|bookworm|trixie|forky|duke|sid|(?:old)*stable|testing|unstable")
 _UBUNTU_SERIES = Path("/usr/share/distro-info/ubuntu.csv")
-_NO_FETCH_HINT = "install CRIU 4.1 or newer by hand and name it with GPUCR_CRIU=/path/to/criu"
 
 # URIs that apt can read unattended: not a CD.
 _FETCHABLE = re.compile(r"(?:https?|ftp|file|copy|mirror\+\w+|mirror|tor\+https?):")
@@ -76,7 +76,7 @@ def provide_criu(on_event: OnEvent | None = None) -> CriuInstall:
     """
     say = on_event or (lambda _line: None)
     if platform.machine() != "x86_64":
-        raise CriuUnavailable(f"gpucr provides CRIU for x86-64 only, not for {platform.machine()}", hint=_NO_FETCH_HINT)
+        raise CriuUnavailable(f"gpucr provides CRIU for x86-64 only, not for {platform.machine()}", hint=by_hand())
     home = provided_folder()
     try:
         trusted_paths.make_private(home)
@@ -108,7 +108,7 @@ def candidates(sources: list[AptSource] | None = None, keyrings: Path = _KEYRING
     if not found:
         raise CriuUnavailable(
             "CRIU cannot be fetched: apt on this machine knows no Debian or Ubuntu mirror",
-            hint=f"set {MIRROR_VARIABLE} to a Debian mirror, or {_NO_FETCH_HINT}",
+            hint=f"set {MIRROR_VARIABLE} to a Debian mirror, or {by_hand()}",
         )
     return found
 
@@ -154,7 +154,7 @@ def _fetch(candidate: Candidate, home: Path, say: OnEvent) -> CriuInstall:
             least = version_text(least_version())
             raise NotInRelease(
                 f"{candidate.source.suite} has CRIU {text}, and gpucr on this kernel needs {least} or newer",
-                hint=_NO_FETCH_HINT,
+                hint=by_hand(),
             )
         say(f"downloading CRIU {text} and what it needs")
         packages = private.download("criu")

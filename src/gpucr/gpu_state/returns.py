@@ -64,6 +64,7 @@ class Returns:
 
         ``wait_for``: see `Return.begin`. Raises GpuFull if others have taken it.
         """
+        self._interposed.wait_made()  # on a busy machine its part may come later: it needs room as well
         if lacking(needed_bytes):
             self._interposed.make_way(wait_for)
             wait_for_room(needed_bytes, ROOM_LIMIT_S)

@@ -6,11 +6,18 @@ import hashlib
 import os
 import platform
 import re
+import shlex
+import struct
 import subprocess
 from pathlib import Path
 
 SOURCES = Path(__file__).parent / "native"
 LIBRARY = "libgpucr-interposer.so"
+MACHINES = {"x86_64": 62, "aarch64": 183}
+"""Processors, as `uname -m` and elf.h name them."""
+
+_MACHINE_AT = 18  # elf.h: Elf64_Ehdr.e_machine
+_OLDEST_LIBC = (2, 17)
 _SLOT_BYTES, _FREE_STUBS = 32, 1024
 FLAGS = (
     "-std=c11", "-D_GNU_SOURCE", "-O2", "-g", "-Wall", "-Wextra", "-fPIC", "-fvisibility=hidden",
@@ -30,15 +37,15 @@ def build_digest() -> str:
     return digest.hexdigest()[:16]
 
 
-def compile_library(folder: Path, *, compiler: str | None = None, machine: str | None = None) -> Path:
-    """The library, made in ``folder``. ``compiler`` defaults to ``$CC`` or cc, ``machine`` to this one's processor.
+def compile_library(folder: Path, *, compiler: str | None = None) -> Path:
+    """The library, made in ``folder`` by ``compiler``, a command that defaults to ``$CC`` or cc, for its processor.
 
     Raises OSError if there is no compiler, and RuntimeError with its first error if it fails.
     """
     output = folder / LIBRARY
-    gate = f"gate_{machine or platform.machine()}.S"
-    sources = [*sorted(path for path in SOURCES.glob("*.c")), SOURCES / gate]
-    command = [compiler or os.environ.get("CC") or "cc", *FLAGS, *LINK_FLAGS, "-o", str(output), *map(str, sources)]
+    sources = [*sorted(path for path in SOURCES.glob("*.c")), SOURCES / "gate.S"]
+    words = shlex.split(compiler or os.environ.get("CC") or "cc")
+    command = [*words, *FLAGS, *LINK_FLAGS, "-o", str(output), *map(str, sources)]
     done = subprocess.run(
         [*command, "-ldl"],
         capture_output=True,
@@ -54,8 +61,15 @@ def compile_library(folder: Path, *, compiler: str | None = None, machine: str |
     return output
 
 
-def platform_tag(library: Path) -> str:
-    """The wheel's platform tag: the oldest C library that has all the functions it was linked with (PEP 600)."""
-    found = re.findall(rb"\0GLIBC_(\d+)\.(\d+)", library.read_bytes())
-    major, minor = max((int(major), int(minor)) for major, minor in found)
-    return f"manylinux_{major}_{minor}_{platform.machine()}"
+def platform_tag(*files: Path) -> str:
+    """The platform tag of a wheel with these files: the oldest C library that has all that they were linked with.
+
+    It is 2.17 at least (PEP 600), with this one's older name too.
+    """
+    contents = [file.read_bytes() for file in files]
+    found = re.findall(rb"\0GLIBC_(\d+)\.(\d+)", b"".join(contents))
+    needed = max(_OLDEST_LIBC, *((int(major), int(minor)) for major, minor in found))
+    (machine,) = {struct.unpack_from("<H", content, _MACHINE_AT)[0] for content in contents}
+    name = next(name for name, number in MACHINES.items() if number == machine)
+    tag = f"manylinux_{needed[0]}_{needed[1]}_{name}"
+    return f"manylinux2014_{name}.{tag}" if needed == _OLDEST_LIBC else tag

@@ -21,7 +21,7 @@ from pathlib import Path, PurePath
 from typing import BinaryIO
 
 from gpucr.errors import BrokenInstall
-from gpucr.interposer.build import LIBRARY, build_digest, compile_library
+from gpucr.interposer.build import LIBRARY, MACHINES, build_digest, compile_library
 from gpucr.linux import trusted_paths
 
 PRELOAD_VARIABLE = "LD_PRELOAD"
@@ -32,7 +32,6 @@ _SHIPPED = Path(__file__).parent / LIBRARY
 _LINKS = ("lib", "lib64", f"{platform.machine()}-linux-gnu")
 """Links to their own folder, so that every expansion of ``$LIB`` leads back to it."""
 
-_MACHINES = {"x86_64": 62, "aarch64": 183}  # elf.h: EM_X86_64, EM_AARCH64
 _PT_INTERP = 3
 _HEADER_BYTES = 56  # elf.h: Elf64_Phdr
 
@@ -99,7 +98,7 @@ def why_not_loaded(program: str) -> str | None:
         if head[:5] != b"\x7fELF\x02":
             return None if head[:4] != b"\x7fELF" else f"{program} is a 32-bit program"
         machine = struct.unpack_from("<H", head, 18)[0]
-        if machine != _MACHINES.get(platform.machine()):
+        if machine != MACHINES.get(platform.machine()):
             return f"{program} is for another processor"
         offset, size, count = struct.unpack_from("<Q", head, 32)[0], *struct.unpack_from("<HH", head, 54)
         file.seek(offset)

@@ -8,23 +8,25 @@ from collections.abc import Mapping, Sequence
 from gpucr.errors import InvalidRequest, NotPermitted, ProcessNotFound
 from gpucr.jobs.registered import resolve_pid
 from gpucr.jobs.visit import Visit, raise_failure, start_inside, wait_for_command
-from gpucr.linux import credentials, namespaces, processes
+from gpucr.linux import credentials, mount_root, namespaces, processes
 from gpucr.linux.namespaces import Kind
 from gpucr.undo.cancellation import Cancellation
 from gpucr.undo.interrupts import interrupted
 
 
 def run_inside(job: int | str, command: Sequence[str], *, cancel: Cancellation | None = None) -> int:
-    """Run a command in the pid, mount, IPC, network and time namespaces of a job, and return its exit code.
+    """Run a command in a job's pid, mount, IPC, network and time namespaces and root folder, and return its exit code.
 
     Ended by a signal: 128 plus its number. It gets the credentials and capabilities of the job's process, since the
     program may be the job's file, and the caller's input, output, working folder, and environment without
     GPUCR_PASSPHRASE. The calling process must have one thread; its children are in that pid namespace afterwards. Needs
-    CAP_SYS_ADMIN and CAP_SYS_CHROOT if the job has namespaces of its own, and what another user's credentials need.
+    CAP_SYS_ADMIN and CAP_SYS_CHROOT if the job has namespaces of its own, CAP_SYS_CHROOT if it has another root folder,
+    and what another user's credentials need.
 
-    Raises InvalidRequest, ProcessNotFound, NotPermitted (also for a job in another user namespace, in which a user is
-    root who is not root here): then nothing was run. With ``cancel``, which a signal handler may use, the command gets
-    SIGTERM, and SIGKILL when that has not ended it in 10 s; Interrupted is raised when it has ended.
+    Raises InvalidRequest (also if the command cannot be run), ProcessNotFound, NotPermitted (also for a job in another
+    user namespace, in which a user is root who is not root here): then nothing was run. With ``cancel``, which a signal
+    handler may use, the command gets SIGTERM, and SIGKILL when that has not ended it in 10 s; Interrupted is raised
+    when it has ended.
     """
     if cancel is not None and cancel.is_cancelled:
         raise interrupted(KeyboardInterrupt(cancel.reason), "nothing was run")
@@ -36,18 +38,18 @@ def run_inside(job: int | str, command: Sequence[str], *, cancel: Cancellation |
     try:
         visit = Visit(command, folder, credentials.of(pid))
         own = _namespaces_of_its_own(pid)
-        with namespaces.opened(pid, *own) as fds:
+        with namespaces.opened(pid, *own) as fds, mount_root.of_process(pid) as (root, is_another):
             if not processes.is_alive(target):
                 raise ProcessLookupError
             _require_owned_here(pid, fds)
-            child, failures = start_inside(visit, fds)
+            child, failures = start_inside(visit, fds, root if is_another else None)
     except PermissionError as e:
         raise NotPermitted(
             f"the namespaces of process {pid} cannot be entered: {e.strerror}", pid=pid, hint="run gpucr as root"
         ) from e
     except (FileNotFoundError, ProcessLookupError) as e:
         raise ProcessNotFound(f"process {pid} ended while it was looked at", pid=pid) from e
-    raise_failure(failures, child, pid, folder)
+    raise_failure(failures, child, pid, visit)
     return wait_for_command(child, cancel)
 
 

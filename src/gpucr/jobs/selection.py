@@ -248,7 +248,10 @@ def findings_for_criu(
             *(finding for tree in job.trees for finding in preflight.check_session(tree, look)),
             *(preflight.check_namespace_init(job) if sandbox is None else ()),
         ],
-        "namespaces": preflight.check_namespaces(job, is_sandboxed=sandbox is not None, look=look),
+        "namespaces": [
+            *(preflight.check_root() if sandbox is None else ()),
+            *preflight.check_namespaces(job, is_sandboxed=sandbox is not None, look=look),
+        ],
         "left out": findings_left_out(found),
         "open files": [
             *preflight.check_open_files(job, is_sandboxed=sandbox is not None, look=look),

@@ -6,7 +6,6 @@ import errno
 import os
 import select
 import signal
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
@@ -21,9 +20,7 @@ from gpucr.linux.own_python import without_passphrase
 from gpucr.undo.cancellation import Cancellation
 from gpucr.undo.interrupts import interrupted
 
-NOT_RUN = 127
-"""Exit codes, as a shell's, if the command cannot be run."""
-
+NO_PROGRAM = "GPUCR-NO-PROGRAM"
 _PASSED_ON = (signal.SIGTERM, signal.SIGHUP)
 _LOOK_EVERY_S, _TERM_LIMIT_S = 0.1, 10.0
 
@@ -41,8 +38,8 @@ class Visit(Struct, frozen=True):
         return [name] if "/" in name else [os.path.join(each, name) for each in os.get_exec_path()]
 
 
-def start_inside(visit: Visit, fds: Mapping[Kind, int]) -> tuple[int, int]:
-    """The command's pid, and a pipe for errors before exec."""
+def start_inside(visit: Visit, fds: Mapping[Kind, int], root: int | None) -> tuple[int, int]:
+    """The command's pid, and a pipe for errors before exec. ``root``: its root folder, if not the caller's."""
     read, write = os.pipe()
     # Signals that arrive before there is a process to pass them to stay pending.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGCHLD, *_PASSED_ON))
@@ -56,13 +53,18 @@ def start_inside(visit: Visit, fds: Mapping[Kind, int]) -> tuple[int, int]:
             if signal.getsignal(number) != signal.SIG_IGN:  # a handler of Python's is nothing that it could run
                 signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        _become(visit, fds, programs, environment, write)
+        _become(visit, fds, root, programs, environment, write)
     os.close(write)
     return child, read
 
 
 def _become(
-    visit: Visit, fds: Mapping[Kind, int], programs: Sequence[str], environment: Mapping[str, str], failures: int
+    visit: Visit,
+    fds: Mapping[Kind, int],
+    root: int | None,
+    programs: Sequence[str],
+    environment: Mapping[str, str],
+    failures: int,
 ) -> NoReturn:
     """Import nothing from here on: the files are the job's."""
     part = "enter"
@@ -70,6 +72,9 @@ def _become(
         # The mounts come last: the others' descriptors are open, and /proc may differ then.
         for kind in sorted(fds.keys() - {"pid"}, key=lambda kind: kind == "mnt"):
             namespaces.enter(fds[kind], kind)
+        if root is not None:
+            os.fchdir(root)
+            os.chroot(".")
         part = "credentials"
         credentials.take_on(visit.as_whom)
         part = "folder"
@@ -79,13 +84,9 @@ def _become(
             signal.signal(number, signal.SIG_DFL)
         _execute(programs, visit.command, environment)
     except OSError as e:
-        if part == "program":
-            sys.stderr.write(f"error: {visit.command[0]} cannot be run: {e.strerror}\n")
-            sys.stderr.flush()
-        else:
-            os.write(failures, f"{part} {e.errno}".encode())
+        os.write(failures, f"{part} {e.errno}".encode())
     finally:
-        os._exit(NOT_RUN)
+        os._exit(1)
 
 
 def _execute(programs: Sequence[str], command: Sequence[str], environment: Mapping[str, str]) -> None:
@@ -101,7 +102,7 @@ def _execute(programs: Sequence[str], command: Sequence[str], environment: Mappi
     raise refused
 
 
-def raise_failure(failures: int, child: int, pid: int, folder: str) -> None:
+def raise_failure(failures: int, child: int, pid: int, visit: Visit) -> None:
     """Raise the error that prevented the exec."""
     with open(failures, "rb") as stream:
         part, _, number = stream.read().decode().partition(" ")
@@ -109,9 +110,16 @@ def raise_failure(failures: int, child: int, pid: int, folder: str) -> None:
         return
     os.waitpid(child, 0)
     reason = os.strerror(int(number))
+    if part == "program":
+        raise InvalidRequest(
+            f"{visit.command[0]} cannot be run: {reason}",
+            hint="it is looked for in the job's files, with PATH as it is here: see the name, its mode, and a script's "
+            "interpreter",
+            code=NO_PROGRAM,
+        ) from OSError(int(number), reason)
     if part == "folder":
         raise InvalidRequest(
-            f"the current folder {folder} cannot be used inside the job: {reason}",
+            f"the current folder {visit.folder} cannot be used inside the job: {reason}",
             hint="an isolated job has a /dev/shm of its own; change to another folder first (cd /)",
         )
     what = "its namespaces cannot be entered" if part == "enter" else "its credentials cannot be taken on"

@@ -26,6 +26,9 @@ _ID = struct.Struct(">HH16s16s12s")  # struct inet_diag_sockid: ports, addresses
 
 _ALL_STATES = (1 << 32) - 1
 
+TIME_WAIT_LIMIT_S = 70.0
+"""The kernel keeps a closed connection for 60 s (TCP_TIMEWAIT_LEN)."""
+
 
 class TcpState(enum.IntEnum):
     """The states of include/net/tcp_states.h that gpucr distinguishes."""
@@ -145,6 +148,16 @@ def outside_connections(sockets: Collection[TcpSocket]) -> tuple[TcpSocket, ...]
         and Connection(each.remote, each.local) not in ends
         and not (each.state in _PEER_HAS_CLOSED and ipaddress.ip_address(each.remote.address).is_loopback)
     )
+
+
+def left_over_at(endpoints: Collection[Endpoint]) -> tuple[TcpSocket, ...]:
+    """Remnants of closed connections that keep anything from being bound there, where nobody has a socket.
+
+    They end within `TIME_WAIT_LIMIT_S`. Raises OSError.
+    """
+    found = tcp_sockets()
+    held = {each.local for each in found if not each.is_left_over}
+    return in_the_way([each for each in found if each.is_left_over and each.local not in held], endpoints)
 
 
 def in_the_way(sockets: Iterable[TcpSocket], endpoints: Collection[Endpoint]) -> tuple[TcpSocket, ...]:

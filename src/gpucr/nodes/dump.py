@@ -100,6 +100,7 @@ def run_dump_part(request: DumpRequest, rendezvous: Rendezvous, terms: Terms) ->
     with all_or_nothing("dump-part", request.job, cancel, state="the job is as it was found") as interrupts:
         with meeting_for(rendezvous, action, place.store, place.name, cancel) as meeting:
             try:
+                _require_dumpable(request, force=terms.force)  # the other nodes need not be there for that
                 part = SetPart(meeting.arrive(sets.new_id), rendezvous.node, rendezvous.node_count)
                 begin = time.monotonic()
                 dump = _Dump(meeting, structs.replace(place, part=part), part, interrupts)
@@ -109,6 +110,13 @@ def run_dump_part(request: DumpRequest, rendezvous: Rendezvous, terms: Terms) ->
                     raise meeting.error from None
                 raise
         return PartReport(part, place.name, report, time.monotonic() - begin)
+
+
+def _require_dumpable(request: DumpRequest, *, force: bool) -> None:
+    """Raises InvalidRequest if there is no such job here, Unsupported for what its dump on several nodes would lose."""
+    found = selection.find_job(request.job, force=force)
+    for_criu = selection.findings_for_criu(found)
+    preflight.require_no_blocking([*preflight.check_between_nodes(found.job), *for_criu], force=force)
 
 
 class _Dump:
@@ -122,10 +130,8 @@ class _Dump:
         """Whether the saved snapshot may be part of a complete set."""
 
     def run(self, request: DumpRequest, deadline: float, terms: Terms) -> DumpReport:
-        meeting, force = self._meeting, terms.force
-        found = selection.find_job(request.job, force=force)
-        for_criu = selection.findings_for_criu(found)  # before the freeze: the save would refuse it with all stopped
-        preflight.require_no_blocking([*preflight.check_between_nodes(found.job), *for_criu], force=force)
+        meeting = self._meeting
+        _require_dumpable(request, force=terms.force)  # before the freeze: the save would refuse it with all stopped
         not_over_yet()
         if request.leave_running:
             return self._run_left_running(request, deadline, terms)
@@ -170,7 +176,8 @@ class _Dump:
             self._settle(snapshot.stored.id, deadline)
         except BaseException:
             if not self._may_count:
-                note.withdraw()
+                if note is not None:
+                    note.withdraw()
                 with contextlib.suppress(GpucrError):  # otherwise a prune removes it, since its set was abandoned
                     snapshots.remove(store, snapshot.stored.id)
             raise

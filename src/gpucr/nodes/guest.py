@@ -29,6 +29,7 @@ from gpucr.records import RecordError
 from gpucr.undo.cancellation import Cancellation
 
 _ATTEMPT_S = 5.0
+_FAREWELL_S = 1.0
 
 
 class Guest(Meeting):
@@ -78,6 +79,10 @@ class Guest(Meeting):
         self._send(Held(times))
 
     def fail(self, why: str) -> None:
+        """See `Meeting.fail`. Before it has arrived, node 0 hears it if it is there already."""
+        if self._channel is None:
+            with contextlib.suppress(OSError, EOFError, WrongSecret):
+                self._channel = self._opened(connect(self.rendezvous, _FAREWELL_S))
         if self._channel is not None:
             tell(self._channel, Failed(self.rendezvous.node, as_text(why)))
 

@@ -32,6 +32,7 @@ from gpucr.undo.cancellation import Cancellation
 _HANDSHAKE_S = 10.0
 _MOST_STRANGERS, _MOST_OF_ONE = 64, 32
 _FAREWELL_S = 5.0
+_LATE_S = 2.0
 _STEPS = ("placed", "agreed", "holding", "frozen", "imaged", "saved", "ready")
 
 
@@ -47,12 +48,14 @@ class Host(Meeting):
         self._refused: list[str] = []
         self._strangers = Visitors(_MOST_STRANGERS, _MOST_OF_ONE, _HANDSHAKE_S)
         self._sending = threading.Lock()
+        self._has_waited = False
         self._readers: list[threading.Thread] = []
         self._listener = listen(rendezvous)
         self._door = threading.Thread(target=self._let_in, name="nodes-door", daemon=True)
         self._door.start()
 
     def arrive(self, choose: Callable[[], str]) -> str:
+        self._has_waited = True
         deadline = time.monotonic() + self.rendezvous.meet_s
         self._wait(lambda: len(self._guests) == self.rendezvous.node_count - 1, deadline, self._not_all)
         set_id = choose()
@@ -117,6 +120,12 @@ class Host(Meeting):
         self._broadcast(Together(HELD, ""))
 
     def fail(self, why: str) -> None:
+        """See `Meeting.fail`. Before it has waited for the others, those who come in the next moments hear it, too."""
+        if not self._has_waited:
+            limit = time.monotonic() + _LATE_S
+            with self._changed:
+                while len(self._guests) < self.rendezvous.node_count - 1 and time.monotonic() < limit:
+                    self._changed.wait(LOOK_S)
         self._report_to_all(Failed(0, as_text(why)))
 
     def close(self) -> None:
@@ -177,6 +186,11 @@ class Host(Meeting):
 
     def _admit(self, hello: object, channel: Channel) -> int | None:
         """The number of this guest; None: it cannot take part, so the meeting fails."""
+        if isinstance(hello, Failed):  # before it has come
+            channel.close()
+            if self._lose(node_failed(hello)):
+                self._report_to_all(hello)
+            return None
         node = hello.node if isinstance(hello, Hello) else None
         with self._changed:
             problem = self._problem_of(hello)

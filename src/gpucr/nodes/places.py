@@ -39,10 +39,12 @@ class Moves(Record, frozen=True):
 def parse_map(words: Iterable[str]) -> AddressMap:
     """From ``auto``, or words ``OLD=NEW``; none: nothing moves. Raises InvalidRequest."""
     given = list(words)
-    if given == [AUTO]:
-        return AUTO
+    return AUTO if given == [AUTO] else _parsed(given)
+
+
+def _parsed(words: Iterable[str]) -> dict[str, str]:
     found: dict[str, str] = {}
-    for word in given:
+    for word in words:
         old, _, new = word.partition("=")
         try:
             ends = ipaddress.ip_address(old), ipaddress.ip_address(new)
@@ -94,8 +96,7 @@ def _own(manifest: Manifest, asked: AddressMap, reached_at: str | None) -> dict[
                 "name each: --map OLD=NEW",
             )
         else:
-            asked = parse_map([f"{old[0]}={reached_at}"])
-            assert asked != AUTO  # noqa: S101 - for the type checker
+            asked = _parsed([f"{old[0]}={reached_at}"])
     found = {each: asked.get(each, each) for each in old}
     for each, new in found.items():
         if not is_local_address(new):

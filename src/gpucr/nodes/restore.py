@@ -14,7 +14,7 @@ from gpucr.nodes.parts import TIMEOUT_S, PartReport, meeting_for, required_limit
 from gpucr.nodes.places import AddressMap, agree
 from gpucr.nodes.rendezvous import Rendezvous
 from gpucr.operations.requests import RestoreRequest
-from gpucr.operations.restore import run_restore
+from gpucr.operations.restore import RestoreReport, run_restore
 from gpucr.snapshot.in_store import SnapshotInStore, snapshot_url
 from gpucr.snapshot.location import Place, open_store_for_jobs, place_of_store
 from gpucr.store import snapshots
@@ -55,7 +55,8 @@ def restore_part(
     """
     request = RestoreRequest(place, GpuRequest.of(gpu_map, gpu), files, isolate=isolate, name=name)
     terms = Terms(timeout_s, force, on_progress, cancel)
-    return run_restore_part(place, request, rendezvous, terms, addresses=addresses or {}, key=key)
+    made, _ = run_restore_part(place, request, rendezvous, terms, addresses=addresses or {}, key=key)
+    return made
 
 
 def run_restore_part(
@@ -66,8 +67,8 @@ def run_restore_part(
     *,
     addresses: AddressMap,
     key: Secret | None = None,
-) -> PartReport:
-    """See `restore_part`. Whichever snapshot is this node's part takes that of the request."""
+) -> tuple[PartReport, RestoreReport]:
+    """See `restore_part`; also its ``report``. Whichever snapshot is this node's part takes that of the request."""
     location = place_of_store(place)
     if location.snapshot is None:
         raise InvalidRequest(f"{place} names no set", hint=f"name one: {place}#NAME (gpucr ls {place})")
@@ -77,6 +78,7 @@ def run_restore_part(
     with all_or_nothing("restore-part", place, cancel, state="nothing of the job is left here"):
         with meeting_for(rendezvous, "restore", store, wanted, cancel) as meeting:
             try:
+                _set_id(store, wanted, rendezvous.node_count)  # the other nodes need not be there to see that it is
                 set_id = meeting.arrive(lambda: _set_id(store, wanted, rendezvous.node_count))
                 begin = time.monotonic()
                 deadline = begin + timeout_s
@@ -98,7 +100,7 @@ def run_restore_part(
                 if meeting.error is not None:  # the reason for which it was cancelled here
                     raise meeting.error from None
                 raise
-        return PartReport(part, stored.name or "", report, time.monotonic() - begin)
+        return PartReport(part, stored.name or "", report, time.monotonic() - begin), report
 
 
 def _set_id(store: Store, wanted: str, node_count: int) -> str:

@@ -16,7 +16,7 @@ class OnDemandCounts(Record, frozen=True):
     """What a forwarder has done, since the job is served on demand.
 
     ``wakes`` and ``sleeps`` by result and by reason. ``wake_buckets``: how many wakes took at most as long as each of
-    `WAKE_BUCKETS_S`; ``waits``: requests that had to wait; ``bytes``: from clients, and to clients.
+    `WAKE_BUCKETS_S`; ``waits``: requests that had to wait; ``moved_bytes``: from clients, and to clients.
     """
 
     wakes: Mapping[Text, Count] = {}
@@ -26,8 +26,8 @@ class OnDemandCounts(Record, frozen=True):
     waits: Count = 0
     wait_s: float = 0.0
     refused: Mapping[Text, Count] = {}
-    connections: Count = 0
-    bytes: Mapping[Text, Count] = {}
+    connection_count: Count = 0
+    moved_bytes: Mapping[Text, Count] = {}
 
 
 class OnDemandState(SidecarState, frozen=True):

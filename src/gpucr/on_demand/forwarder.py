@@ -156,7 +156,7 @@ class Forwarder:
                     await asyncio.sleep(_OUT_OF_RESOURCES_S)
                     continue
                 client.setblocking(False)
-                self._count(connections=self._counts.connections + 1)
+                self._count(connection_count=self._counts.connection_count + 1)
                 task = self._begin(client, listener.address.job_port)
                 if task is not None:
                     tasks.add(task)
@@ -450,10 +450,10 @@ class Forwarder:
 
     def _save(self) -> None:
         """Bytes are added up here: a record a piece would cost more than the piece."""
-        before = self._counts.bytes
+        before = self._counts.moved_bytes
         in_bytes, out_bytes = before.get("in", 0) + self._in_bytes, before.get("out", 0) + self._out_bytes
         self._in_bytes = self._out_bytes = 0
-        self._count(bytes={"in": in_bytes, "out": out_bytes})
+        self._count(moved_bytes={"in": in_bytes, "out": out_bytes})
         self._journal.update(counts=self._counts)
 
     async def _aside(self, work: Callable[[], _T]) -> _T:

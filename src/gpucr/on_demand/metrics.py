@@ -13,10 +13,10 @@ _BY_WORD = (
     ("wakes", "found", "gpucr_on_demand_wakes", "Wakes, by where the job was; `failed` ones too."),
     ("sleeps", "reason", "gpucr_on_demand_sleeps", "Sleeps, by why: idle, evicted for another job, or failed."),
     ("refused", "why", "gpucr_on_demand_refused", "Requests and connections that were not served."),
-    ("bytes", "direction", "gpucr_on_demand_bytes", "Bytes from clients, and to clients."),
+    ("moved_bytes", "direction", "gpucr_on_demand_bytes", "Bytes from clients, and to clients."),
 )
 _PLAIN = (
-    ("connections", "gpucr_on_demand_connections", "Connections that were accepted."),
+    ("connection_count", "gpucr_on_demand_connections", "Connections that were accepted."),
     ("waits", "gpucr_on_demand_waits", "Requests that had to wait for the job."),
     ("wait_s", "gpucr_on_demand_wait_seconds", "How long they waited, together."),
 )

@@ -38,20 +38,22 @@ from gpucr.supervise.start import require_store
 class OnDemandPlan(Struct, frozen=True):
     """How a job would be served. ``device_bytes``: what it needs on its GPUs, by UUID; empty: not known yet.
 
-    ``findings``: what stands against putting it to sleep, in sentences.
+    ``job_ports``: of the job, one for each of ``listen``. ``problems``: what stands against putting it to
+    sleep, in sentences.
     """
 
     name: str
     listen: tuple[str, ...]
+    job_ports: tuple[int, ...]
     where: str
     device_bytes: Mapping[str, int]
     most_connections: int
-    findings: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()
 
     @property
     def is_refused(self) -> bool:
         """Whether it would not be served."""
-        return bool(self.findings)
+        return bool(self.problems)
 
 
 def _as_stored(settings: OnDemand) -> OnDemand:
@@ -114,29 +116,30 @@ def plan_on_demand(job: int | str, settings: OnDemand) -> OnDemandPlan:
             _require_reachable(record, parse_all(settings.listen))
         for address in parse_all(settings.listen):
             _require_free(address)
-        findings: tuple[str, ...] = ()
+        problems: tuple[str, ...] = ()
         needs = seen.device_bytes
         if seen.where == "awake":
             (outlook,) = plan_suspend((name,))
             is_room_needed = settings.sleep_to is None
-            findings = tuple(
+            problems = tuple(
                 each.sentence()
                 for each in outlook.findings
                 if each.severity == "blocking" and (is_room_needed or each.code != "GPUCR-HOST-MEMORY")
             )
             if outlook.error is not None:
-                findings = (str(outlook.error),)
+                problems = (str(outlook.error),)
             needs = outlook.device_bytes or needs
         impossible = policy.never(needs, {gpu.uuid: gpu.memory_total_bytes for gpu in list_gpus()})
         if impossible is not None:
             raise too_large(name, impossible)
         return OnDemandPlan(
             name,
-            tuple(f"{each} to its port {each.job_port}" for each in parse_all(settings.listen)),
+            tuple(map(str, parse_all(settings.listen))),
+            tuple(each.job_port for each in parse_all(settings.listen)),
             seen.where,
             dict(needs or {}),
             most_connections(),
-            findings,
+            problems,
         )
 
 

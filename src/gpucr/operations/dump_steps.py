@@ -62,6 +62,7 @@ _NO_REASON = frozenset({CriuError.code, "GPUCR-PROCESS-GONE"})
 
 _WAIT_S = 0.1
 _SANDBOX_END_LIMIT_S = _KILLED_LIMIT_S = 10.0
+_LOOK_EVERY_S = 0.5  # at CRIU's images while it writes them: those of hundreds of processes are thousands of files
 
 
 class Rehearsal:
@@ -198,6 +199,7 @@ class CriuDump:
         self._meter: Meter | None = None
         self._seen: list[ProcessInfo] = []
         self._look = OneLook()  # first used when all of it stands still
+        self._next_look_s = 0.0
         self._files: list[TreeFiles] = []
         self._outside: Outside | None = None
         self.draft: Manifest | None = None
@@ -236,9 +238,17 @@ class CriuDump:
                 log_path=log_path,
                 on_start=self._on_start,
                 on_notify=lambda hook, _: self._on_notify(hook, root_pid, images),
-                check=interrupts.check,
+                check=lambda: self._watch(interrupts),
                 deadline=context.deadline,
             )
+
+    def _watch(self, interrupts: Interrupts) -> None:
+        """Called several times a second while CRIU works: its images grow."""
+        interrupts.check()
+        if self._meter is not None and self.snapshot is None and time.monotonic() >= self._next_look_s:
+            self._next_look_s = time.monotonic() + _LOOK_EVERY_S
+            with contextlib.suppress(OSError):
+                self._meter.set(_images_bytes(self._context))
 
     def _size_bytes_after_the_end(self) -> int:
         """Nothing may fail any more: only the snapshot is left."""

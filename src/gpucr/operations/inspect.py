@@ -102,7 +102,7 @@ def _process(record: ProcessRecord, imaged: ImagedProcess | None, source: Restor
 
 def _with_outer_pids(shared: SharedMemory, outer: dict[int, int]) -> SharedMemory:
     pids = tuple(outer.get(pid, pid) for pid in shared.pids)
-    return SharedMemory(shared.id, shared.name, shared.size_bytes, shared.stored_bytes, pids)
+    return SharedMemory(shared.image_id, shared.name, shared.size_bytes, shared.stored_bytes, pids)
 
 
 def _sum(uses: Iterable[MemoryUse], shared_stored_bytes: int) -> tuple[MemoryUse, ...]:

@@ -14,6 +14,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from gpucr import gang
+from gpucr.diagnosis import preflight
 from gpucr.diagnosis.probe import measurements
 from gpucr.driver.api import Driver
 from gpucr.driver.cuda import load_driver
@@ -66,8 +67,9 @@ class LaunchPlan(Struct, frozen=True):
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What, by the user's choice, will keep this job from being frozen or brought back."""
-        return tuple(
+        """What, by the user's choice or in this place, will keep this job from being frozen or brought back."""
+        of_root = () if self.isolated else tuple(finding.warning() for finding in preflight.check_root())
+        return of_root + tuple(
             f"{change.variable}={change.given} is left as it is: {change.consequence}"
             for change in self.environment
             if change.is_harmful

@@ -68,9 +68,7 @@ class CriuRestore:
         self.warnings: tuple[str, ...] = ()
 
     def describe(self) -> str:
-        manifest = self._manifest
-        roots = f"root pid{'s' if manifest.other_root_pids else ''} {', '.join(map(str, manifest.root_pids))}"
-        return f"restore {counted(len(manifest.processes), 'process')} with CRIU, {roots}"
+        return f"restore {counted(len(self._manifest.processes), 'process')} with CRIU"
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
         """Restore, then take stock of the restored processes."""

@@ -175,12 +175,14 @@ def prune_store(
 ) -> PruneReport:
     """Remove the snapshots that the rules do not keep, and unneeded data.
 
-    A later prune frees the space: see `PruneRules`. Raises StoreDamaged, StoreError, WrongKey.
+    A later prune frees the space: see `PruneRules`. Raises Unsupported if the rules keep none of the snapshots that
+    they apply to (nothing was removed), StoreDamaged, StoreError, WrongKey.
     """
     place_of_whole_store(store)
 
     def work(interrupts: Interrupts, _: Meter) -> PruneReport:
-        report = prune.prune(open_store(store, key), rules or PruneRules(), dry_run=dry_run, check=interrupts.check)
+        opened, wanted = open_store(store, key), rules or PruneRules()
+        report = prune.prune(opened, wanted, dry_run=dry_run, keep_one=True, check=interrupts.check)
         if not dry_run:
             _give_up_connections(report.removed)
         return report

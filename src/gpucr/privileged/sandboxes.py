@@ -15,7 +15,7 @@ from typing import NoReturn
 from msgspec import Struct
 
 from gpucr.helper.messages import Isolate, Network
-from gpucr.linux import capabilities, namespaces, proc_text, processes
+from gpucr.linux import capabilities, mount_root, namespaces, proc_text, processes
 from gpucr.linux.namespaces import Kind, PidNamespace
 from gpucr.linux.process_records import ProcessRecords
 from gpucr.model import ProcessId
@@ -174,7 +174,7 @@ def _become_first(peer: Peer, wanted: Isolate, keeper_fds: Sequence[int], goes: 
             namespaces.make_new("mnt", "ipc", *own_network)
         os.write(tells, b"ok")
         if os.read(goes, 1):
-            namespaces.follow_host_mounts()
+            mount_root.take_own_root()
             namespaces.mount_proc()
             namespaces.mount_shared_memory()
             if wanted.terminals:

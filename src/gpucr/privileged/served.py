@@ -44,7 +44,7 @@ from gpucr.helper.messages import (
 from gpucr.linux import capabilities, descriptor_limit, processes
 from gpucr.linux.held_folder import HeldFolder
 from gpucr.linux.tcp_repair import sockets_released
-from gpucr.privileged import copied_criu, folders, inspected, limits, mounts, peer, sandboxes, session, terminals
+from gpucr.privileged import copied_criu, folders, inspected, limits, mounts, peer, ports, sandboxes, session, terminals
 from gpucr.privileged.inheritance import (
     adopt_descendants,
     as_peer_with,
@@ -252,6 +252,9 @@ class _Request:
             has_filter = inspected.require_inspected(images, self._peer)
             joins = sandbox is None and joins_a_session(images_in(images))  # this process's, which has no terminal
             inherited = self._fit(images, signed.files, request, given, sandbox)
+            if sandbox is None or sandbox.network == "host":
+                bound = [each.local for each in FilesImage.read(images).tcp_sockets() if each.local.port]
+                ports.free(bound, self._check)
             if sandbox is None:
                 adopt_descendants()
             held = HeldFolder.open(images)

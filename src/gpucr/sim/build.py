@@ -1,9 +1,13 @@
-"""Build the simulated driver and the counter program from their C sources, and name the variables that use them."""
+"""Build the simulated driver and its programs from their C sources, and name the variables that use them.
+
+A wheel has them built.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import os
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -17,6 +21,9 @@ from gpucr.errors import SimulatorUnavailable
 from gpucr.linux import trusted_paths
 
 SOURCES = Path(__file__).parent / "c"
+SHIPPED = Path(__file__).parent / "built"
+"""Made when the wheel was built."""
+
 FLAGS = ("-std=c11", "-D_GNU_SOURCE", "-O2", "-Wall", "-Wextra")
 # Symbolic: no library loaded earlier can interpose its functions, in calls or in results of cuGetProcAddress.
 _LIBRARY_FLAGS = ("-fPIC", "-shared", "-fvisibility=hidden", "-pthread", "-Wl,-z,defs", "-Wl,-Bsymbolic")
@@ -56,12 +63,14 @@ PRODUCTS = (
 def build(cache_dir: Path | None = None) -> Path:
     """The folder that holds libcuda.so.1, libnvidia-ml.so.1 and counter; compiles them if they are missing.
 
-    The folder's name is a digest of the sources and flags, so a new version never uses an old build. Several processes
-    may build at once: each works in its own folder, and the first to finish installs it. ``cache_dir`` defaults to
-    ``$XDG_CACHE_HOME/gpucr/sim``.
+    It is the wheel's, if gpucr was installed from one. Else its name is a digest of the sources and flags, so a new
+    version never uses an old build. Several processes may build at once: each works in its own folder, and the first to
+    finish installs it. ``cache_dir`` defaults to ``$XDG_CACHE_HOME/gpucr/sim``.
 
     Raises SimulatorUnavailable if there is no C compiler or it fails, and where the folder cannot be made.
     """
+    if SHIPPED.is_dir():
+        return SHIPPED
     parent = cache_dir if cache_dir is not None else _default_cache_dir()
     folder = parent / _digest()
     try:
@@ -76,12 +85,18 @@ def build(cache_dir: Path | None = None) -> Path:
             hint="set XDG_CACHE_HOME to a folder that only this user can write",
         ) from e
     try:
-        for product in PRODUCTS:
-            _compile(product, work)
+        compile_products(work)
         _move_into_place(work, folder)
     finally:
         shutil.rmtree(work, ignore_errors=True)
     return folder
+
+
+def compile_products(folder: Path) -> list[Path]:
+    """Everything, made in ``folder`` with ``$CC`` or cc. Raises SimulatorUnavailable as `build` does."""
+    for product in PRODUCTS:
+        _compile(product, folder)
+    return [folder / product.path for product in PRODUCTS]
 
 
 def environment(
@@ -141,20 +156,20 @@ def _digest() -> str:
     return digest.hexdigest()[:16]
 
 
-def _compiler() -> str:
-    return os.environ.get("CC") or "cc"
+def _compiler() -> list[str]:
+    return shlex.split(os.environ.get("CC") or "cc")
 
 
 def _compile(product: Product, folder: Path) -> None:
     output = folder / product.path
     output.parent.mkdir(mode=0o700, exist_ok=True)
     sources = [str(SOURCES / name) for name in product.sources]
-    command = [_compiler(), *FLAGS, "-o", str(output), *sources, *product.flags]
+    command = [*_compiler(), *FLAGS, "-o", str(output), *sources, *product.flags]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_BUILD_TIMEOUT_S)
     except FileNotFoundError as e:
         raise SimulatorUnavailable(
-            f"the simulated driver cannot be built: there is no C compiler {_compiler()!r}",
+            f"the simulated driver cannot be built: there is no C compiler {_compiler()[0]!r}",
             hint="install a C compiler (Debian, Ubuntu: `apt install gcc libc6-dev`) or name one in CC",
         ) from e
     except subprocess.TimeoutExpired as e:

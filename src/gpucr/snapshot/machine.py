@@ -49,7 +49,8 @@ def findings_of_machine(
             put_back(each)
     pids = _pids_needed_here(source) if not in_sandbox else set()
     keep_clear_of(pids)
-    findings = preflight.check_free_pids(wait_for_reaping(pids, REAPING_TIMEOUT_S))
+    findings = [] if in_sandbox else preflight.check_root()
+    findings += preflight.check_free_pids(wait_for_reaping(pids, REAPING_TIMEOUT_S))
     paths = [file.path.rpartition("/")[::2] for file in manifest.files]
     findings += preflight.check_clocks(are_in_images=have_clocks(name for _, name in paths))
     wanted, uids = 0, set[int]()

@@ -11,7 +11,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, 
 
 from msgspec import Struct, structs
 
-from gpucr.errors import StoreDamaged, StoreError
+from gpucr.errors import StoreDamaged, StoreError, Unsupported
+from gpucr.quantities import counted
 from gpucr.store import index as indexes
 from gpucr.store import read_back, retired, sets, sharing, snapshots, writers
 from gpucr.store.checks import Checks
@@ -64,17 +65,23 @@ class PruneReport(Struct, frozen=True):
 
 
 def prune(
-    store: Store, rules: PruneRules, *, dry_run: bool = False, check: Callable[[], None] = lambda: None
+    store: Store,
+    rules: PruneRules,
+    *,
+    dry_run: bool = False,
+    keep_one: bool = False,
+    check: Callable[[], None] = lambda: None,
 ) -> PruneReport:
     """Remove what the rules do not keep. ``check`` may raise to end it. Raises StoreDamaged, StoreError.
 
-    If a kept snapshot lacks a piece, no snapshot and no pack is removed: a damaged store is not pruned.
+    With ``keep_one`` raises Unsupported if the rules would remove all snapshots that they apply to. If a kept snapshot
+    lacks a piece, no snapshot and no pack is removed: a damaged store is not pruned.
     """
     if not dry_run:
         sharing.require_may_prune(store.backend)
     try:
         try:
-            return _Prune(store, rules, dry_run=dry_run, check=check).run()
+            return _Prune(store, rules, dry_run=dry_run, keep_one=keep_one, check=check).run()
         except OSError as e:
             raise store.not_usable(e) from e
     except StoreError as e:
@@ -87,8 +94,11 @@ def prune(
 class _Prune:
     """One prune. Its safety depends on the order of the steps in `run`."""
 
-    def __init__(self, store: Store, rules: PruneRules, *, dry_run: bool, check: Callable[[], None]) -> None:
+    def __init__(
+        self, store: Store, rules: PruneRules, *, dry_run: bool, keep_one: bool, check: Callable[[], None]
+    ) -> None:
         self._store = store
+        self._must_keep = keep_one and rules.may_keep_none
         self._check = check
         self._rules = rules
         self._dry_run = dry_run
@@ -104,6 +114,8 @@ class _Prune:
             registration = self._register()
             self._now_s = registration.clock_s
         try:
+            if self._must_keep:
+                self._require_one_kept(snapshots.list_all(self._store))
             return self._run(registration.snapshot_id if registration else "")
         finally:
             if registration is not None:
@@ -121,10 +133,22 @@ class _Prune:
         listing = snapshots.list_all(self._store)
         # The store's clock is unknown, but not earlier than this, so nothing looks older than it is.
         self._now_s = min(self._now_s, max(listing.stored_s.values(), default=0.0))
+        if self._must_keep:
+            self._require_one_kept(listing)
         kept, removed = choose_complete(listing, self._rules, self._now_s)
         self._live_pieces(kept, retired.inventory(self._store, footers=True))
         self._remove_snapshots(removed)
         return writers.Registration.register(self._store)
+
+    def _require_one_kept(self, listing: Listing) -> None:
+        kept, removed = choose_complete(listing, self._rules, self._now_s)
+        if removed and not any(map(self._rules.applies_to, kept)):
+            which = f" named {' or '.join(self._rules.names)}" if self._rules.names else ""
+            raise Unsupported(
+                f"no rule keeps any of the {counted(len(removed), 'snapshot')}{which} in {self._store.backend.url}",
+                hint="add --keep-last 1; `gpucr rm STORE#NAME` removes a last one",
+                code="GPUCR-NOTHING-KEPT",
+            )
 
     def _remove_snapshots(self, removed: Sequence[StoredSnapshot]) -> None:
         if not self._dry_run:
@@ -366,12 +390,12 @@ def choose_complete(
             parts.setdefault(each.part.set_id, []).append(each)
     last = {group[-1].id: group for group in parts.values()}
     protected = [key for key, group in last.items() if {each.id for each in group} & {*rules.protected}]
-    counted = [each for each in found if each.part is None or each.id in last]
+    whole = [each for each in found if each.part is None or each.id in last]
     rules = structs.replace(rules, protected=(*rules.protected, *protected))
     if rules.counted is not None:
         count = [key for key, group in last.items() if {each.id for each in group} & {*rules.counted}]
         rules = structs.replace(rules, counted=(*rules.counted, *count))
-    removed = [one for each in choose(counted, rules, now_s)[1] for one in last.get(each.id, [each])]
+    removed = [one for each in choose(whole, rules, now_s)[1] for one in last.get(each.id, [each])]
     gone = {each.id for each in removed}
     return [each for each in found if each.id not in gone], removed
 

@@ -42,6 +42,16 @@ class PruneRules(Struct, frozen=True):
     dead_after_s: float = DEAD_AFTER_S
     repack_below: float = 0.0
 
+    @property
+    def may_keep_none(self) -> bool:
+        """Whether they can remove all that they apply to: no rule has a number of at least 1, and there is a rule."""
+        counts = (self.keep_last, self.keep_hourly, self.keep_daily, self.keep_weekly, self.keep_monthly)
+        return not (self.per_name or _keeps_all(self) or any(counts))
+
+    def applies_to(self, snapshot: StoredSnapshot) -> bool:
+        """Whether its name is one that the rules are for."""
+        return not self.names or any(fnmatch.fnmatchcase(snapshot.name or "", pattern) for pattern in self.names)
+
 
 def choose(
     found: Sequence[StoredSnapshot], rules: PruneRules, now_s: float
@@ -64,7 +74,7 @@ def _groups(found: Iterable[StoredSnapshot], rules: PruneRules, kept: set[str]) 
     """Groups that are counted together. Snapshots outside the rules are added to ``kept``."""
     groups: dict[str | None, list[StoredSnapshot]] = {}
     for each in found:
-        if rules.names and not any(fnmatch.fnmatchcase(each.name or "", pattern) for pattern in rules.names):
+        if not rules.applies_to(each):
             kept.add(each.id)
         elif rules.counted is None or each.id in rules.counted:
             groups.setdefault(each.name if rules.per_name else None, []).append(each)

@@ -69,10 +69,13 @@ class Supervision(SidecarSettings, frozen=True):
         for count, option in counts:
             if count is not None and count < 1:
                 raise InvalidRequest(f"{option} is {count}", hint="give 1 or more")
-        if self.keep_last == 0:
-            raise InvalidRequest(
-                "--keep-last 0 would keep no snapshot to restore from", hint="give 1 or more, better 3: one can be bad"
-            )
+        kept = {"--keep-last": self.keep_last, "--keep-hourly": self.keep_hourly, "--keep-daily": self.keep_daily}
+        for option, count in kept.items():
+            if count == 0:
+                raise InvalidRequest(
+                    f"{option} 0 would keep no snapshot to restore from",
+                    hint="give 1 or more, better 3: one can be bad",
+                )
         if self.every_s is not None and self.every_s > self.mtbf_s:
             raise InvalidRequest(
                 f"a checkpoint every {self.every_s:g} s, and a failure every {self.mtbf_s:g} s: most of the work would "

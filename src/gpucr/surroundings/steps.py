@@ -18,7 +18,6 @@ from gpucr.errors import DeadlineExceeded, Unsupported
 from gpucr.jobs.sandbox_steps import RestoreSite
 from gpucr.linux import cut_back, sock_diag
 from gpucr.linux.cut_back import CutOff
-from gpucr.linux.sock_diag import TcpSocket
 from gpucr.model import Connection, Endpoint, JobFile, moved
 from gpucr.network.between import Between
 from gpucr.network.held_back import HoldBack
@@ -33,8 +32,6 @@ from gpucr.undo.interrupts import Interrupts
 from gpucr.undo.protection import Protection
 from gpucr.undo.steps import Meter, Result
 
-_TIME_WAIT_LIMIT_S = 70.0
-"""The kernel keeps a closed connection for 60 s (TCP_TIMEWAIT_LEN)."""
 _POLL_S = 0.1
 
 
@@ -57,7 +54,7 @@ def steps_before_criu(
         steps.append(PutBackSharedFiles(source, site, protection))
     endpoints = endpoints_to_bind(manifest, tcp, between)
     if in_our_network and endpoints:
-        steps.append(FreePorts(endpoints, deadline))
+        steps.append(FreePorts(site, endpoints, deadline))
     if files == "rewind" and (changed := [each for each in manifest.databases if state_now(each).newer]):
         steps.append(PutBackDatabases(source, changed))
     closes = (manifest.connections and tcp == "close") or (manifest.peers and between is None)
@@ -127,7 +124,8 @@ class FreePorts:
 
     name = "ports"
 
-    def __init__(self, endpoints: Sequence[Endpoint], deadline: float | None) -> None:
+    def __init__(self, site: Result[RestoreSite], endpoints: Sequence[Endpoint], deadline: float | None) -> None:
+        self._site = site
         self._endpoints = endpoints
         self._deadline = deadline
 
@@ -138,8 +136,8 @@ class FreePorts:
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
         """End remnants of connections at the job's ports, if nobody has a socket there."""
-        left_over = self._left_over()
-        if not left_over:
+        left_over = () if self._site.value.helper is not None else sock_diag.left_over_at(self._endpoints)
+        if not left_over:  # or the privileged helper, which may, ends them
             return 0
         try:
             sock_diag.destroy(left_over)
@@ -160,14 +158,9 @@ class FreePorts:
     def close(self) -> None:
         pass
 
-    def _left_over(self) -> tuple[TcpSocket, ...]:
-        sockets = sock_diag.tcp_sockets()
-        held = {each.local for each in sockets if not each.is_left_over}
-        return sock_diag.in_the_way([s for s in sockets if s.is_left_over and s.local not in held], self._endpoints)
-
     def _wait(self, interrupts: Interrupts) -> None:
-        end = time.monotonic() + _TIME_WAIT_LIMIT_S
-        while self._left_over():
+        end = time.monotonic() + sock_diag.TIME_WAIT_LIMIT_S
+        while sock_diag.left_over_at(self._endpoints):
             interrupts.check()
             now, deadline = time.monotonic(), self._deadline
             if now > end or (deadline is not None and now > deadline):

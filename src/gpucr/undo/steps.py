@@ -74,10 +74,10 @@ class Meter:
             self._notes.append(Progress("note", self.phase, text, self.seconds))
 
     def take_news(self) -> list[Progress]:
-        """The notes since the last call, and the phase's progress if it expects bytes."""
+        """The notes since the last call, and the phase's progress if it expects bytes, or has moved some."""
         with self._lock:
             news, self._notes = self._notes, []
-            if self._total_bytes > 0:
+            if self._total_bytes > 0 or self._done_bytes > 0:
                 done, total = self._done_bytes, self._total_bytes
                 news.append(Progress("advance", self.phase, self._description, self.seconds, done, total))
         return news

@@ -1,1 +1,1 @@
-"""The pictures of the documentation: ``python -m tests.docs.pictures`` makes them all again."""
+"""The pictures of the documentation: ``python3 -m tests.docs.pictures`` makes them all again."""

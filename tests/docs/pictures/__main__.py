@@ -1,4 +1,4 @@
-"""``python -m tests.docs.pictures [NAME...]``: make the pictures of the documentation again, all or some.
+"""``python3 -m tests.docs.pictures [NAME...]``: make the pictures of the documentation again, all or some.
 
 Drawings and plots are the same each time. Recordings run gpucr on the simulated driver, as root; `--drawn` leaves them
 as they are.

@@ -1,4 +1,4 @@
-"""The recurrence by driver calls alone, for the simulator: python driver_calls.py STEPS."""
+"""The recurrence by driver calls alone, for the simulator: python3 driver_calls.py STEPS."""
 
 from __future__ import annotations
 

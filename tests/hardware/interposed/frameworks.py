@@ -1,4 +1,4 @@
-"""Single-process jobs of the frameworks that people use, a line a step: python frameworks.py JOB STEPS PAUSE_S.
+"""Single-process jobs of the frameworks that people use, a line a step: python3 frameworks.py JOB STEPS PAUSE_S.
 
 Every value is a function of the seed alone. The jobs are the functions from `compiled` on; each returns its step.
 """

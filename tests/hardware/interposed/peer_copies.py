@@ -1,4 +1,4 @@
-"""One process on two GPUs that copies from one to the other by peer access: python peer_copies.py STEPS PAUSE_S."""
+"""One process on two GPUs that copies from one to the other by peer access: python3 peer_copies.py STEPS PAUSE_S."""
 
 from __future__ import annotations
 

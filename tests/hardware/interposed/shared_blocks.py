@@ -1,4 +1,4 @@
-"""Two processes that share VMM memory by descriptors, by driver calls alone: python shared_blocks.py STEPS PAUSE_S.
+"""Two processes that share VMM memory by descriptors, by driver calls alone: python3 shared_blocks.py STEPS PAUSE_S.
 
 The first makes blocks and sends their descriptors, the second maps them. In each step both write what the other one
 has to find; the first prints what both found.

@@ -1,4 +1,4 @@
-"""torch.multiprocessing with CUDA tensors that both processes change: python shared_tensors.py STEPS PAUSE_S.
+"""torch.multiprocessing with CUDA tensors that both processes change: python3 shared_tensors.py STEPS PAUSE_S.
 
 One tensor lies in the middle of a block of torch's allocator, one is a block of its own. torch shares them by legacy
 CUDA IPC, with an event for each.

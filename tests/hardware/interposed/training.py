@@ -1,6 +1,6 @@
 """A torch training loop with CUDA graphs and a DataLoader-like thread; a line a step.
 
-python training.py GIB STEPS PAUSE_S
+python3 training.py GIB STEPS PAUSE_S
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from gpucr.diagnosis.preflight.databases import (
     spared_by_rewind,
 )
 from gpucr.diagnosis.preflight.findings import Finding, require_no_blocking
-from gpucr.diagnosis.preflight.namespaces import check_namespaces
+from gpucr.diagnosis.preflight.namespaces import check_namespaces, check_root
 from gpucr.diagnosis.preflight.processor import check_processor
 from gpucr.diagnosis.preflight.room import (
     MemoryNeed,
@@ -117,6 +117,7 @@ __all__ = [
     "check_reopened",
     "check_restore_by_user",
     "check_room",
+    "check_root",
     "check_session",
     "check_shared_files",
     "check_spool",

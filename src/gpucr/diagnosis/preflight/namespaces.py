@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from gpucr.diagnosis.preflight.findings import Finding
 from gpucr.diagnosis.preflight.support import processes as facts
+from gpucr.linux import mount_root
 from gpucr.linux.one_look import OneLook
 from gpucr.linux.processes import PROC
 from gpucr.model import Job, ProcessInfo
@@ -15,6 +16,11 @@ _KINDS = {
 _FOR_CHILDREN = "_for_children"  # the one that its children get
 _NAMES = tuple(name for kind in _KINDS for name in ((kind, kind + _FOR_CHILDREN) if kind == "time" else (kind,)))
 _MAY_NEST = ("mnt", "net")
+
+
+def check_root() -> list[Finding]:
+    """gpucr's own root folder, for a job that is in no sandbox: CRIU finds the mounts of its processes from there."""
+    return [] if mount_root.is_mounted() else [facts.ROOT_NOT_MOUNTED.seen("/proc/self/mountinfo has no /")]
 
 
 def check_namespaces(job: Job, *, is_sandboxed: bool = False, look: OneLook | None = None) -> list[Finding]:

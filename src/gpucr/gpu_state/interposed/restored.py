@@ -207,6 +207,11 @@ class RestoredBlocks:
         self._returns.append(made)
         return made
 
+    def wait_made(self) -> None:
+        """Wait until all memory has been made, filled or not. Raises VaultFailed, also where there is no room."""
+        for each in self._returns:
+            each.destination.get()
+
     def make_way(self, wait_for: Callable[[DevicePart], WaitForBytes]) -> None:
         """Wait until all is filled, and free what our contexts take on the GPUs.
 

@@ -105,11 +105,11 @@ class Capture:
         try:
             thread = TracedThread.seize(self._restore_thread, seconds_left(self._deadline))
             close_left(thread)
-            number = send_descriptor(thread, self.file.fd) if self.file is not None else None
+            given = (self.file, send_descriptor(thread, self.file.fd)) if self.file is not None else None
             self._ready.set()
-            self._watch(thread, number)
-            if number is not None:
-                close_descriptor(thread, number)
+            self._watch(thread, given)
+            if given is not None:
+                close_descriptor(thread, given[1])
         except ProcessLookupError:
             self.reason = "the process has ended"
         except OSError as error:  # also InjectionUnavailable, whose text is the reason
@@ -122,8 +122,11 @@ class Capture:
                     thread.detach(thread.last_stop.signal)  # the signal that it was about to take
             self._ready.set()
 
-    def _watch(self, thread: TracedThread, number: int | None) -> None:
-        """Follow the thread's system calls until the end, stopped → stopped."""
+    def _watch(self, thread: TracedThread, given: tuple[StagingFile, int] | None) -> None:
+        """Follow the thread's system calls until the end, stopped → stopped.
+
+        ``given``: the staging file, and the number of its descriptor in the thread's process.
+        """
         signal = 0
         while not self._end.is_set():
             if self._has_all():
@@ -136,7 +139,7 @@ class Capture:
                     return
             signal = stop.signal
             if stop.kind is StopKind.SYSCALL_ENTRY and self.reason is None and self._is_staging(thread):
-                self._redirect(thread, number) if number is not None else self._improve(thread)
+                self._redirect(thread, *given) if given is not None else self._improve(thread)
             elif stop.kind is StopKind.EXITED:
                 raise ProcessLookupError(f"thread {self._restore_thread} ended")
         thread.resume(signal)  # leave the call's entry, where no call can be injected
@@ -158,13 +161,12 @@ class Capture:
             and at.r8 & _U32 == _U32
         )
 
-    def _redirect(self, thread: TracedThread, number: int) -> None:
+    def _redirect(self, thread: TracedThread, file: StagingFile, number: int) -> None:
         """Anonymous → the next part of the file. The file grows first: access beyond its end raises SIGBUS."""
-        assert self.file is not None  # noqa: S101 - only called with one
         asked = thread.registers()
         offset = _rounded_up(self._extents[-1].offset + self._extents[-1].size_bytes if self._extents else 0)
         size_bytes = _rounded_up(asked.rsi, PAGESIZE)
-        self.file.resize(max(self.file.size_bytes, offset + size_bytes))
+        file.resize(max(file.size_bytes, offset + size_bytes))
         changed = asked.copy()
         changed.r10, changed.r8, changed.r9 = MAP_SHARED, number, offset
         thread.set_registers(changed)

@@ -16,7 +16,7 @@ struct hook {
 };
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
-static pthread_cond_t ended = PTHREAD_COND_INITIALIZER;
+static pthread_cond_t ended; /* on the monotonic clock */
 static struct hook hooks[HOOK_KINDS][MOST_HOOKS];
 static unsigned registered[HOOK_KINDS];
 static bool running; /* a thread is calling some; possibly nobody waits for it any more */
@@ -95,7 +95,7 @@ uint32_t hooks_call(uint64_t kind, uint64_t wait_ms, uint64_t *count, uint64_t *
     else if (*count > 0 && !begin((enum hooks)kind))
         code = NO_MEMORY;
     while (code == DONE && running)
-        if (pthread_cond_clockwait(&ended, &mutex, CLOCK_MONOTONIC, &end) == ETIMEDOUT && running)
+        if (pthread_cond_timedwait(&ended, &mutex, &end) == ETIMEDOUT && running)
             code = TOO_SLOW;
     *bad = code == DONE && *count > 0 ? failed : 0;
     pthread_mutex_unlock(&mutex);
@@ -106,9 +106,18 @@ void hooks_keep_mask(const sigset_t *mask) {
     program_mask = *mask;
 }
 
+/* pthread_cond_clockwait came with glibc 2.30. */
+void hooks_prepare(void) {
+    pthread_condattr_t clock;
+    pthread_condattr_init(&clock);
+    pthread_condattr_setclock(&clock, CLOCK_MONOTONIC);
+    pthread_cond_init(&ended, &clock);
+}
+
 /* Registrations belong to the parent. */
 void hooks_in_child(void) {
     pthread_mutex_init(&mutex, NULL);
+    hooks_prepare();
     running = false;
     registered[BEFORE_FREEZE] = registered[AFTER_RESTORE] = 0;
 }

@@ -51,5 +51,6 @@ static void in_child(void) {
 
 __attribute__((constructor)) static void prepare(void) {
     symbols_find_libc(); /* before anybody is in a signal handler */
+    hooks_prepare();
     pthread_atfork(agent_before_fork, agent_in_parent, in_child);
 }

@@ -143,6 +143,7 @@ uint64_t hooks_registered(void);
    failed. */
 uint32_t hooks_call(uint64_t kind, uint64_t wait_ms, uint64_t *count, uint64_t *bad);
 void hooks_keep_mask(const sigset_t *mask); /* the program's signal mask: theirs */
+void hooks_prepare(void);
 void hooks_in_child(void);
 
 /* room.c: device memory that gpucr holds while the program runs makes way for the program's */

@@ -15,7 +15,7 @@
 #include <signal.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/random.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #define MAGIC 0x6370692d72637067u
@@ -35,7 +35,7 @@ static _Atomic uint64_t token;
 uint64_t ipc_token(void) {
     uint64_t made = 0, none = 0;
     if (atomic_load(&token) == 0) {
-        if (getrandom(&made, sizeof made, 0) != sizeof made || made == 0)
+        if (syscall(SYS_getrandom, &made, sizeof made, 0) != sizeof made || made == 0)
             made = now_ns();
         atomic_compare_exchange_strong(&token, &none, made);
     }

@@ -7,7 +7,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/random.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
@@ -60,7 +59,7 @@ static bool usual_folder(char path[FOLDER_BYTES]) {
 
 static unsigned random_number(void) {
     unsigned number;
-    return getrandom(&number, sizeof number, 0) == sizeof number ? number : (unsigned)getpid();
+    return syscall(SYS_getrandom, &number, sizeof number, 0) == sizeof number ? number : (unsigned)getpid();
 }
 
 /* Everybody can make the usual one in /tmp, for another user too: then one that nobody knows beforehand. */

@@ -17,6 +17,7 @@
 #include <semaphore.h>
 #include <signal.h>
 #include <sys/socket.h>
+#include <unistd.h>
 
 #define AGENT_NAME "gpucr-agent" /* presence.py looks for it */
 #define MOST_CONNECTIONS 8

@@ -20,7 +20,7 @@ struct slot gate_slots[] = {
 #include "names.inc"
     [sizeof((struct slot[]){
 #include "names.inc"
-     }) / sizeof(struct slot) + FREE_STUBS - 1] = {NULL}};
+     }) / sizeof(struct slot) + FREE_STUBS - 1] = {.name = NULL}};
 #undef NAME
 _Static_assert(sizeof(struct slot) == SLOT_BYTES, "the stubs count in SLOT_BYTES");
 #define STUB_BYTES 16

@@ -45,7 +45,7 @@ from typing import Any, NoReturn
 
 from gpucr.jobs.sandbox import label
 from gpucr.json_text import parse
-from gpucr.linux import durable, libc, locks, namespaces, oom
+from gpucr.linux import durable, libc, locks, mount_root, namespaces, oom
 from gpucr.linux.trusted_paths import open_file
 
 MESSAGE_LIMIT_BYTES = 64 << 10  # the roots of thousands of trees
@@ -132,10 +132,9 @@ class Keeper:
                 return
             if is_ready:
                 return
+            mount_root.take_own_root()
             view = self._specification["view"]
-            if view is None:
-                namespaces.follow_host_mounts()
-            else:
+            if view is not None:
                 _show(view)
             namespaces.mount_proc()
             namespaces.mount_shared_memory()

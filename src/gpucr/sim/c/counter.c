@@ -4,6 +4,7 @@
  * socket: PORT.ask and PORT.answer in the working folder replace the packets.
  */
 #include "counter.h"
+#include "kernel.h"
 
 #include <arpa/inet.h>
 #include <errno.h>
@@ -163,7 +164,7 @@ static void map_as_ranks(void) {
     if (fd >= 0)
         unlink(path);
     else /* a container without /dev/shm: the mapping contains the name too */
-        fd = memfd_create(path, MFD_CLOEXEC);
+        fd = new_memory_file(path);
     if (fd < 0 || ftruncate(fd, (off_t)size_bytes) < 0 ||
         mmap(NULL, size_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0) == MAP_FAILED)
         fail(path);

@@ -2,6 +2,7 @@
  * Custom storage, the target's side: each GPU's memory in one piece, in its own file that the caller opens. As with the
  * driver, the process is CHECKPOINTING or RESTORING while the files exist.
  */
+#include "kernel.h"
 #include "sim.h"
 
 #include <stdio.h>
@@ -43,7 +44,7 @@ enum result custom_make(struct custom_parts *parts) {
         uint64_t size_bytes = memory_device_bytes(&sim_devices[i]);
         if (size_bytes == 0)
             continue;
-        files[i] = memfd_create("gpucr-sim-custom", MFD_CLOEXEC);
+        files[i] = new_memory_file("gpucr-sim-custom");
         if (files[i] < 0 || ftruncate(files[i], (off_t)size_bytes) < 0) {
             custom_close_files();
             return OUT_OF_MEMORY;

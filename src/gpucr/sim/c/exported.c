@@ -5,6 +5,7 @@
  *
  * While the process that made the memory still has it, it counts there; afterwards for no process (also measured).
  */
+#include "kernel.h"
 #include "machine.h"
 
 #include <dirent.h>
@@ -13,7 +14,6 @@
 #include <stdio.h>
 #include <string.h>
 #include <sys/file.h>
-#include <sys/random.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -39,7 +39,7 @@ static int create_file(int folder, const struct exported *content) {
     char name[96];
     uint64_t number = 0;
     for (int attempt = 0; attempt < 100; attempt++) {
-        if (getrandom(&number, sizeof number, 0) != sizeof number)
+        if (!fill_randomly(&number, sizeof number))
             return -1;
         snprintf(name, sizeof name, "nvidia-%016llx-%08x-%llu" SUFFIX, (unsigned long long)number, gpu_number(content->gpu),
                  (unsigned long long)content->size_bytes);

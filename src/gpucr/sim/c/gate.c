@@ -4,9 +4,16 @@
 #include <time.h>
 
 pthread_mutex_t sim_mutex = PTHREAD_MUTEX_INITIALIZER;
-static pthread_cond_t gate_changed = PTHREAD_COND_INITIALIZER;
+static pthread_cond_t gate_changed; /* on the monotonic clock */
 static unsigned inside;
 static _Atomic uint32_t closed; /* futex; set with sim_mutex held */
+
+__attribute__((constructor)) static void prepare(void) {
+    pthread_condattr_t clock;
+    pthread_condattr_init(&clock);
+    pthread_condattr_setclock(&clock, CLOCK_MONOTONIC);
+    pthread_cond_init(&gate_changed, &clock);
+}
 
 uint64_t now_ns(void) {
     struct timespec now;
@@ -16,7 +23,7 @@ uint64_t now_ns(void) {
 
 static void wait_changed(uint64_t time_ns) {
     struct timespec time = {.tv_sec = (time_t)(time_ns / 1000000000u), .tv_nsec = (long)(time_ns % 1000000000u)};
-    pthread_cond_clockwait(&gate_changed, &sim_mutex, CLOCK_MONOTONIC, &time);
+    pthread_cond_timedwait(&gate_changed, &sim_mutex, &time);
 }
 
 void wait_until_ns(uint64_t time_ns) {

@@ -2,6 +2,7 @@
  * Device memory. Each GPU in use has a memfd that holds the bytes and an unreadable address range of the same
  * layout, so that device pointers stay what they are while the bytes come and go.
  */
+#include "kernel.h"
 #include "sim.h"
 
 #include <errno.h>
@@ -42,7 +43,7 @@ static struct managed *managed_list;
 static bool open_file(struct memory *memory) {
     char name[64];
     snprintf(name, sizeof name, DEVICE_FILE_NAME, memory->base);
-    memory->fd = memfd_create(name, MFD_CLOEXEC);
+    memory->fd = new_memory_file(name);
     if (memory->fd < 0)
         return false;
     if (ftruncate(memory->fd, (off_t)memory->span_bytes) == 0)

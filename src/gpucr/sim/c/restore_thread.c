@@ -3,6 +3,7 @@
  * page is a memfd, which a caller finds under /proc/PID/fd regardless of namespaces, and which CRIU dumps and restores
  * together with its mapping.
  */
+#include "kernel.h"
 #include "sim.h"
 
 #include <errno.h>
@@ -266,7 +267,7 @@ enum result fault_in_call(enum action action) {
 
 static void *serve(void *unused) {
     (void)unused;
-    control->restore_tid = gettid();
+    control->restore_tid = own_thread();
     atomic_store(&control->magic, CONTROL_MAGIC);
     sem_post(&serving);
     while (true) {
@@ -283,7 +284,7 @@ static void *serve(void *unused) {
 }
 
 static bool control_create(void) {
-    control_fd = memfd_create(CONTROL_NAME, MFD_CLOEXEC);
+    control_fd = new_memory_file(CONTROL_NAME);
     if (control_fd < 0 || ftruncate(control_fd, sizeof *control) < 0)
         return false;
     control = mmap(NULL, sizeof *control, PROT_READ | PROT_WRITE, MAP_SHARED, control_fd, 0);

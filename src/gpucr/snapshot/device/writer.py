@@ -384,8 +384,7 @@ class DeviceWriter:
             return
         saving, length = job.saving, job.saving.length(job.piece)
         before = saving.names[job.piece]
-        saved = self._put(job, buffer, length)
-        assert saved is not None  # noqa: S101 - what is not early is read
+        saved = self._known(job, length) or self._read(job, buffer, length)
         is_changed = saved.name != (before or ZERO)
         if self._on_bytes is not None and not job.is_recheck:
             self._on_bytes(length)
@@ -404,7 +403,9 @@ class DeviceWriter:
         saving, length, begin = job.saving, job.saving.length(job.piece), time.monotonic()
         before, saved = saving.names[job.piece], None
         try:
-            saved = self._put(job, buffer, length)
+            saved = self._known(job, length)
+            if saved is None and job.reads:
+                saved = self._read(job, buffer, length)
         except Gone:
             self.end_early()
         with self._crew.lock:
@@ -419,16 +420,20 @@ class DeviceWriter:
         if saved is not None and saved.was_read:
             self._no_rest.wait((time.monotonic() - begin) * (1 / self._share - 1))
 
-    def _put(self, job: _Job, buffer: PieceBuffer, length: int) -> _Saved | None:
-        """Have the piece saved. None: it would have to be read. Raises Gone."""
+    def _known(self, job: _Job, length: int) -> _Saved | None:
+        """The piece, if its content is known to be saved. None: it must be read."""
         saving, piece = job.saving, job.piece
-        source, before, seen = saving.source, saving.names[piece], saving.seen[piece]
+        before, seen = saving.names[piece], saving.seen[piece]
         if seen is not None and before is not None and seen == saving.contents[piece]:
             return _Saved(before, seen, was_read=False)
         if seen is not None and (known := self._sink.has(seen, length, before)) is not None:
             return _Saved(known, seen, was_read=False)
-        if not job.reads:
-            return None
+        return None
+
+    def _read(self, job: _Job, buffer: PieceBuffer, length: int) -> _Saved:
+        """Read the piece and have it saved. Raises Gone."""
+        saving, piece = job.saving, job.piece
+        source, before, seen = saving.source, saving.names[piece], saving.seen[piece]
         read = source.read_into(saving.start(piece), buffer.part(0, length))
         content = read if job.is_early else seen
         name = self._sink.put(source.part, piece, buffer, length, before)

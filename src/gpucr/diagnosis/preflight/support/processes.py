@@ -75,6 +75,13 @@ ADOPTED = Fact(
     remedy=_NO_ADOPTION,
     code="GPUCR-ADOPTED",
 )
+ROOT_NOT_MOUNTED = Fact(
+    what="gpucr runs in a chroot whose root folder is not a mount",
+    consequence="CRIU cannot dump or restore a job outside a sandbox there",
+    remedy="mount the folder over itself before the chroot (`mount --rbind TREE TREE`), or start the job in a sandbox "
+    "(`gpucr run` as root)",
+    code="GPUCR-CHROOT",
+)
 NAMESPACE = Fact(
     what="{process} has a {namespaces} that the job's first process does not have",
     consequence="CRIU cannot dump it, or no restore would succeed",
