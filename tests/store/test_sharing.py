@@ -96,7 +96,7 @@ def as_user(uid: int, action: str, *paths: Path, umask: int = 0o077) -> str:
     The first path is `shared` there, the rest are `others`.
     """
     if unreadable := [each for each in Path(gpucr.__file__).parents if not each.stat().st_mode & stat.S_IXOTH]:
-        skip_or_fail("root", f"other users cannot read gpucr here: {unreadable[-1]} is closed to them")
+        skip_or_fail("root", f"other users cannot read gpucr here: they may not enter {unreadable[-1]}")
     done = python(_AS_USER, uid, GID if uid in (ALICE, BOB) else "", umask, action, *paths)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
