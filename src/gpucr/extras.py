@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import Any
 
 from gpucr.errors import BrokenInstall
@@ -19,7 +20,7 @@ def load(module: str, purpose: str) -> Any:
         package = module.partition(".")[0]
         raise BrokenInstall(
             f"{purpose} needs the Python package {package}, which cannot be imported: {e}",
-            hint=f"install it: pip install '{_EXTRAS.get(package, package)}'",
+            hint=f"install it beside gpucr: {sys.executable} -m pip install '{_EXTRAS.get(package, package)}'",
             code="GPUCR-NO-EXTRA",
         ) from e
 

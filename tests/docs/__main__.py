@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from tests.docs import commands, figures, support
+from tests.docs import commands, error_codes, figures, support
 from tests.docs.schemas import file, page
 
 
 def main() -> None:
-    """Write all of them."""
+    """Write all of them, and put error codes in order."""
+    error_codes.PAGE.write_text(error_codes.in_order(error_codes.PAGE.read_text()))
     figures.PAGE.write_text(figures.page())
     support.MAIN_PAGE.write_text(support.with_canaries(support.MAIN_PAGE.read_text()))
     page.PAGE.write_text(page.page())

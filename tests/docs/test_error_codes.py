@@ -19,7 +19,7 @@ from gpucr.diagnosis.preflight.findings import Finding, require_no_blocking
 from gpucr.errors import CriuError, GpucrError, InvalidRequest, SnapshotError, Unsupported
 from gpucr.operations.plan import Plan
 from tests.command import run
-from tests.docs import support
+from tests.docs import error_codes, support
 from tests.docs.pages import SOURCES, error_classes
 
 _CODE = re.compile(r"GPUCR(?:-[A-Z0-9]+)+")
@@ -78,6 +78,15 @@ def test_every_code_has_a_section_and_every_section_a_code() -> None:
     codes = {error.code for error in error_classes()} | _given_codes() | {each.code for each in KNOWN_FAILURES}
     assert codes == set(PAGES)
     assert all(_CODE.fullmatch(code) for code in codes)
+
+
+def test_codes_are_in_alphabetical_order() -> None:
+    text = error_codes.PAGE.read_text()
+    assert error_codes.in_order(text) == text, "run python -m tests.docs"
+    assert list(PAGES) == sorted(PAGES)
+    assert (
+        error_codes.in_order("a\n\n## GPUCR-B\n\nb\n\n## GPUCR-A\n\na\n") == "a\n\n## GPUCR-A\n\na\n\n## GPUCR-B\n\nb\n"
+    )
 
 
 @pytest.mark.parametrize("code", PAGES)

@@ -55,8 +55,8 @@ def _by_a_user(session: list[Typed]) -> Iterator[Typed]:
             yield Typed(each.command, ("code:  GPUCR-BAD-REQUEST",))
         elif "code:  GPUCR-JOB-RUNS" in each.shown:
             yield Typed(each.command, ("code:  GPUCR-PID-IN-USE",))
-        elif each.command.startswith("for name in"):
-            yield Typed("gpucr kill -q count managed", ())
+        elif each.command == "gpucr kill count count-2 managed":
+            yield Typed("gpucr kill count managed", tuple(line for line in each.shown if "count-2" not in line))
         elif "count-2" not in each.command:
             port = "7001" if "managed" in each.command else "7000"
             shown = tuple(line.replace(" yes ", " no ") for line in each.shown)

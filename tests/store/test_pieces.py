@@ -7,6 +7,7 @@ import hashlib
 import mmap
 import os
 import struct
+import sys
 from typing import cast
 
 import numpy as np
@@ -57,7 +58,7 @@ def test_an_unavailable_hash(hash_name: str, key: bytes | None) -> None:
 def test_a_missing_library_is_reported() -> None:
     with pytest.raises(BrokenInstall, match="trying it needs the Python package gpucr_lacks_this") as caught:
         extras.load("gpucr_lacks_this.part", "trying it")
-    assert caught.value.hint == "install it: pip install 'gpucr_lacks_this'"
+    assert caught.value.hint == f"install it beside gpucr: {sys.executable} -m pip install 'gpucr_lacks_this'"
     assert not extras.is_installed("gpucr_lacks_this")
 
 

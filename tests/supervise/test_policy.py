@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from datetime import datetime, timezone
 
 import pytest
 
 from gpucr.errors import InvalidRequest, Unsupported
 from gpucr.model import Gpu
+from gpucr.store.retention import choose
+from gpucr.store.stored_snapshot import StoredSnapshot
 from gpucr.supervise import policy
 from gpucr.supervise.gpus import good_gpus
 from gpucr.supervise.settings import Supervision
@@ -130,6 +133,30 @@ def test_too_few_healthy_gpus_are_refused() -> None:
     with pytest.raises(Unsupported) as caught:
         good_gpus([_gpu(0)], {"GPU-0": 90}, [_gpu(0), _gpu(1, "A10")], {"GPU-0"})
     assert caught.value.code == "GPUCR-NO-GPU"
+
+
+def _stored(snapshot_id: str, name: str, created_s: float) -> StoredSnapshot:
+    created = datetime.fromtimestamp(created_s, timezone.utc).isoformat()
+    return StoredSnapshot(snapshot_id, name, created, "vm", b"{}", ())
+
+
+@pytest.mark.parametrize(
+    ("settings", "kept"),
+    [({}, 5), ({"keep_last": 2}, 2), ({"keep_last": 7}, 7), ({"keep_hourly": 3}, 3), ({"keep_daily": 2}, 2)],
+)
+def test_without_a_rule_the_latest_five_checkpoints_stay(settings: dict[str, int], kept: int) -> None:
+    day_s = 86400.0
+    taken = [_stored(f"{i}", "train", i * day_s) for i in range(9)]
+    other = _stored("other", "other", 0.0)
+    chosen = Supervision(store="/store", **settings)  # type: ignore[arg-type]
+    rules = policy.prune_rules(chosen, "train", ["0"], None)
+    stays, goes = choose([other, *taken], rules, 9 * day_s)
+    assert stays == [other, taken[0], *taken[-kept:]], "another job's snapshots, and the protected one"
+    assert goes == taken[1:-kept]
+
+
+def test_removed_checkpoints_hold_their_data_for_an_hour_not_a_day() -> None:
+    assert policy.prune_rules(Supervision(store="/store"), "train", (), None).grace_s == 3600.0
 
 
 @pytest.mark.parametrize(

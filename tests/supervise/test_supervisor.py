@@ -13,6 +13,7 @@ import pytest
 from gpucr.errors import JobDamaged, ProcessNotFound, RehearsalFailed, StoreDamaged, StoreError, Unsupported
 from gpucr.jobs.sidecar import StoredLaunch
 from gpucr.linux import durable
+from gpucr.store.opened import NO_SPACE
 from gpucr.supervise.clock import Stop
 from gpucr.supervise.job import Checkpoint, Look
 from tests.supervise.conftest import CRASHED, DONE, RUNNING, Bench
@@ -102,12 +103,20 @@ def test_a_failed_checkpoint_is_reported_and_retried_and_the_job_is_left_alone(b
 
 
 def test_a_full_store_keeps_the_last_good_snapshot_for_a_restart(bench: Bench) -> None:
-    full = StoreError("no space left", path="/store", code="GPUCR-STORE-FULL")
+    full = StoreError("no space left", path="/store", code=NO_SPACE)
     bench.job.checkpoint_errors = [None, *[full] * 1000]
     bench.clock.after(1500, bench.ends(CRASHED))
     bench.clock.after(1600, bench.ends(DONE))
     bench.supervise()
     assert "restore s1" in bench.job.done
+
+
+def test_a_full_store_is_pruned_even_if_no_checkpoint_succeeds(bench: Bench) -> None:
+    bench.job.checkpoint_errors = [None, StoreError("no space left", path="/store", code=NO_SPACE), UNREACHABLE, None]
+    bench.clock.after(1500, bench.ends(DONE))
+    assert bench.supervise() == "finished"
+    assert dict(bench.folder.state().checkpoints) == {"success": 2, "failed": 2}
+    assert bench.job.protected == [{"s1"}, {"s1"}, {"s2"}], "after two checkpoints, and the one without space"
 
 
 def test_a_job_that_ends_during_a_dump_is_not_a_failed_checkpoint(bench: Bench) -> None:

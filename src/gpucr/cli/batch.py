@@ -108,7 +108,7 @@ def command(
     Example:
       #SBATCH --requeue --signal=B:USR1@120
       trap '' USR1
-      exec gpucr batch --to /shared/snapshots --grace 110s -- python3 train.py
+      exec gpucr batch --to "/shared/$USER/snapshots" -- python3 train.py
     """
     signals = {*(signal.Signals[f"SIG{name}"] for name in on or ("USR1",)), signal.SIGTERM}
     with EndNotice(signals) as notice:

@@ -17,7 +17,7 @@ from gpucr.errors import CriuError, CriuUnavailable
 @click.option("--no-fetch", is_flag=True, help="Only look; do not fetch one.")
 @json_option
 def command(*, no_fetch: bool, as_json: bool) -> None:
-    """Show the CRIU that gpucr uses: path, version, origin, and whether it works here. Fetch one if there is none.
+    """Show the CRIU that gpucr uses, fetched if there is none: path, version, origin, and whether it works.
 
     The order is: GPUCR_CRIU, `criu` on PATH, the one fetched before. Ordinary users have root's (`gpucr helper`).
     gpucr needs CRIU 4.1 or newer, 4.2 on Linux 6.16 and newer. It is fetched as signed packages of the distribution,

@@ -32,7 +32,7 @@ from gpucr.supervise import metrics, metrics_server
 def command(*, listen: str | None, textfile: Path | None, alerts: bool, dashboard: bool, as_json: bool) -> None:
     """Print the metrics of jobs that are supervised or served on demand, in Prometheus's text format.
 
-    Needs `pip install 'gpucr[metrics]'`.
+    Needs `gpucr[metrics]`.
 
     \b
     Example:

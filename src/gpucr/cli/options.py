@@ -223,13 +223,13 @@ json_option = click.option(
 )
 
 
-def keep_options(command: F) -> F:
+def keep_options(command: F, *, default: str = "") -> F:
     """Which snapshots to keep: options that `prune`, `run` and `supervise` share."""
     for option, what in (("--keep-daily", "latest of each of N days"), ("--keep-hourly", "latest of each of N hours")):
         text = f"Keep the {what} that have one."
         command = click.option(option, type=click.IntRange(min=1), metavar="N", help=text)(command)
-    latest = click.option("--keep-last", type=click.IntRange(min=1), metavar="N", help="Keep the N latest snapshots.")
-    return latest(command)
+    text = f"Keep the N latest snapshots.{default}"
+    return click.option("--keep-last", type=click.IntRange(min=1), metavar="N", help=text)(command)
 
 
 only_option = click.option("--only", is_flag=True, help="Act on this process only, not on its tree.")

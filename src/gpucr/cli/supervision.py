@@ -32,7 +32,7 @@ _OPTIONS = (
         "--to", metavar="STORE", shell_complete=complete_place, help="The store for checkpoints; made if missing."
     ),
     click.option("--mtbf", type=Duration(), metavar="TIME", help="Mean time between failures, for auto. Default: 1d."),
-    keep_options,
+    functools.partial(keep_options, default=" Default, without another --keep option: 5."),
     click.option(
         "--rehearse", type=click.IntRange(min=1), metavar="N",
         help="Rehearse every Nth checkpoint while the job runs; --keep-last and others count those that came back.",

@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 
 from msgspec import Struct
 
-from gpucr import Cancellation, JobSnapshot, PruneRules, Secret, SnapshotInStore, open_snapshot
+from gpucr import Cancellation, JobSnapshot, Secret, SnapshotInStore, open_snapshot
 from gpucr.driver.gpus import gpu_processes
 from gpucr.errors import GpucrError, InvalidRequest, StoreDamaged
 from gpucr.jobs.record import JobRecord, JobState, state_of
@@ -28,6 +28,7 @@ from gpucr.operations.requests import LaunchRequest
 from gpucr.operations.restore import restore
 from gpucr.operations.stores import list_snapshots, prune_store, verify_snapshots
 from gpucr.operations.suspend import resume_left_behind
+from gpucr.supervise import policy
 from gpucr.supervise.gpus import good_gpus
 from gpucr.supervise.reading import Reading
 from gpucr.supervise.settings import Supervision
@@ -237,20 +238,9 @@ class RegisteredJob:
                 os.close(fd)
 
     def prune(self, protected: Collection[str], counted: Collection[str] | None) -> int:
-        """According to the options; without any, nothing is removed."""
-        settings = self._settings
-        if settings.keep_last is None and settings.keep_hourly is None and settings.keep_daily is None:
-            return 0
-        rules = PruneRules(
-            keep_last=settings.keep_last,
-            keep_hourly=settings.keep_hourly,
-            keep_daily=settings.keep_daily,
-            names=(self._name,),
-            per_name=True,
-            protected=tuple(protected),
-            counted=tuple(counted) if counted is not None else None,
-        )
-        return len(prune_store(settings.store, rules, key=self._key).removed)
+        """According to the options."""
+        rules = policy.prune_rules(self._settings, self._name, protected, counted)
+        return len(prune_store(self._settings.store, rules, key=self._key).removed)
 
     def gpus(self) -> Collection[str]:
         """As NVML sees its processes."""

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+from gpucr import PruneRules
+from gpucr.supervise.settings import Supervision
 
 ASSUMED_DOWNTIME_S = 10.0
 """Assumed downtime of a checkpoint until one was measured."""
 JITTER = 0.1
+KEEP_LAST = 5
+"""Without a rule. If all were kept, a checkpoint every ten minutes would fill any disk."""
+PRUNE_GRACE_S = 3600.0
+"""Enough for whoever restores or copies a checkpoint while it is removed: they can repeat it with another one.
+
+With the day that `gpucr prune` waits, a checkpoint every ten minutes would hold the data of 144 removed ones.
+"""
 _SMOOTHING = 0.3
 
 Random = Callable[[], float]
@@ -97,6 +107,23 @@ def counted(rehearsed: Mapping[str, bool], in_store: Sequence[str]) -> tuple[lis
     good = [each for each in in_store if rehearsed.get(each)]
     newer = in_store[: in_store.index(good[0])] if good else in_store
     return good, list(newer)
+
+
+def prune_rules(
+    settings: Supervision, name: str, protected: Collection[str], counted: Collection[str] | None
+) -> PruneRules:
+    """Which snapshots of the job ``name`` stay: as configured, or the latest five. ``counted``: as in PruneRules."""
+    has_rule = (settings.keep_last, settings.keep_hourly, settings.keep_daily) != (None, None, None)
+    return PruneRules(
+        keep_last=settings.keep_last if has_rule else KEEP_LAST,
+        keep_hourly=settings.keep_hourly,
+        keep_daily=settings.keep_daily,
+        names=(name,),
+        per_name=True,
+        protected=tuple(protected),
+        counted=tuple(counted) if counted is not None else None,
+        grace_s=PRUNE_GRACE_S,
+    )
 
 
 def choose_snapshot(

@@ -18,8 +18,9 @@ class Supervision(SidecarSettings, frozen=True):
 
     ``every_s`` is the time between checkpoints; None: the optimum for what they cost and ``mtbf_s``, the mean time
     between failures. ``keep_last``, ``keep_hourly`` and ``keep_daily`` thin out the job's snapshots in the ``store``,
-    which ``key_file`` opens. ``rehearse``: every how many snapshots one is rehearsed; then only those that came back
-    count when they are thinned out. ``files``: what to do with files that have grown since the snapshot.
+    which ``key_file`` opens; without any of them the latest five stay. ``rehearse``: every how many snapshots one is
+    rehearsed; then only those that came back count when they are thinned out. ``files``: what to do with files that
+    have grown since the snapshot.
 
     A job counts as hung if it prints nothing for ``output_timeout_s``, does not touch ``heartbeat`` for
     ``heartbeat_timeout_s``, leaves its GPUs idle for ``gpu_idle_s``, or whose ``health`` command, run every

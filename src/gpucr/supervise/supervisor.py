@@ -26,6 +26,7 @@ from gpucr.supervise.watch import Watch
 POLL_S = 0.5
 """How often to check the job."""
 
+_NO_SPACE = "GPUCR-NO-SPACE"
 _UNREACHABLE = 5
 """An unreachable store counts as this attempt: the fifth, with a wait 16 times as long as the first."""
 
@@ -177,6 +178,8 @@ class Supervisor:
         wait_s = policy.backoff_s(failed, self._random, first_s=self._settings.backoff_first_s, most_s=most_s)
         self._journal.tell("checkpoint-failed", **_told(error), again_in_s=round(wait_s, 3))
         self._plan(wait_s, interval_s)
+        if isinstance(error, GpucrError) and error.code == _NO_SPACE:
+            self._prune()  # a prune follows each checkpoint: without this one, space would never come back
         if isinstance(error, JobDamaged) and not self._resume():
             self._job.end()  # the rest is no job any more; the next check finds that it has failed
 

@@ -116,7 +116,7 @@ def needs_of_restore(
 def _need_of_work(processes: int, device_bytes: int, buffers_bytes: int) -> MemoryNeed:
     """What gpucr, its guard and CRIU need besides device memory, after preflight: at least 1.7 times the measurement.
 
-    docs/benchmarks.md, Host memory, has the figures and how they were taken.
+    docs/figures.md, Host memory besides device memory, has the figures and how they were taken.
     """
     page_tables_bytes = device_bytes // _PAGE_TABLES_SHARE
     return MemoryNeed(os.getpid(), _WORK_BYTES + processes * _PROCESS_BYTES + buffers_bytes + page_tables_bytes)
