@@ -43,7 +43,7 @@ def run(*arguments: object, env: dict[str, str] | None = None) -> subprocess.Com
             check=False,
         )
     if done.stdout.startswith('{\n  "schema": "gpucr.'):
-        schemas.check(json.loads(done.stdout))
+        parsed(done.stdout)
     return done
 
 
@@ -87,8 +87,13 @@ def run_json(*arguments: object, env: dict[str, str] | None = None) -> dict[str,
 def run_json_of(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
     """The output of a command that succeeded."""
     assert done.returncode == 0, done.stderr
-    printed = json.loads(done.stdout)
-    assert isinstance(printed, dict)
+    return parsed(done.stdout)
+
+
+def parsed(text: str) -> dict[str, Any]:
+    """The JSON that a command has printed. Raises SchemaError if it is not as declared."""
+    printed: dict[str, Any] = json.loads(text)
+    schemas.check(printed)
     return printed
 
 

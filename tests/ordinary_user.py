@@ -6,7 +6,6 @@ What root has installed there (/opt) is on a file system of the namespace. Needs
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import random
 import shutil
@@ -21,6 +20,7 @@ from typing import Any
 from gpucr.criu.install import provided_folder
 from gpucr.interposer import library
 from gpucr.sim import build as simulator
+from tests.command import parsed
 from tests.counter import wait_until
 
 _REPOSITORY = Path(__file__).parents[1]
@@ -163,11 +163,11 @@ class OrdinaryUser:
 
     def start_job(self, name: str, *command: str, options: Sequence[str] = ()) -> int:
         """`gpucr run`. Returns the job's pid."""
-        return int(json.loads(self.succeeds("run", "--json", "--name", name, *options, "--", *command))["pid"])
+        return int(parsed(self.succeeds("run", "--json", "--name", name, *options, "--", *command))["pid"])
 
     def pid_of(self, name: str) -> int:
         """The pid of a job."""
-        jobs: list[dict[str, Any]] = json.loads(self.succeeds("jobs", "--json"))["jobs"]
+        jobs: list[dict[str, Any]] = parsed(self.succeeds("jobs", "--json"))["jobs"]
         return int(next(job["pid"] for job in jobs if job["name"] == name))
 
     def end_all(self) -> None:

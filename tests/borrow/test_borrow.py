@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import sys
@@ -26,6 +25,7 @@ from gpucr.linux import processes
 from gpucr.operations import chosen
 from tests.borrow.at_work import OtherGpucr, checkpoint_of
 from tests.borrow.jobs import Machine, counter_command, phase, waits
+from tests.command import parsed
 from tests.counter import DEADLINE_S, CounterFactory, wait_until
 from tests.storm import later
 
@@ -62,7 +62,7 @@ def test_a_plan_says_who_makes_room_and_changes_nothing(
 ) -> None:
     first, low = shared.job("first", priority=5, mib=120), shared.job("low", priority=1)
     high = shared.job("high", priority=50, devices="1")
-    there = json.loads(run_here("borrow", "--gpu", "0", "--dry-run", "--json", "true").stdout)
+    there = parsed(run_here("borrow", "--gpu", "0", "--dry-run", "--json", "true").stdout)
     assert (there["waits_for"], there["room"]) == ([], {"first": None, "low": None})
     assert gpucr.plan_borrow(["true"], "0,1", priority=20).waits_for == ("high",)
     said = run_here("borrow", "--gpu", "0,1", "--priority", "20", "--dry-run", "true").stdout
@@ -110,7 +110,7 @@ def test_jobs_of_a_lower_priority_make_room_and_come_back(
     shared.wait_runs("eval")
     assert [job.state for job in (low, lower, other)] == ["suspended", "suspended", "running"]
     assert (low.gpus(), lower.gpus(), other.gpus()) == (set(), set(), {1})
-    found = json.loads(run_here("borrow", "--list", "--json").stdout)
+    found = parsed(run_here("borrow", "--list", "--json").stdout)
     assert [(each["name"], each["phase"], each["waits_for"]) for each in found["borrowers"]] == [
         ("borrow-1", "running", [])
     ]
@@ -118,7 +118,7 @@ def test_jobs_of_a_lower_priority_make_room_and_come_back(
         "low": ["borrow-1"],
         "lower": ["borrow-1"],
     }
-    listed = json.loads(run_here("jobs", "--json").stdout)["jobs"]
+    listed = parsed(run_here("jobs", "--json").stdout)["jobs"]
     assert {job["name"]: (job["priority"], job["lent"], job["waits_for"]) for job in listed} == {
         "borrow-1": (10, False, []), "low": (9, True, ["borrow-1"]), "lower": (0, True, ["borrow-1"]),
         "o": (100, False, []),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -20,6 +19,7 @@ from gpucr.cli import main
 from gpucr.cli.output import JsonWanted
 from gpucr.jobs.registered import registry
 from tests.borrow.jobs import Machine, SharedJob, counter_command, guards, kill_guards, phase, waits
+from tests.command import parsed
 from tests.counter import DEADLINE_S, wait_until
 
 pytestmark = pytest.mark.root
@@ -115,7 +115,7 @@ def test_a_waiting_borrower_recovers_for_a_dead_one(shared: Machine) -> None:
 
 
 def run_here(*options: str) -> object:
-    return json.loads(CliRunner().invoke(main.command, ["borrow", *options], obj=JsonWanted()).stdout)
+    return parsed(CliRunner().invoke(main.command, ["borrow", *options], obj=JsonWanted()).stdout)
 
 
 def test_nothing_to_recover(machine: list[str]) -> None:

@@ -24,7 +24,7 @@ from gpucr.model import CudaState, GangMember, ProcessInfo
 from gpucr.operations import chosen, several
 from tests.borrow.at_work import checkpoint_of
 from tests.children import sleeper
-from tests.command import run, run_json
+from tests.command import parsed, run, run_json
 from tests.counter import Counter, CounterFactory, processes_of_this_test
 from tests.ranks import RanksFactory
 
@@ -264,7 +264,7 @@ def test_an_interruption_leaves_the_rest_alone(counter: CounterFactory, driver: 
 @pytest.mark.usefixtures("alone")
 def test_a_dry_run_changes_nothing(counter: CounterFactory, driver: CudaDriver, machine: list[str]) -> None:
     first, second = on(counter, "0"), on(counter, "1")
-    printed = json.loads(run_here("suspend", "--all", "--dry-run", "--json").stdout)
+    printed = parsed(run_here("suspend", "--all", "--dry-run", "--json").stdout)
     assert printed["schema"] == "gpucr.suspend.plan"
     assert [each["job"] for each in printed["jobs"]] == sorted((str(first.pid), str(second.pid)), key=int)
     by_job = {each["job"]: each for each in printed["jobs"]}
@@ -272,6 +272,7 @@ def test_a_dry_run_changes_nothing(counter: CounterFactory, driver: CudaDriver, 
     assert by_job[str(first.pid)]["device_bytes"][machine[0]] >= 1 << 20
     assert states(driver, first, second) == [RUNNING, RUNNING]
     gpucr.suspend(first.pid)
+    assert parsed(run_here("resume", "--all", "--dry-run", "--json").stdout)["jobs"][0]["pids"] == [first.pid]
     done = run_here("resume", "--all", "--dry-run")
     assert done.exit_code == 0, done.stderr
     assert done.stdout.startswith(f"{first.pid}  resume processes {first.pid}: ")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from gpucr.model import Extent
 from gpucr.operations.inspect import ProcessContents, SnapshotContents
 from gpucr.snapshot.folder import Snapshot, UnfinishedSnapshot
 from gpucr.snapshot.manifest import ProcessRecord
+from tests.command import parsed
 from tests.snapshot import samples
 
 PIECE_BYTES = 8192
@@ -44,7 +44,7 @@ def with_device_data(tmp_path: Path) -> Snapshot:
 
 
 def test_stored_and_zero_bytes_of_device_memory(with_device_data: Snapshot) -> None:
-    found = json.loads(inspect(with_device_data.path, "--json").stdout)
+    found = parsed(inspect(with_device_data.path, "--json").stdout)
     assert found["device_memory"] == [
         {
             "pid": 100,
@@ -82,7 +82,7 @@ def test_device_memory_in_the_images(tmp_path: Path) -> None:
     shown = inspect(snapshot.path).stdout
     assert "size        9 B: 9 B in 1 image of CRIU\n" in shown
     assert "   ├─ device memory: 4.0 MiB in 2 extents, in CRIU's images\n" in shown
-    (found,) = json.loads(inspect(snapshot.path, "--json").stdout)["device_memory"]
+    (found,) = parsed(inspect(snapshot.path, "--json").stdout)["device_memory"]
     assert found == {
         "pid": 100,
         "kind": "plain",
@@ -98,7 +98,7 @@ def test_device_memory_in_the_images_without_known_extents(tmp_path: Path) -> No
     """A process that was suspended before the dump, in memory that is not gpucr's."""
     snapshot = committed(tmp_path / "snap", replace(samples.manifest().processes[0], staging=()))
     assert "   ├─ device memory: in CRIU's images\n" in inspect(snapshot.path).stdout
-    (found,) = json.loads(inspect(snapshot.path, "--json").stdout)["device_memory"]
+    (found,) = parsed(inspect(snapshot.path, "--json").stdout)["device_memory"]
     assert (found["size_bytes"], found["extents"]) == (None, 0)
 
 
@@ -116,7 +116,7 @@ def test_unreadable_images_are_reported(with_device_data: Snapshot) -> None:
     shown = inspect(with_device_data.path)
     assert shown.exit_code == 0
     assert shown.stderr == "warning: CRIU's image pstree.img: it is missing\n"
-    found = json.loads(inspect(with_device_data.path, "--json").stdout)["contents"]
+    found = parsed(inspect(with_device_data.path, "--json").stdout)["contents"]
     assert found["problems"] == ["pstree.img: it is missing"]
     assert [process["pid"] for process in found["processes"]] == [100, 102]
     device = {"kind": "device", "mappings": 1, "mapped_bytes": 28672, "stored_bytes": 12288, "packed_bytes": None}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import shutil
@@ -77,8 +76,7 @@ def start_gpucr(container: Container, *words: object) -> subprocess.Popen[str]:
 
 def printed(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
     assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    return command.parsed(done.stdout)
 
 
 @pytest.mark.parametrize("runtime", ["runc", pytest.param("crun", marks=long)], indirect=True)

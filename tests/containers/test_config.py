@@ -202,6 +202,8 @@ def test_the_command(folder: Path) -> None:
     done = run("hook", "install", "--runtime", "runc", "--config-dir", folder, "--force")
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{folder}/gpucr-hook: made\n{folder}/runc.conf: made\n"
+    again = run_json("hook", "install", "--runtime", "runc", "--config-dir", folder)["changes"]
+    assert {change["what"] for change in again} == {"unchanged"}
     status = run_json("hook", "status", "--config-dir", folder)
     assert status["installed"] is True
     assert status["configured"] == [f"{folder}/runc.conf"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ from click.testing import CliRunner
 from gpucr.cli.criu import command
 from gpucr.criu.install import find_criu
 from gpucr.errors import CriuUnavailable
+from tests.command import parsed
 
 
 def test_help_has_an_example() -> None:
@@ -21,7 +21,7 @@ def test_help_has_an_example() -> None:
 def test_json() -> None:
     result = CliRunner().invoke(command, ["--json"])
     assert result.exit_code == 0
-    shown = json.loads(result.stdout)
+    shown = parsed(result.stdout)
     install = find_criu()
     assert shown["schema"] == "gpucr.criu"
     assert (shown["path"], shown["version"], shown["origin"]) == (
@@ -55,7 +55,7 @@ def test_criu_that_starts_and_cannot_work(tmp_path: Path, monkeypatch: pytest.Mo
     fake_criu(tmp_path / "criu", monkeypatch)
     result = CliRunner().invoke(command, ["--json"])
     assert isinstance(result.exception, CriuUnavailable)
-    shown = json.loads(result.stdout)
+    shown = parsed(result.stdout)
     assert shown["works"] is False
     assert "cannot do it" in shown["problem"]
 

@@ -84,6 +84,11 @@ def test_the_fields_of_sim_env_in_json() -> None:
     _require("sim.env", run_json("sim", "env"))
 
 
+def test_the_fields_of_units_and_the_helper_in_json() -> None:
+    _require("service.show", run_json("service", "show"))
+    _require("helper.status", json.loads(run("helper", "status", "--json").stdout))
+
+
 def test_the_fields_of_explain_in_json() -> None:
     _require("explain", run_json("explain"))
     (one,) = run_json("explain", "lock-timeout")["codes"]
@@ -105,10 +110,11 @@ def _has_json(command: click.Command) -> bool:
 
 def test_the_fields_of_run_and_jobs_in_json(tmp_path: Path) -> None:
     state = {"XDG_STATE_HOME": str(tmp_path)}
-    _require("run", run_json_before("run", "--no-isolate", "--name", "short", "true", env=state))
+    _require("run", run_json_before("run", "--no-isolate", "--name", "long", "sleep", "1000", env=state))
     plan = run_json_before("run", "--explain", "true", env=state)
     _require("run.plan", plan)
     _require("jobs", run_json("jobs", "--all", env=state))
+    _require("kill", run_json("kill", "long", env=state))
 
 
 def test_the_fields_of_doctor_in_json(tmp_path: Path) -> None:
@@ -134,8 +140,10 @@ def test_the_fields_of_dump_inspect_and_restore_in_json(counter: CounterFactory,
     inspected = run_json("inspect", folder)
     assert set(inspected["manifest"]) == set(manifest.Manifest.__struct_fields__)
     _require("inspect", inspected)
+    _require("restore.plan", run_json("restore", folder, "--dry-run"))
     _require("restore", run_json("restore", folder))
     wait_until(lambda: program.alive, "the restored counter")
+    _require("suspend.plan", run_json("suspend", program.pid, "--dry-run"))
 
 
 @pytest.mark.criu

@@ -25,7 +25,7 @@ _OF_BYTES = {"unpack", "unpack_from", "iter_unpack", "FromString", "ParseFromStr
 
 KERNEL = "the kernel says it"
 OWN_MEMORY = "a program's own memory says it, and what is wrong there harms that program alone"
-NOT_READ = "a canary's own numbers on a GPU; packages, which dpkg reads"
+NOT_READ = "a canary's own numbers on a GPU; packages, which dpkg reads; what the build has just compiled"
 
 _IMAGES = "fuzz/test_snapshots.py test_damaged_images"
 _READERS: Mapping[str, str] = {
@@ -45,6 +45,7 @@ _READERS: Mapping[str, str] = {
     "gpu_state/custom_storage/client.py _receive": "carriers_answer",
     "gpu_state/interposed/shared.py kept_shares": "shares_kept",
     "helper/client.py _connected": KERNEL,
+    "interposer/build.py platform_tag": NOT_READ,
     "on_demand/listing.py _served": "forwarders_status",
     "on_demand/neighbours.py contender_in": "forwarders_message",
     "on_demand/neighbours.py message_in": "forwarders_message",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import signal
 import socket
@@ -21,6 +20,7 @@ from gpucr.network.filters import Namespace
 from gpucr.network.records import KeptRecord
 from gpucr.operations.connections import close_kept, list_kept
 from gpucr.snapshot.location import open_store
+from tests.command import parsed
 from tests.command import start as start_command
 from tests.counter import wait_until
 from tests.own_network import filters, own_network
@@ -161,7 +161,7 @@ def test_the_command(served: Served, tmp_path: Path) -> None:
     listed = said_by("connections").splitlines()
     assert listed[0].split() == ["NAME", "SNAPSHOT", "SINCE", "CONNECTIONS"]
     assert f"{record.name}  {tmp_path / 's'}  {record.created}  {connection}" in listed
-    found = json.loads(said_by("connections", "--json"))
+    found = parsed(said_by("connections", "--json"))
     (one,) = [each for each in found["kept"] if each["name"] == record.name]
     assert one["connections"][0]["remote"]["port"] == served.client.getsockname()[1]
     assert said_by("connections", "--close", record.name) == f"1 connection of {tmp_path / 's'} closed\n"

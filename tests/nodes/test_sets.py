@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import signal
 from pathlib import Path
 
@@ -367,7 +366,7 @@ def test_a_failed_restore_on_one_node_ends_all_parts(nodes: TwoNodes) -> None:
     started = [nodes.start_restore(node, "--json") for node in range(2)]
     (code, out, _), (other, _, said) = map(ended, started)
     assert (code, other) == (1, 3), said
-    assert json.loads(out)["code"] == "GPUCR-NODE-FAILED"
+    assert command.parsed(out)["code"] == "GPUCR-NODE-FAILED"
     assert nodes.nodes[0].is_gone()
     nodes.nodes[1].kill_job()
     nodes.restore()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -427,4 +426,4 @@ def ended_well(started: list[subprocess.Popen[str]]) -> list[dict[str, Any]]:
     """What they print, all having succeeded."""
     done = [ended(each) for each in started]
     assert [code for code, _, _ in done] == [0] * len(done), done
-    return [json.loads(out) for _, out, _ in done]
+    return [command.parsed(out) for _, out, _ in done]

@@ -147,7 +147,7 @@ class Models:
         """A model that starts when it is asked."""
         made = Model(name)
         done = command.run(
-            "run", "--name", name, "--no-isolate", "--on-demand", made.listen, "--http", "--start", "lazily",
+            "run", "--json", "--name", name, "--no-isolate", "--on-demand", made.listen, "--http", "--start", "lazily",
             "--cwd", self.folder, *options, "--", *made.command(mib, "0"),
         )  # fmt: skip
         assert done.returncode == 0, done.stderr

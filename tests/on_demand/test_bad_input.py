@@ -301,6 +301,8 @@ def test_a_dry_run_says_the_same_and_changes_nothing(models: Models) -> None:
     assert (plan.where, plan.is_refused) == ("awake", False)
     assert (plan.listen, plan.job_ports) == ((f"127.0.0.1:{model.port}",), (model.job_port,))
     assert plan.device_bytes[models.gpus[0]] >= 80 << 20
+    printed = command.run_json("on-demand", "llama", "--listen", model.listen, "--dry-run")
+    assert (printed["job_ports"], printed["problems"]) == ([model.job_port], [])
     assert not OnDemandFolder("llama").path.exists()
     done = command.run("on-demand", "llama", "--listen", model.listen, "--dry-run")
     assert (done.returncode, f"listen on 127.0.0.1:{model.port} to its port" in done.stdout) == (0, True), done.stderr

@@ -62,7 +62,9 @@ def test_everywhere(models: Models, tmp_path: Path) -> None:
 
     second.kill_forwarder()
     assert command.run_json("jobs", "second")["jobs"][0]["on_demand"]["phase"] == "missing"
-    gpucr.end_forwarders(["first"])
+    again = command.run_json("on-demand", "second")
+    assert (again["forwarder_pid"], again["listen"]) == (second.served.forwarder.pid, [f"127.0.0.1:{second.port}"])  # type: ignore[union-attr]
+    assert command.run_json("on-demand", "first", "--leave")["jobs"] == [{"name": "first"}]
     gpucr.stop_job("first", grace_s=0.0)
     assert command.run("jobs", "--forget", "first").returncode == 0
     assert [each.name for each in gpucr.list_on_demand()] == ["second"]

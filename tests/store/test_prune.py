@@ -25,6 +25,7 @@ from gpucr.store.retention import PruneRules
 from gpucr.store.session import WriteSession
 from gpucr.store.stored_snapshot import StoredSnapshot
 from gpucr.store.verify import verify
+from tests.command import parsed
 from tests.store.dumps import NEVER_S, PIECE_BYTES, content, dump, new_store, restore
 from tests.store.memory import FaultyBackend, Killed, MemoryBackend
 
@@ -192,7 +193,7 @@ def test_the_command_reports_when_space_is_freed(tmp_path: Path) -> None:
     assert re.search(
         r"^0 kept; 0 B deleted\n[\d.]+ KiB is freed by a prune after \d{4}-\d\d-\d\d \d\d:\d\d:\d\dZ\n$", said
     )
-    (later,) = json.loads(CliRunner().invoke(command, [store.backend.url, "--json"]).output)["later"]
+    (later,) = parsed(CliRunner().invoke(command, [store.backend.url, "--json"]).output)["later"]
     assert later["size_bytes"] > 0
     assert later["writers"] == 0
     day_s = 24 * 3600

@@ -121,7 +121,7 @@ def test_waiting_continues_through_restarts_and_stops(tmp_path: Path) -> None:
         stopped = gpucr.stop_job("train")
         assert stopped.word == "ended"
         out, _ = waiting.communicate(timeout=command.TIMEOUT_S)
-    assert '"state": "ended"' in out
+    assert command.parsed(out)["state"] == "ended"
     assert SupervisedFolder("train").state().phase == "stopped"
     assert command.run_json("supervise", "--all")["jobs"] == []
     command.run("jobs", "--forget", "train")

@@ -6,7 +6,6 @@ It is among the tests: only they and the generator of pages read it, and a comma
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
 import msgspec
@@ -14,7 +13,6 @@ from msgspec.structs import FieldInfo, fields
 
 from gpucr import records
 from gpucr.cli.output import SCHEMA_VERSION
-from gpucr.records import to_json
 from tests.docs.schemas import jobs, operations, snapshots
 from tests.docs.schemas.base import COMMON, OBVIOUS, Object
 from tests.docs.schemas.descriptions import OF_RECORDS
@@ -41,17 +39,12 @@ def check(printed: Mapping[str, Any]) -> None:
     for part in OUTPUTS[kind]:
         found = {each.encode_name: left.pop(each.encode_name, msgspec.UNSET) for each in fields(part)}
         found = {key: value for key, value in found.items() if value is not msgspec.UNSET}
-        _check(kind, found, part)
+        try:
+            records.convert(found, part)
+        except records.RecordError as e:
+            raise SchemaError(f"{kind}: {e}") from e
     if left:
         raise SchemaError(f"{kind}: unknown: {', '.join(left)}")
-
-
-def _check(kind: str, found: Mapping[str, Any], part: type) -> None:
-    try:
-        converted: Any = msgspec.convert(found, part, dec_hook=lambda to, value: Path(value) if to is Path else value)
-        records._require_same(found, to_json(converted), "")  # where a type has defaults, or allows other members
-    except (msgspec.ValidationError, records.RecordError) as e:
-        raise SchemaError(f"{kind}: {e}") from e
 
 
 def all_structs() -> tuple[type, ...]:

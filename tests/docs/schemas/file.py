@@ -22,9 +22,7 @@ _PYTHONS_OWN = ("default", "pattern", "propertyNames")
 def text() -> str:
     """The whole file. A later gpucr may print more fields, so none are forbidden; all of these are required."""
     structs = schemas.all_structs()
-    _, found = msgspec.json.schema_components(
-        structs, schema_hook=lambda _path: {"type": "string"}, ref_template=_PLACE
-    )
+    _, found = msgspec.json.schema_components(structs, ref_template=_PLACE)
     definitions = {f"gpucr.{kind}": _output(kind, parts) for kind, parts in schemas.OUTPUTS.items()}
     definitions |= {struct.__name__: _object(struct, found.pop(struct.__name__)) for struct in structs}
     definitions |= {name: {"enum": each["enum"]} for name, each in found.items()}

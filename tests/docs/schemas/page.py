@@ -7,7 +7,6 @@ import re
 import textwrap
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -22,7 +21,7 @@ from tests.docs.schemas.base import COMMON
 PAGE = DOCS / "reference" / "json.md"
 _COLUMNS = 100
 _OFTEN = 3
-"""A key that so many lists have, and nothing to say about, is listed once with its type."""
+"""A key about which so many lists say nothing is listed once, with its type."""
 _INTRODUCTION = f"""\
 # JSON
 
@@ -35,20 +34,13 @@ meaning, the version changes.
 - Sizes are bytes, times seconds, times of day ISO 8601 in UTC. Other units are at the end of a key.
 - CUDA states are {", ".join(f"`{state.word}`" for state in CudaState)}, or
   `unknown_N`.
-- [schemas.json](schemas.json) is this page as JSON Schema, by `schema`.
+- [schemas.json](schemas.json) is this page as JSON Schema, with `$defs` such as `gpucr.ps`.
 
-Each list below is for the schemas in bold, without `gpucr.`, and for types. `?` means: or null.
-`[]` is a list, `{{}}` an object with any keys. A key means the same everywhere. These keys are only
-named in the last lines of lists:
+Each list below is for the schemas in its heading, without `gpucr.`, and for types. `?` means: or
+null. `[]` is a list, `{{}}` an object with any keys. A key means the same everywhere. Last lines of
+lists only name keys, which are these:
 """
-_NAMES: dict[object, str] = {
-    str: "string",
-    Path: "string",
-    int: "integer",
-    float: "number",
-    bool: "boolean",
-    Any: "any",
-}
+_NAMES: dict[object, str] = {str: "string", int: "integer", float: "number", bool: "boolean", Any: "any"}
 
 
 def page() -> str:
@@ -115,10 +107,8 @@ class _Lists:
         common = []
         for field in own:
             kind, key = type_of(field.type), field.encode_name
-            said, values = (
-                schemas.own_description(struct, field),
-                ", ".join(f"`{each}`" for each in values_of(field.type)),
-            )
+            said = schemas.own_description(struct, field)
+            values = ", ".join(f"`{each}`" for each in values_of(field.type))
             if said or (values and key not in self._common):
                 text = f"{values}. {said[:1].upper()}{said[1:]}" if said and values else said or values
                 yield _item([key], kind, text)
@@ -138,7 +128,7 @@ def _item(keys: list[str], kind: str, text: str) -> str:
 
 
 def _wrapped(text: str, *, indent: str) -> str:
-    """In lines that do not break code and the targets of links."""
+    """In lines that do not break code."""
     whole = re.sub(r"`[^`]*`", lambda found: found[0].replace(" ", "\0"), text)
     lines = textwrap.wrap(whole, _COLUMNS, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
     return "\n".join(lines).replace("\0", " ")

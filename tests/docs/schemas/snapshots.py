@@ -7,13 +7,13 @@ from typing import Annotated, Any, Literal
 
 from gpucr.checkups.repairs import Repair
 from gpucr.cli import demo
-from gpucr.containers.criu_config import Change
 from gpucr.criu.contents import SharedMemory
 from gpucr.criu.imaged_files import OpenDescriptor
 from gpucr.criu.imaged_memory import MemoryUse
 from gpucr.criu.install import Origin
 from gpucr.diagnosis.canaries.results import CanaryOutcome
 from gpucr.diagnosis.preflight.findings import Finding
+from gpucr.linux.unit_files import What
 from gpucr.model import Connection
 from gpucr.snapshot.store_diff import Difference
 from gpucr.store.stored_snapshot import SetPart
@@ -209,8 +209,13 @@ class Demo(Object):
     phases: Annotated[list[DemoPhase], says("of the dump and the restore")]
 
 
+class FileChange(Object):
+    path: str
+    what: What
+
+
 class Changes(Object):
-    changes: list[Change]
+    changes: list[FileChange]
 
 
 class HelperStatus(Object):
