@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from gpucr.cli import manual
 from gpucr.errors import SimulatorUnavailable
 from gpucr.interposer.build import LIBRARY, compile_library, platform_tag
 from gpucr.sim.build import PRODUCTS, build, compile_products
@@ -73,12 +72,14 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return wheel
 
 
-def test_the_wheel_has_the_manual_pages(wheel: Path) -> None:
+def test_the_wheel_has_the_manual_pages(wheel: Path, tmp_path: Path) -> None:
+    # In a process of its own: click keeps the help option of a command that a test has run alone.
+    write = "import pathlib, sys; from gpucr.cli import manual; manual.write_pages(pathlib.Path(sys.argv[1]))"
+    subprocess.run([sys.executable, "-c", write, tmp_path], check=True, timeout=60)
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         (dump,) = [name for name in names if name.endswith(".data/data/share/man/man1/gpucr-dump.1")]
-        (context,) = [each for each in manual.contexts() if each.command_path == "gpucr dump"]
-        assert archive.read(dump).decode() == manual.page(context)
+        assert archive.read(dump) == (tmp_path / "gpucr-dump.1").read_bytes()
     assert sum("/man1/" in name for name in names) == len(COMMANDS)
     assert "gpucr/error_codes.md" in names
 
