@@ -115,9 +115,11 @@ def test_the_users_command_gets_every_event(models: Models, tmp_path: Path) -> N
     got = tmp_path / "got"
     model = models.later("llama", "--on-event", f"tee -a {got}", mib=20)
     assert model.ask() == "llama 101"
-    wait_until(lambda: len(complete_lines(got)) >= 2, lambda: f"two events: {model.events()}")
-    told = [json.loads(line)["event"] for line in complete_lines(got)]
-    assert {"forwarding", "woken"} <= set(told)
+
+    def told() -> set[str]:
+        return {json.loads(line)["event"] for line in complete_lines(got)}
+
+    wait_until(lambda: {"forwarding", "woken"} <= told(), lambda: f"the two events: {model.events()}")
     gpucr.end_forwarders(["llama"])
     assert command.run("on-demand", "llama", "--on-event", "cat").returncode == 2, "there is no --listen"
 

@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -107,6 +107,24 @@ def test_a_file_that_grows_meanwhile_is_no_difference(tmp_path: Path) -> None:
         for _ in range(3):
             job.wait_for_more()
             gpucr.rehearse(tmp_path / "s")
+
+
+def test_a_stop_that_is_still_pending_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen on a busy machine: the restored process was to stop, and in state R when it was compared."""
+    waited: list[int] = []
+    wait = processes.wait_for_stop
+
+    def wait_for_stop(pids: Iterable[int], timeout_s: float) -> None:
+        found = list(pids)
+        waited.extend(found)
+        wait(found, timeout_s)
+
+    monkeypatch.setattr(processes, "wait_for_stop", wait_for_stop)
+    with composed(tmp_path / "job", ["plain"]) as job:
+        gpucr.dump(job.pid, tmp_path / "s", leave_running=True)
+        waited.clear()
+        gpucr.rehearse(tmp_path / "s")
+    assert len(waited) == 1
 
 
 LARGE = """

@@ -11,6 +11,7 @@ from gpucr.criu.images import FilesImage
 from gpucr.criu.install import CriuInstall
 from gpucr.criu.reopened import reopened
 from gpucr.errors import JobChanged, SnapshotDamaged
+from gpucr.gang.threads import STOP_TIMEOUT_S
 from gpucr.jobs.restored_tree import RestoredTree
 from gpucr.linux import processes
 from gpucr.linux.private_view import Folder, View
@@ -97,6 +98,7 @@ class CheckRestored:
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
         """Raises JobChanged if one is missing, is another than the snapshot says, or runs; SnapshotDamaged."""
         pids = self._tree.value.pids
+        processes.wait_for_stop(pids.values(), STOP_TIMEOUT_S)  # on a busy machine a SIGSTOP of CRIU's is still pending
         descriptors = self._descriptors()
         for record in self._snapshot.manifest.processes:
             pid = pids.get(record.pid)
