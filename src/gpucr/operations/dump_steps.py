@@ -248,7 +248,7 @@ class CriuDump:
         if self._meter is not None and self.snapshot is None and time.monotonic() >= self._next_look_s:
             self._next_look_s = time.monotonic() + _LOOK_EVERY_S
             with contextlib.suppress(OSError):
-                self._meter.set(_images_bytes(self._context))
+                self._meter.set(_images_bytes(self._context, only="pages-"))  # of thousands of files almost all bytes
 
     def _size_bytes_after_the_end(self) -> int:
         """Nothing may fail any more: only the snapshot is left."""
@@ -355,11 +355,12 @@ def expect_criu(context: JobDump, criu: ProcessId) -> None:
     context.protection.protect(EndDump(criu, MANIFEST_NAME), [context.target.folder.held.fd])
 
 
-def _images_bytes(context: OwnDump) -> int:
+def _images_bytes(context: OwnDump, only: str = "") -> int:
     return sum(
         file.stat(follow_symlinks=False).st_size
         for folder in context.target.folder.image_folders
         for file in os.scandir(folder)
+        if file.name.startswith(only)
     )
 
 
