@@ -31,6 +31,12 @@ def test_without_rules_all_are_kept() -> None:
     assert len(_kept(EVERY_20_MIN, names=("other",), per_name=True)) == len(EVERY_20_MIN)
 
 
+def test_snapshots_of_another_host_stay() -> None:
+    found = [_snapshot("old", timedelta(hours=3)), _snapshot("new", timedelta(hours=1))]
+    assert _kept(found, keep_last=1, host="host") == ["new"]
+    assert _kept(found, keep_last=1, host="another") == ["old", "new"]
+
+
 def test_the_latest_of_each_hour_and_day() -> None:
     assert _kept(EVERY_20_MIN, keep_hourly=3) == ["100", "40", "20"]  # taken at 10:50, 11:50 and 12:10
     assert _kept(EVERY_20_MIN, keep_daily=2) == ["760", "20"]  # 23:50 of the day before

@@ -6,6 +6,7 @@ import math
 from datetime import datetime, timezone
 
 import pytest
+from msgspec.structs import replace
 
 from gpucr.errors import InvalidRequest, Unsupported
 from gpucr.model import Gpu
@@ -148,15 +149,16 @@ def test_without_a_rule_the_latest_five_checkpoints_stay(settings: dict[str, int
     day_s = 86400.0
     taken = [_stored(f"{i}", "train", i * day_s) for i in range(9)]
     other = _stored("other", "other", 0.0)
+    elsewhere = replace(_stored("elsewhere", "train", 0.5), host="another")
     chosen = Supervision(store="/store", **settings)  # type: ignore[arg-type]
-    rules = policy.prune_rules(chosen, "train", ["0"], None)
-    stays, goes = choose([other, *taken], rules, 9 * day_s)
-    assert stays == [other, taken[0], *taken[-kept:]], "another job's snapshots, and the protected one"
+    rules = policy.prune_rules(chosen, "train", "vm", ["0"], None)
+    stays, goes = choose([other, elsewhere, *taken], rules, 9 * day_s)
+    assert stays == [other, elsewhere, taken[0], *taken[-kept:]], "others' snapshots, and the protected one"
     assert goes == taken[1:-kept]
 
 
 def test_removed_checkpoints_hold_their_data_for_an_hour_not_a_day() -> None:
-    assert policy.prune_rules(Supervision(store="/store"), "train", (), None).grace_s == 3600.0
+    assert policy.prune_rules(Supervision(store="/store"), "train", "vm", (), None).grace_s == 3600.0
 
 
 @pytest.mark.parametrize(

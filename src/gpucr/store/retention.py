@@ -20,8 +20,9 @@ class PruneRules(Struct, frozen=True):
     A snapshot is kept if one of the ``keep_`` rules says so; without rules all are kept. ``keep_last``: the N latest.
     ``keep_within_s``: younger ones. ``keep_hourly`` and the others: of the N latest hours (days, weeks, months; in UTC)
     that have one, the latest of each. ``names``: shell patterns; the rules apply to snapshots whose name matches one of
-    them, all others are kept. ``per_name``: each name is counted separately, and the latest of each is always kept.
-    ``protected`` ids are always kept. ``counted``: only these ids (None: all) are counted and kept by the rules.
+    them, all others are kept. ``host``: only to those that were taken on it. ``per_name``: each name is counted
+    separately, and the latest of each is always kept. ``protected`` ids are always kept. ``counted``: only these ids
+    (None: all) are counted and kept by the rules.
 
     ``grace_s``: how long a retired pack stays, for readers of a removed snapshot. ``dead_after_s``: a writer without a
     sign of life for this long can no longer commit. ``repack_below``: packs are emptied into new ones if less than this
@@ -35,6 +36,7 @@ class PruneRules(Struct, frozen=True):
     keep_weekly: int | None = None
     keep_monthly: int | None = None
     names: tuple[str, ...] = ()
+    host: str | None = None
     per_name: bool = False
     protected: tuple[str, ...] = ()
     counted: tuple[str, ...] | None = None
@@ -49,7 +51,9 @@ class PruneRules(Struct, frozen=True):
         return not (self.per_name or _keeps_all(self) or any(counts))
 
     def applies_to(self, snapshot: StoredSnapshot) -> bool:
-        """Whether its name is one that the rules are for."""
+        """Whether its name and host are such that the rules are for it."""
+        if self.host is not None and snapshot.host != self.host:
+            return False
         return not self.names or any(fnmatch.fnmatchcase(snapshot.name or "", pattern) for pattern in self.names)
 
 

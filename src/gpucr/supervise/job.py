@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -239,7 +240,7 @@ class RegisteredJob:
 
     def prune(self, protected: Collection[str], counted: Collection[str] | None) -> int:
         """According to the options."""
-        rules = policy.prune_rules(self._settings, self._name, protected, counted)
+        rules = policy.prune_rules(self._settings, self._name, platform.node(), protected, counted)
         return len(prune_store(self._settings.store, rules, key=self._key).removed)
 
     def gpus(self) -> Collection[str]:

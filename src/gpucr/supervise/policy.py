@@ -110,15 +110,19 @@ def counted(rehearsed: Mapping[str, bool], in_store: Sequence[str]) -> tuple[lis
 
 
 def prune_rules(
-    settings: Supervision, name: str, protected: Collection[str], counted: Collection[str] | None
+    settings: Supervision, name: str, host: str, protected: Collection[str], counted: Collection[str] | None
 ) -> PruneRules:
-    """Which snapshots of the job ``name`` stay: as configured, or the latest five. ``counted``: as in PruneRules."""
+    """Which snapshots of the job ``name`` on this host stay: as configured, or the latest five.
+
+    ``counted``: as in PruneRules.
+    """
     has_rule = (settings.keep_last, settings.keep_hourly, settings.keep_daily) != (None, None, None)
     return PruneRules(
         keep_last=settings.keep_last if has_rule else KEEP_LAST,
         keep_hourly=settings.keep_hourly,
         keep_daily=settings.keep_daily,
         names=(name,),
+        host=host,  # a job on another one may have the same name
         per_name=True,
         protected=tuple(protected),
         counted=tuple(counted) if counted is not None else None,
