@@ -14,6 +14,7 @@ from gpucr.gpu_state.interposed.host_copy import HostCopyReturn
 from gpucr.gpu_state.interposed.restored import RestoredBlocks
 from gpucr.gpu_state.placement import Placement
 from gpucr.gpu_state.room import ROOM_LIMIT_S, lacking, wait_for_room
+from gpucr.interposer.digests import DIGESTS_BYTES
 from gpucr.interposer.sharing import Share
 from gpucr.linux.tmpfs import KEPT_NAME
 from gpucr.model import DevicePart, StagedExtent
@@ -65,7 +66,8 @@ class Returns:
         ``wait_for``: see `Return.begin`. Raises GpuFull if others have taken it.
         """
         self._interposed.wait_made()  # on a busy machine its part may come later: it needs room as well
-        if lacking(needed_bytes):
+        still_taken = DIGESTS_BYTES if self._interposed.is_filling else 0  # what is written is compared on the GPU
+        if lacking({uuid: size_bytes + still_taken for uuid, size_bytes in needed_bytes.items()}):
             self._interposed.make_way(wait_for)
             wait_for_room(needed_bytes, ROOM_LIMIT_S)
 

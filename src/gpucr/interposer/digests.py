@@ -29,6 +29,9 @@ _IV = b"".join(
 SCRATCH_BYTES = 4 << 20
 """Device memory that `Digests` takes: with pieces of 2 MiB enough for 28 GiB at a time."""
 
+DIGESTS_BYTES = 96 << 20
+"""Device memory that computing digests takes at most, at any moment while memory is filled: slots and scratch."""
+
 
 @functools.cache
 def _image() -> bytes:

@@ -207,6 +207,11 @@ class RestoredBlocks:
         self._returns.append(made)
         return made
 
+    @property
+    def is_filling(self) -> bool:
+        """Whether there is memory to fill, for which our contexts are open."""
+        return bool(self._returns)
+
     def wait_made(self) -> None:
         """Wait until all memory has been made, filled or not. Raises VaultFailed, also where there is no room."""
         for each in self._returns:
