@@ -155,6 +155,17 @@ def test_killed_with_its_guard_while_memory_was_away(job: Counter, driver: CudaD
         gpucr.resume(job.pid)
 
 
+def is_restored(snapshot: Path) -> bool:
+    """Whether a restore succeeds; not while processes of another one have the pids."""
+    try:
+        gpucr.restore(snapshot)
+    except gpucr.Unsupported as e:
+        if e.code != "GPUCR-PID-IN-USE":
+            raise
+        return False
+    return True
+
+
 @pytest.mark.criu
 @pytest.mark.parametrize(("call", "when"), around(
     "vault.make", "vault.write_from", "driver.restore", "agent.give_back", "driver.unlock",
@@ -166,5 +177,5 @@ def test_in_a_restore(when: str, call: str, job: Counter, driver: CudaDriver, tm
     job.reap()
     killed(when, call, "restore", tmp_path / "s")
     wait_for_guard(pids)
-    gpucr.restore(tmp_path / "s")
+    wait_until(lambda: is_restored(tmp_path / "s"), "the processes of the killed restore to end")
     assert_runs(job, driver, pids, 101)
