@@ -290,8 +290,8 @@ IN_BETWEEN = """
 import subprocess, sys
 from gpucr.gang import Gang
 from gpucr.interposer.client import Agent
-from gpucr.gpu_state import cuda_work
-from gpucr.gpu_state.gang_staging import GangStaging
+from gpucr.gpu_state import order
+from gpucr.gpu_state.order import Order
 class Stranger:
     met = []
 def meet(seconds):
@@ -353,8 +353,8 @@ def free_mib() -> int:
 
 def test_when_gpucr_gives_up_its_guard_waits_for_room(full: Start, tmp_path: Path) -> None:
     job = full(38)
-    code = IN_BETWEEN.format(stranger=STRANGER, owner="GangStaging", name="make_way", before=False, seconds=2)
-    work = Work(job, tmp_path, code + "cuda_work.ROOM_LIMIT_S = 0.1\n")
+    code = IN_BETWEEN.format(stranger=STRANGER, owner="Order", name="make_way", before=False, seconds=2)
+    work = Work(job, tmp_path, code + "order.ROOM_LIMIT_S = 0.1\n")
     done = work.gpucr("dump", job.pid, "--to", tmp_path / "left", "--leave-running")
     assert done.returncode == 1, done.stderr
     assert "was filled by others meanwhile" in done.stderr

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 import gpucr
 from gpucr.driver.cuda import CudaDriver
 from gpucr.driver.gpus import list_gpus
-from gpucr.gpu_state import gang_staging
+from gpucr.gpu_state import order
 from gpucr.gpu_state.interposed import keeping
 from gpucr.interposer.vault import Vaults
 from gpucr.linux import memory
@@ -78,7 +78,7 @@ def test_saved_while_the_job_runs(
     monkeypatch.setattr(keeping, "list_gpus", lambda: [replace(gpu, memory_free_bytes=gpu_mib * MIB) for gpu in gpus])
     monkeypatch.setattr(Vaults, "needed_bytes", lambda *_: 0)
     monkeypatch.setattr(memory, "available_bytes", lambda: host_mib * MIB)
-    monkeypatch.setattr(gang_staging, "GENTLE_THREADS", 0)  # nothing is saved before it must be
+    monkeypatch.setattr(order, "GENTLE_THREADS", 0)  # nothing is saved before it must be
     running = gpucr.dump(job.pid, tmp_path / "b", leave_running=True, on_progress=listen)
     assert [note for note in notes if way in note], notes
     assert said == ["1"]

@@ -15,7 +15,8 @@ import pytest
 
 import gpucr
 from gpucr.driver.cuda import CudaDriver
-from gpucr.gpu_state import gang_staging, staging
+from gpucr.gpu_state import staging
+from gpucr.gpu_state.driver_staging import DriverStaging
 from gpucr.gpu_state.source import FileDestination
 from gpucr.gpu_state.staging import Capture, capture
 from gpucr.linux import capabilities, memory, processes
@@ -26,6 +27,7 @@ from gpucr.model import CudaState, DevicePart, StagedExtent
 from gpucr.snapshot.device import DeviceReader, DeviceWriter
 from gpucr.snapshot.device.stripes import Stripes
 from gpucr.undo.events import Progress
+from gpucr.undo.steps import Meter
 from tests.conftest import skip_or_fail
 from tests.counter import Counter, CounterFactory, out_of_time, wait_until
 from tests.storm import later, long
@@ -489,7 +491,7 @@ def test_a_missing_staging_file_differs_from_private_staging(counter: CounterFac
     driver.lock(job.pid, 1000)
     driver.checkpoint(job.pid)
     assert staging.file_extents(job.pid) == ()
-    assert not gang_staging.GangStaging(use_files=True).adopt(job.pid)
+    assert DriverStaging(use_files=True).kept_by(job.pid, Meter("checkpoint")) is None
     gpucr.resume(job.pid)
     assert_unharmed(job, 101)
 

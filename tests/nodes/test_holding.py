@@ -22,8 +22,8 @@ from tests.storm import sample
 def lock(driver: CudaDriver, job: Ranks, meeting: Meeting, node: int, count: int, limit_s: float = 50.0) -> Gang:
     """Hold the ranks of one node: every so many of the job's."""
     deadline = time.monotonic() + limit_s
-    gang = Gang(driver, job.members[node::count], deadline=deadline)
-    gang.others = HeldTogether(meeting, deadline, limit_s)
+    others = HeldTogether(meeting, deadline, limit_s)
+    gang = Gang(driver, job.members[node::count], deadline=deadline, others=others)
     gang.lock(meeting.require_going_on)
     return gang
 

@@ -12,7 +12,8 @@ import pytest
 import gpucr
 from gpucr.driver.cuda import CudaDriver
 from gpucr.gang.threads import GangThreads
-from gpucr.gpu_state.gang_staging import GangStaging
+from gpucr.gpu_state.driver_staging import DriverStaging
+from gpucr.gpu_state.order import Order
 from gpucr.gpu_state.staging import Capture
 from gpucr.linux import ptrace
 from gpucr.linux.ptrace import TracedThread
@@ -82,9 +83,9 @@ def test_if_one_capture_cannot_begin_all_end(
         real(self)
 
     monkeypatch.setattr(Capture, "begin", begin)
-    staged = GangStaging(use_files=False)
+    order = Order([DriverStaging(use_files=False)])
     tids = {pid: driver.restore_thread_id(pid) for pid in pids}
-    with pytest.raises(RuntimeError), staged.taken(tids, Meter("checkpoint")):
+    with pytest.raises(RuntimeError), order.taken(tids, Meter("checkpoint")):
         pytest.fail("the block must not be entered")
     assert not begun[0]._tracer.is_alive()
     assert job.ask() == 101

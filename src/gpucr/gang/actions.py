@@ -23,9 +23,10 @@ from msgspec.structs import replace
 from gpucr.driver.api import Driver
 from gpucr.driver.libcuda import NOT_READY
 from gpucr.errors import DeadlineExceeded, GpucrError, IllegalState, JobChanged, LockTimeout, reason_of
+from gpucr.gang.around import Around
 from gpucr.gang.discovery import uses_libcuda
 from gpucr.gang.hold_leader import LeaderHold, LocksFailed
-from gpucr.gang.holdable import MAX_LOCK_TIMEOUT_MS, DriverLock, Holdable, Others
+from gpucr.gang.holdable import MAX_LOCK_TIMEOUT_MS, DriverLock, Others
 from gpucr.interposer.foreign import require_own
 from gpucr.linux import processes
 from gpucr.model import CudaState, GangLock, GangMember, GpuMap
@@ -45,27 +46,26 @@ _LADDER = (CudaState.RUNNING, CudaState.LOCKED, CudaState.CHECKPOINTED)
 class Gang:
     """The CUDA processes of one job. ``deadline`` is a time.monotonic() value, or None for no limit.
 
-    ``first_lock`` says how they were locked; processes added later are locked separately.
+    ``around``: what surrounds the driver's actions. ``others``: ranks of other nodes that have to be held at the same
+    time as the first of these. ``first_lock`` says how they were locked; processes added later are locked separately.
     """
 
-    def __init__(self, driver: Driver, members: Sequence[GangMember], *, deadline: float | None = None) -> None:
+    def __init__(
+        self,
+        driver: Driver,
+        members: Sequence[GangMember],
+        *,
+        deadline: float | None = None,
+        around: Around | None = None,
+        others: Others | None = None,
+    ) -> None:
         self.driver = driver
         self.deadline = deadline
+        self._around = around if around is not None else Around()
+        self._others = others
         self._members = {member.pid: member for member in members}
         self._stuck: dict[int, str] = {}
         self.first_lock: GangLock | None = None
-        self.rank: Callable[[int], Holdable | None] = lambda pid: None
-        """What else keeps this process from submitting work and can release it; None: only the driver's lock."""
-        self.others: Others | None = None
-        """Ranks of other nodes that have to be held at the same time."""
-        self.bring_back: Callable[[Mapping[int, GpuMap | None]], Mapping[int, Exception | None]] = lambda maps: {}
-        """Restores the members, with these maps, whose memory is not in the driver; the result for each."""
-        self.before_restore: Callable[[Sequence[int]], None] = lambda pids: None
-        """Called with the CHECKPOINTED members that the driver is about to restore; raises GpucrError or OSError."""
-        self.before_climb: Callable[[int], None] = lambda pid: None
-        """Called for a LOCKED member that was found CHECKPOINTED, before it is checkpointed again."""
-        self.before_unlock: Callable[[], None] = lambda: None
-        """Called when all are LOCKED again and none runs yet; raises GpucrError or OSError."""
 
     @property
     def members(self) -> tuple[GangMember, ...]:
@@ -145,13 +145,13 @@ class Gang:
     ) -> GangLock:
         """Lock the running ones; those of ``locked`` are locked already, and may be released for a moment."""
         begin = time.monotonic()
-        if len(running) + len(locked) > 1 or self.others is not None:
+        if len(running) + len(locked) > 1 or self._others is not None:
             return self._hold_leader(running, locked, end, check)
         self._everywhere("lock", CudaState.RUNNING, lambda pid: self._hold(pid, end), running)
         return GangLock(len(running), 1, time.monotonic() - begin)
 
     def _hold(self, pid: int, end: float) -> None:
-        rank, left_s = self.rank(pid), end - time.monotonic()
+        rank, left_s = self._around.rank(pid), end - time.monotonic()
         if rank is None:
             # Rounded up: a lock that times out before the deadline would be reported as one without a limit.
             self.driver.lock(pid, max(1, math.ceil(min(left_s * 1000, MAX_LOCK_TIMEOUT_MS))))
@@ -175,8 +175,8 @@ class Gang:
     def _hold_leader(
         self, running: Sequence[int], locked: Sequence[int], end: float, check: Callable[[], None]
     ) -> GangLock:
-        ranks = [self.rank(pid) or DriverLock(self.driver, pid) for pid in (*running, *locked)]
-        others, self.others = self.others, None  # those who use CUDA later are locked here alone
+        ranks = [self._around.rank(pid) or DriverLock(self.driver, pid) for pid in (*running, *locked)]
+        others, self._others = self._others, None  # those who use CUDA later are locked here alone
         hold = LeaderHold(ranks, end=end, stuck_after_s=STUCK_AFTER_S, locked=locked, check=check, others=others)
         try:
             return hold.lock()
@@ -204,26 +204,26 @@ class Gang:
         """
         maps = gpu_maps or {}
         wanted = [m.pid for m in self.members if _below(down_to(m), CudaState.CHECKPOINTED)]
-        others = self.bring_back({pid: maps.get(pid) for pid in wanted if pid not in self._stuck})
+        others = self._around.bring_back(self, {pid: maps.get(pid) for pid in wanted if pid not in self._stuck})
         errors = {pid: error for pid, error in others.items() if error is not None}
         wanted = [pid for pid in wanted if pid not in others]
         away = [pid for pid, state in self._states(wanted)[0].items() if state is CudaState.CHECKPOINTED]
         if away:
-            self.before_restore(away)
+            self._around.before_restore(self, away)
         self._everywhere("restore", CudaState.CHECKPOINTED, lambda pid: self.driver.restore(pid, maps.get(pid)), wanted)
         if errors:
             raise self._explain("restore", CudaState.CHECKPOINTED, errors)
 
     def unlock(self, *, down_to: Callable[[GangMember], CudaState]) -> None:
-        """LOCKED → RUNNING for every member whose ``down_to`` state is RUNNING, after `before_unlock`."""
-        self.before_unlock()
+        """LOCKED → RUNNING for every member whose ``down_to`` state is RUNNING, after `Around.before_unlock`."""
+        self._around.before_unlock(self)
         wanted = [m.pid for m in self.members if down_to(m) is CudaState.RUNNING]
         self._everywhere("unlock", CudaState.LOCKED, self._unlock_unless_ended, wanted)
 
     def _unlock_unless_ended(self, pid: int) -> None:
         """Running ones may be about to end, and to end the rest of the job: that is no failure."""
         try:
-            (self.rank(pid) or DriverLock(self.driver, pid)).release()
+            (self._around.rank(pid) or DriverLock(self.driver, pid)).release()
         except GpucrError:
             if processes.keeps_running(self._members[pid].id):
                 raise
@@ -292,7 +292,7 @@ class Gang:
         self._everywhere("checkpoint", CudaState.LOCKED, self._checkpoint_again, checkpointed)
 
     def _checkpoint_again(self, pid: int) -> None:
-        self.before_climb(pid)
+        self._around.before_climb(self, pid)
         require_own(pid, may_be_silent=False)
         self.driver.checkpoint(pid)
 

@@ -2,11 +2,8 @@
 
 Every process has a stack of backends. The lowest, level 0, holds what the driver's checkpoint moves off the GPU:
 `plain`, `captured` or `custom_storage`. A backend above it takes most of the memory away before that, and leaves to the
-driver what only the driver can move. The processes of a gang may have different stacks. All go through the phases
-together, so a process never runs while another's memory is away:
-
-    prepare (all run) -> all locked -> begin, from the highest level down -> the driver's checkpoint -> complete | abort
-    make_way -> the driver's restore -> give_back, from the lowest level up -> all unlocked
+driver what only the driver can move. The processes of a gang may have different stacks. `order.Order` says when each is
+called; `holders.Holders` has those of one kind.
 
 A restored process is a new one: there a `Return` per level brings back the snapshot's content.
 """

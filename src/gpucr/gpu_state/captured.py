@@ -13,6 +13,7 @@ from gpucr.gpu_state.backend import CAPTURED, CUSTOM_STORAGE, PLAIN, WaitForByte
 from gpucr.gpu_state.plain import PlainStaging
 from gpucr.gpu_state.source import FileDestination, FileSource, Source
 from gpucr.gpu_state.staging import Capture, Gate
+from gpucr.gpu_state.ways import refused
 from gpucr.linux.tmpfs import FILE_NAME, KEPT_NAME, StagingFile
 from gpucr.model import DevicePart, StagedExtent
 from gpucr.undo.steps import Meter
@@ -22,13 +23,15 @@ class CapturedStaging(PlainStaging):
     """See `Backend`. What cannot be captured completely stays in private memory, as with `plain`.
 
     Needs root. The file belongs to this object; `close` frees its memory, unless a process has it mapped. ``is_saved``:
-    somebody reads it. Otherwise a file without huge pages is no better than private memory.
+    somebody reads it. Otherwise a file without huge pages is no better than private memory. ``is_insisted_on``: what
+    cannot be captured is an error.
     """
 
     file_name = FILE_NAME
 
-    def __init__(self, part: DevicePart, *, is_saved: bool) -> None:
+    def __init__(self, part: DevicePart, *, is_saved: bool, is_insisted_on: bool = False) -> None:
         super().__init__(part)
+        self._is_insisted_on = is_insisted_on
         self.file: StagingFile | None = None
         self._is_saved = is_saved
         self._no_file: str | None = None
@@ -68,6 +71,13 @@ class CapturedStaging(PlainStaging):
         """Wait until it is allocated."""
         if self._populating is not None:
             self._populating.join()
+
+    def complete(self, meter: Meter) -> None:
+        super().complete(meter)
+        if self._is_insisted_on and self.private:
+            raise refused(
+                f"staging of process {self.part.pid} could not be captured", "see with `-v` why (`gpucr doctor`)"
+            )
 
     def adopt(self) -> bool:
         """Take over the file that holds the staging of a process checkpointed earlier. False: it has none."""

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from msgspec import Struct
 
 from gpucr.driver.api import Driver
 from gpucr.driver.gpus import list_gpus
 from gpucr.gang import Gang
+from gpucr.gang.holdable import Others
 from gpucr.gang.threads import GangThreads
 from gpucr.gpu_state import kinds
 from gpucr.gpu_state.at_work import AtWork
-from gpucr.gpu_state.backend import Backend
 from gpucr.gpu_state.custom_storage.backend import CustomStorages, files_of
-from gpucr.gpu_state.gang_staging import AboveDriver, AllocateStaging, GangStaging
+from gpucr.gpu_state.driver_staging import DriverStaging
 from gpucr.gpu_state.interposed.hooks import ProgramHooks, has_hooks
 from gpucr.gpu_state.interposed.interposers import Interposers
 from gpucr.gpu_state.opencl import LetGoOfOpenCl
+from gpucr.gpu_state.order import Order, Saves
 from gpucr.gpu_state.placement import ProcessGpus, all_gpus, gpus_of
 from gpucr.gpu_state.recovery import GangProtection
-from gpucr.gpu_state.room import ROOM_LIMIT_S, total_of, wait_for_room
 from gpucr.gpu_state.source import Saver
 from gpucr.gpu_state.steps import (
+    AllocateStaging,
     AttachStaging,
     CheckpointGang,
     DetachStaging,
@@ -51,7 +52,8 @@ class CudaWork(Struct, frozen=True, kw_only=True):
     gang: Gang
     gpus: tuple[Gpu, ...]
     device_bytes: Mapping[int, Mapping[str, int]]
-    staging: GangStaging
+    order: Order
+    staging: DriverStaging
     threads: GangThreads
     interposers: Interposers
     custom: CustomStorages
@@ -75,14 +77,18 @@ class CudaWork(Struct, frozen=True, kw_only=True):
     @property
     def may_wait(self) -> bool:
         """Whether one of its processes may have to wait until its memory is saved."""
-        return self.interposers.keeping is not None and any(self.interposers.over(m.pid) for m in self.gang.members)
+        pids = [member.pid for member in self.gang.members]
+        return self.interposers.keeping is not None and bool(self.interposers.those_of(pids))
+
+    @property
+    def away_bytes(self) -> int:
+        """Device memory known to be away, in bytes."""
+        return self.order.saved_bytes + self.staging.private_bytes
 
     def close(self) -> None:
         """Free what holds device memory, which is back or saved."""
         self.at_work.end()
-        self.staging.close()
-        self.interposers.close()
-        self.custom.close()
+        self.order.close()
 
     def gpus_of(self, member: GangMember) -> ProcessGpus:
         """The GPUs of one process."""
@@ -101,9 +107,12 @@ class CudaWork(Struct, frozen=True, kw_only=True):
     def allocate(self, *, leave_running: bool) -> AllocateStaging:
         """The step before the first one that stops anything."""
         host_bytes = max(0, sum(self.sizes.values()) - sum(self.on_gpu.values()))
-        return AllocateStaging(
-            self.staging, self.sizes, host_bytes, leave_running=leave_running, spool=self.custom.spool
-        )
+        return AllocateStaging(self.order, self.sizes, host_bytes, leave_running=leave_running, spool=self.custom.spool)
+
+    def make_room(self) -> None:
+        """What `allocate` begins, for an operation that does not wait for it."""
+        self.order.prepare(self.sizes)
+        self.order.settle()
 
     def steps_off_gpu(self) -> list[Step]:
         """The steps after which device memory is in host memory, and the GPUs are free."""
@@ -114,7 +123,7 @@ class CudaWork(Struct, frozen=True, kw_only=True):
 
         With ``others`` the rest of the job is stopped too, by the last step of the first group.
         """
-        detach = DetachStaging(self.checkpoint, self.staging, self.guarded)
+        detach = DetachStaging(self.checkpoint, self.staging, self.interposers.copies, self.guarded)
         with_opencl = [member.pid for member in self.gang.members if has_opencl(member.pid)]
         opencl = [LetGoOfOpenCl(self.gang, with_opencl)] if with_opencl else []
         stop = StopThreads(self.threads, self.gang, self.guarded)
@@ -134,9 +143,9 @@ class Purpose(Struct, frozen=True):
     """What device memory leaves its GPUs for.
 
     Interposers take what they can: with ``to_host``, to host memory that the processes keep; otherwise our descriptors
-    hold it during the operation. ``gpu_state``, ``save_gently``, ``whole_tree``: as in GangStaging and CheckpointGang.
-    ``moves``: it goes to other GPUs. ``deadline``: the operation's. ``early``: with ``to_host``, fills the host memory
-    while the job runs.
+    hold it during the operation. ``gpu_state``, ``save_gently``, ``whole_tree``, ``others``: as in DriverStaging,
+    Saves, CheckpointGang and Gang. ``moves``: it goes to other GPUs. ``deadline``: the operation's. ``early``: with
+    ``to_host``, fills the host memory while the job runs.
     """
 
     deadline: float | None = None
@@ -146,6 +155,7 @@ class Purpose(Struct, frozen=True):
     whole_tree: bool = True
     moves: bool = False
     early: Saver | None = None
+    others: Others | None = None
 
 
 def cuda_work(
@@ -164,7 +174,6 @@ def cuda_work(
     to_host, whole_tree, moves, early = purpose.to_host, purpose.whole_tree, purpose.moves, purpose.early
     if driver is None or not job.gang:
         raise ValueError("the job does not use CUDA")
-    gang = Gang(driver, job.gang, deadline=deadline)
     threads, guarded = GangThreads(agent_threads), GangProtection(protection)
     at_work = AtWork(job, held, moves=moves)
     gpus = list_gpus()
@@ -172,6 +181,7 @@ def cuda_work(
     def uuids_of(process: ProcessId) -> list[str]:
         return [gpu.uuid for gpu in gpus_of(process, gpus, used=held.get(process.pid, {})).visible]
 
+    saves = Saves(saver, gently=save_gently)
     wait_saved = saver.wait if saver is not None and save_gently else None
     interposers = Interposers(
         driver, uuids_of, guarded, to_host=to_host, moves=moves, gpu_state=gpu_state, wait_saved=wait_saved,
@@ -181,43 +191,23 @@ def cuda_work(
     custom = CustomStorages(
         driver, "driver" if moves else gpu_state, gpus, held,
         saver=files_of(saver, held, may_wait=not save_gently),
-        to_process=to_host, is_interposed=lambda pid: bool(interposers.over(pid)), tell_guard=guarded.carried,
+        to_process=to_host, is_interposed=lambda pid: interposers.of(pid) is not None, tell_guard=guarded.carried,
+        on_begun=saves.all_of,
     )  # fmt: skip
     custom.require(job.gang)
 
-    def over(pid: int) -> Sequence[Backend]:
-        below = interposers.over(pid)
-        return (*below, *kinds.stack_over(pid, protection, len(below))) if saver is not None else below
-
-    staging = GangStaging(
-        use_files=uses_files(gpu_state),
-        gpu_state=gpu_state,
-        writer=saver,
-        save_gently=save_gently,
-        custom=custom,
-        above=AboveDriver(
-            over,
-            interposers.why_not,
-            interposers.share_again,
-            interposers.copy_of,
-            interposers.give_up_failed,
-        ),
-    )
-    gang.rank, gang.bring_back = interposers.rank, custom.bring_back
-    gang.before_unlock = lambda: staging.give_back(gang.state)
+    staging = DriverStaging(use_files=uses_files(gpu_state), is_saved=saver is not None, gpu_state=gpu_state)
     needs = {} if moves else interposers.left_to_driver(held)
     guarded.needs(needs)
-
-    def before_restore(pids: Sequence[int]) -> None:
-        staging.make_way()
-        wait_for_room(total_of(needs, pids), ROOM_LIMIT_S)
-
-    gang.before_restore = before_restore
+    above = (interposers, *(kinds.registered(protection) if saver is not None else ()))
+    order = Order((custom, staging), above, needs=needs, saves=saves)
+    gang = Gang(driver, job.gang, deadline=deadline, around=order, others=purpose.others)
     expected_bytes = sum(sum(by_gpu.values()) for by_gpu in held.values())
     return CudaWork(
         gang=gang,
         gpus=gpus,
         device_bytes=held,
+        order=order,
         staging=staging,
         threads=threads,
         interposers=interposers,
@@ -227,6 +217,7 @@ def cuda_work(
         checkpoint=CheckpointGang(
             gang,
             job.root_pids,
+            order,
             staging,
             guarded,
             at_work,

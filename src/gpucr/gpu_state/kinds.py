@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from gpucr.errors import Unsupported
 from gpucr.gpu_state.backend import CAPTURED, CUSTOM_STORAGE, INTERPOSED, PLAIN, Backend, Kind, Return
 from gpucr.gpu_state.captured import CapturedReturn
+from gpucr.gpu_state.holders import Holders
 from gpucr.gpu_state.ways import no_custom_storage
 from gpucr.model import KIND_NAME, DevicePart, StagedExtent
 from gpucr.undo.protection import Protection
@@ -29,14 +30,20 @@ def unregister(name: str) -> None:
     del _kinds[name]
 
 
-def stack_over(pid: int, protection: Protection, below: int = 0) -> tuple[Backend, ...]:
-    """The registered backends of this process, lowest first, above this many others and the driver's."""
-    stack: list[Backend] = []
-    for kind in _kinds.values():
-        backend = kind.backend_for(DevicePart(pid, below + len(stack) + 1), protection)
-        if backend is not None:
-            stack.append(backend)
-    return tuple(stack)
+class _OfKind(Holders):
+    """What a registered kind holds, in an operation."""
+
+    def __init__(self, kind: Kind, protection: Protection) -> None:
+        self._kind = kind
+        self._protection = protection
+
+    def backend_for(self, part: DevicePart) -> Backend | None:
+        return self._kind.backend_for(part, self._protection)
+
+
+def registered(protection: Protection) -> tuple[Holders, ...]:
+    """What the registered kinds hold in an operation, from the lowest up."""
+    return tuple(_OfKind(kind, protection) for kind in _kinds.values())
 
 
 def require_kinds(parts: Mapping[DevicePart, str], where: str) -> None:

@@ -48,7 +48,7 @@ class MoveGang:
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
         """Restore all members with the map."""
-        self._protection.moving(self._placement.maps(self._gang))
+        self._protection.moving(self._placement.maps(self._gang.members))
         moved = self._there.run(interrupts, meter)
         self._interposers.moved(self._placement.moved(self._gang))
         return moved

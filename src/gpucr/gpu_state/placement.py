@@ -114,11 +114,11 @@ class Placement:
         """Where this GPU's memory goes."""
         return self.choice.gpu_map.new_for(uuid) if self.choice.gpu_map is not None else uuid
 
-    def maps(self, gang: Gang) -> dict[int, GpuMap]:
+    def maps(self, members: Iterable[GangMember]) -> dict[int, GpuMap]:
         """The GPU map of each member that goes to other GPUs, by pid."""
         chosen = {
             member.pid: self.choice.for_process(self._number(member.pid), used_only=member.pid in self._narrowed)
-            for member in gang.members
+            for member in members
         }
         return {pid: gpu_map for pid, gpu_map in chosen.items() if gpu_map is not None}
 
@@ -128,9 +128,9 @@ class Placement:
         The driver may know fewer GPUs for a process than there are device files: a cgroup can forbid opening them.
         """
         away = {member.pid for member in gang.members if not _is_back(gang, member.pid)}
-        before = self.maps(gang)
+        before = self.maps(gang.members)
         self._narrowed |= away
-        narrower = {pid: gpu_map for pid, gpu_map in self.maps(gang).items() if gpu_map.pairs}
+        narrower = {pid: gpu_map for pid, gpu_map in self.maps(gang.members).items() if gpu_map.pairs}
         self._narrowed &= set(narrower)
         return any(narrower[pid] != before[pid] for pid in away & set(narrower))
 
@@ -140,7 +140,7 @@ class Placement:
         Also called after a failed restore: an undo that suspends a member again leaves it on the new GPUs.
         """
         RECORDS.remove_ended()
-        maps = self.maps(gang)
+        maps = self.maps(gang.members)
         for member in gang.members:
             gpus = self._gpus.get(self._number(member.pid))
             if gpus is None:
@@ -153,7 +153,7 @@ class Placement:
 
     def moved(self, gang: Gang) -> dict[int, GpuMap]:
         """The maps of those members that the driver has restored, by pid: they are on their new GPUs."""
-        return {pid: gpu_map for pid, gpu_map in self.maps(gang).items() if _is_back(gang, pid)}
+        return {pid: gpu_map for pid, gpu_map in self.maps(gang.members).items() if _is_back(gang, pid)}
 
     def stayed(self, gang: Gang) -> None:
         """Record that the members went back to the GPUs that they had."""

@@ -14,6 +14,7 @@ from gpucr.driver.api import Driver
 from gpucr.driver.cuda import load_driver
 from gpucr.errors import GpucrError, JobChanged, reason_of
 from gpucr.gang import Gang
+from gpucr.gang.around import Around
 from gpucr.gang.threads import GangThreads
 from gpucr.interposer.presence import agent_threads, is_interposed
 from gpucr.linux import memory, processes
@@ -278,6 +279,28 @@ def _is_reservation(pid: int, extent: StagedExtent) -> bool:
     )
 
 
+class _AroundReturn(Around):
+    """``moved``: the maps of processes that are on other GPUs now, by pid; None: not known yet."""
+
+    def __init__(
+        self,
+        wait_for_room: Callable[[Sequence[int]], None],
+        give_back: Callable[[Driver, Mapping[int, GpuMap]], None],
+    ) -> None:
+        self.moved: dict[int, GpuMap] | None = None
+        self._wait_for_room = wait_for_room
+        self._give_back = give_back
+
+    def before_restore(self, gang: Gang, pids: Sequence[int]) -> None:
+        self._wait_for_room(pids)
+
+    def before_climb(self, gang: Gang, pid: int) -> None:
+        _take_out_again(gang.driver, pid)
+
+    def before_unlock(self, gang: Gang) -> None:
+        self._give_back(gang.driver, self.moved or {})
+
+
 def _return_to_found(
     members: Sequence[GangMember],
     moving: Mapping[int, GpuMap],
@@ -286,16 +309,13 @@ def _return_to_found(
 ) -> None:
     """Bring every member back to its found state, even if the driver still works on the dead gpucr's call."""
     end = time.monotonic() + _DRIVER_LIMIT_S
-    driver = load_driver()
-    gang = Gang(driver, members, deadline=end)
-    moved: dict[int, GpuMap] | None = None
-    gang.before_unlock = lambda: give_back(driver, moved or {})
-    gang.before_climb = lambda pid: _take_out_again(driver, pid)
-    gang.before_restore = wait_for_room
+    around = _AroundReturn(wait_for_room, give_back)
+    gang = Gang(load_driver(), members, deadline=end, around=around)
     while True:
         try:
-            if moved is None:  # only once: later a process may be back because of this recovery
-                moved = _finish_move(gang, {each.pid: moving[each.pid] for each in members if each.pid in moving})
+            if around.moved is None:  # only once: later a process may be back because of this recovery
+                moving = {each.pid: moving[each.pid] for each in members if each.pid in moving}
+                around.moved = _finish_move(gang, moving)
             gang.return_to_found()
             gang.wait_for_calls()
         except JobChanged:

@@ -41,7 +41,7 @@ class Returns:
 
     def __init__(self, gang: Gang, placement: Placement) -> None:
         self._interposed = RestoredBlocks(gang.driver, placement.new_uuid)
-        self._custom = StorageReturns(placement.new_uuid, lambda pid: placement.maps(gang).get(pid))
+        self._custom = StorageReturns(placement.new_uuid, lambda pid: placement.maps(gang.members).get(pid))
 
     def return_for(self, part: DevicePart, data: StoredPart, *, stays: bool) -> Return:
         """For what one backend held (`kinds.require_kinds` has passed). ``stays``: the process stays CHECKPOINTED.

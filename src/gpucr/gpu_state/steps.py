@@ -14,20 +14,63 @@ from gpucr.gang import Gang
 from gpucr.gang.threads import GangThreads, explained
 from gpucr.gpu_state import staging
 from gpucr.gpu_state.at_work import AtWork
-from gpucr.gpu_state.gang_staging import GangStaging
+from gpucr.gpu_state.custom_storage.spool import Spool
+from gpucr.gpu_state.driver_staging import DriverStaging
 from gpucr.gpu_state.interposed.host_copy import HostCopy
+from gpucr.gpu_state.order import Order
 from gpucr.gpu_state.placement import Placement
 from gpucr.gpu_state.recovery import GangProtection
 from gpucr.linux import processes
 from gpucr.linux.inherited import InheritedDevices, find_inherited
 from gpucr.linux.let_go import let_go
 from gpucr.model import CudaState, GangMember, ProcessId, ProcessInfo, StagedExtent
+from gpucr.quantities import format_bytes
 from gpucr.undo.interrupts import Interrupts
 from gpucr.undo.protection import Protection
 from gpucr.undo.steps import Meter
 
 MAX_ROUNDS = 5
 """How often to add processes that begin to use CUDA meanwhile before giving up."""
+
+
+class AllocateStaging:
+    """Allocate the memory, ``host_bytes``, and the disk space (``spool``) that will hold device memory.
+
+    The job still runs. If it will continue afterwards, it waits for the allocation here, rather than while it is
+    stopped; if it will be ended, the allocation only starts here and stays ahead of the driver.
+    """
+
+    name = "allocate"
+
+    def __init__(
+        self,
+        order: Order,
+        sizes: Mapping[int, int],
+        host_bytes: int,
+        *,
+        leave_running: bool,
+        spool: Spool | None = None,
+    ) -> None:
+        self._order = order
+        self._sizes = sizes
+        self._host_bytes = host_bytes
+        self._leave_running = leave_running
+        self._spool = spool
+
+    def describe(self) -> str:
+        on_disk = f", {format_bytes(self._spool.size_bytes)} in {self._spool.folder}" if self._spool is not None else ""
+        return f"allocate {format_bytes(self._host_bytes)} of host memory{on_disk} for device memory"
+
+    def run(self, interrupts: Interrupts, meter: Meter) -> int:
+        """Allocate, or begin to allocate, for what the processes use now. Returns the bytes in host memory."""
+        self._order.prepare(self._sizes)
+        self._order.settle()
+        if self._leave_running:
+            self._order.wait_prepared()
+        return self._host_bytes
+
+    def undo(self) -> None:
+        """Nothing: closing the staging files frees it."""
 
 
 class LockGang:
@@ -73,7 +116,8 @@ class CheckpointGang:
         self,
         gang: Gang,
         root_pids: Sequence[int],
-        staged: GangStaging,
+        order: Order,
+        staged: DriverStaging,
         protection: GangProtection,
         at_work: AtWork,
         *,
@@ -83,6 +127,7 @@ class CheckpointGang:
     ) -> None:
         self._gang = gang
         self._root_pids = tuple(root_pids)
+        self._order = order
         self._staged = staged
         self._protection = protection
         self._at_work = at_work
@@ -95,12 +140,13 @@ class CheckpointGang:
         running = [each for each in self._gang.members if each.found is not CudaState.CHECKPOINTED]
         if not running:
             return "no process has to be checkpointed"
-        over = [str(each.pid) for each in running if self._staged.hands_over(each.pid)]
+        final_places = self._order.final_places([each.pid for each in running])
         where, final = "host memory", ""
-        if over:
-            there = self._staged.handed_over_to
-            where = there if len(over) == len(running) else f"host memory, or {there}"
-            final = f"; the driver hands over that of {', '.join(over)}, which cannot be called off once begun"
+        if final_places:
+            there = ", or ".join(dict.fromkeys(final_places.values()))
+            where = there if len(final_places) == len(running) else f"host memory, or {there}"
+            pids = ", ".join(map(str, final_places))
+            final = f"; the driver hands over that of {pids}, which cannot be called off once begun"
         return f"checkpoint {_names(running)}: device memory to {where}, GPUs released{final}"
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
@@ -113,14 +159,16 @@ class CheckpointGang:
                 self._threads.hold(self.restore_threads, self._gang.deadline)
             locked = self._locked()
             inherited = find_inherited(self._tree(), locked)
-            with self._staged.taken(locked, meter, self._gang.deadline):
+            with self._order.taken(locked, meter, self._gang.deadline):
                 self._gang.checkpoint()
             self._let_go(inherited, meter)
             self._close_left_behind(meter)
-            self._adopt_found(meter)
+            for member in self._gang.members:
+                if member.found is CudaState.CHECKPOINTED:
+                    self._order.adopt(member.pid, meter)
             late = self._late_members()
             if not late:
-                return self._staged.total_bytes
+                return self._order.saved_bytes + self._staged.private_bytes
             interrupts.check()
             self._at_work.end()
             self._gang.add(late)
@@ -139,16 +187,6 @@ class CheckpointGang:
         finally:
             if self._threads is not None:
                 self._threads.release()
-
-    def _adopt_found(self, meter: Meter) -> None:
-        """A process suspended earlier has its staging already, in a file if root suspended it."""
-        for member in self._gang.members:
-            if member.found is not CudaState.CHECKPOINTED:
-                continue
-            self._staged.adopt_copy(member.pid)
-            known = member.pid in self._staged.extents or member.pid in self._staged.private
-            if self._staged.use_files and not known and not self._staged.adopt(member.pid):
-                meter.note(f"process {member.pid} was suspended in private memory: CRIU writes it")
 
     def _let_go(self, inherited: Sequence[InheritedDevices], meter: Meter) -> None:
         """Nothing to undo: the children cannot use CUDA, and the driver has freed what was behind the descriptors."""
@@ -217,14 +255,21 @@ class StopThreads:
 class DetachStaging:
     """CHECKPOINTED, staging files mapped → CHECKPOINTED, empty reservations in their place.
 
-    From here on the device memory is only in gpucr's files.
+    From here on the device memory is only in gpucr's files. ``copies``: what processes suspended earlier keep, by pid.
     """
 
     name = "detach"
 
-    def __init__(self, checkpoint: CheckpointGang, staged: GangStaging, protection: GangProtection) -> None:
+    def __init__(
+        self,
+        checkpoint: CheckpointGang,
+        staged: DriverStaging,
+        copies: Mapping[int, HostCopy],
+        protection: GangProtection,
+    ) -> None:
         self._checkpoint = checkpoint
         self._staged = staged
+        self._kept = copies
         self._protection = protection
         self._detached: dict[int, tuple[StagedExtent, ...]] = {}
         self._copies: dict[int, HostCopy] = {}
@@ -236,8 +281,8 @@ class DetachStaging:
         """Detach every process that has a staging file, or keeps one."""
         fds = {pid: file.fd for pid, file in self._staged.files.items()}
         self._protection.detached(self._staged.extents, fds)
-        self._protection.taken_out({pid: copy.file.fd for pid, copy in self._staged.copies.items()})
-        for pid, copy in self._staged.copies.items():
+        self._protection.taken_out({pid: copy.file.fd for pid, copy in self._kept.items()})
+        for pid, copy in self._kept.items():
             self._copies[pid] = copy
             copy.take_out()
         for pid, extents in self._staged.extents.items():
@@ -398,13 +443,13 @@ class RestoreGang:
 
     def _restore_to(self, placement: Placement) -> None:
         try:
-            self._gang.restore(placement.maps(self._gang), down_to=self._down_to)
+            self._gang.restore(placement.maps(self._gang.members), down_to=self._down_to)
         except DriverError as error:
             if error.result != INVALID_VALUE or not placement.narrow(self._gang):
                 raise
             # A map that the driver refuses changes nothing (measured): the process is as it was.
             try:
-                self._gang.restore(placement.maps(self._gang), down_to=self._down_to)
+                self._gang.restore(placement.maps(self._gang.members), down_to=self._down_to)
             except DriverError:
                 raise error from None  # the GPUs were not the cause; the first error says what was
 

@@ -323,9 +323,13 @@ def prepare(
             protection,
             held,
             writer,
-            Purpose(deadline=deadline, save_gently=gently, gpu_state=gpu_state),
+            Purpose(
+                deadline=deadline,
+                save_gently=gently,
+                gpu_state=gpu_state,
+                others=parts.others if parts is not None else None,
+            ),
         )
-        cuda.gang.others = parts.others if parts is not None else None
 
     def needs() -> list[preflight.MemoryNeed]:
         if is_frozen:  # its device memory is already away

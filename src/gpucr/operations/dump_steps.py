@@ -168,7 +168,7 @@ class SaveDevice:
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
         """Give it all to the writer; `commit` waits for it."""
         if self._context.cuda is not None:
-            for each in self._context.cuda.staging.saved():
+            for each in self._context.cuda.order.saved():
                 if (source := each.source) is not None:
                     writer = self._context.writer
                     writer.add(source)
@@ -182,7 +182,7 @@ class SaveDevice:
         """Nothing: what was written is PrepareTarget's to discard."""
 
     def _saved_bytes(self) -> int:
-        return self._context.cuda.staging.saved_bytes if self._context.cuda is not None else 0
+        return self._context.cuda.order.saved_bytes if self._context.cuda is not None else 0
 
 
 class CriuDump:
@@ -406,7 +406,7 @@ def commit(context: JobDump, draft: Manifest, interrupts: Interrupts, meter: Met
         meter.note(f"{writer.rewritten_pieces} pieces were written again: they changed after they had been saved early")
     interrupts.postpone()
     writer.sync()
-    held = context.cuda.staging.saved() if context.cuda is not None else []
+    held = context.cuda.order.saved() if context.cuda is not None else []
     stored = {each.part: replace(writer.device_data(each.part, each.extents), kind=each.kind) for each in held}
     snapshot = target.commit(draft.with_device_parts(stored))
     if context.rehearsal is not None:
@@ -419,7 +419,7 @@ def commit(context: JobDump, draft: Manifest, interrupts: Interrupts, meter: Met
 
 def _wait_saved(context: JobDump, interrupts: Interrupts, meter: Meter) -> None:
     writer = context.writer
-    meter.expect(context.cuda.staging.saved_bytes if context.cuda is not None else 0)
+    meter.expect(context.cuda.order.saved_bytes if context.cuda is not None else 0)
     while not writer.wait(_WAIT_S):
         meter.set(writer.seen_bytes)
         interrupts.check()

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 def first_pass(cuda: CudaWork, writer: DeviceWriter, pace: float, deadline: float | None) -> list[Step]:
     """The step that does it; none if no interposer takes any of the memory, or ``pace`` is 0."""
-    pids = [member.pid for member in cuda.gang.members if cuda.interposers.over(member.pid)]
+    pids = [member.pid for member in cuda.gang.members if cuda.interposers.of(member.pid) is not None]
     if not pids or not pace:
         return []
     from gpucr.gpu_state.interposed.first_pass import FirstPass  # other operations start without it

@@ -84,10 +84,8 @@ def run_freeze(request: FreezeRequest, terms: Terms = AS_USUAL) -> FrozenJob:
         require_possible(request.gpu_state)
         taken = opened.enter_context(taken_job(running, request.job, TO_MOVE))
         found, protection = taken.found, taken.protection
-        prepared = _prepare(found, protection, request.gpu_state, running.deadline)
+        prepared = _prepare(found, protection, request, running.deadline)
         cuda, findings = prepared.cuda, prepared.findings
-        if cuda is not None:
-            cuda.gang.others = request.others
         if cuda is not None:
             opened.callback(cuda.close)
         preflight.require_no_blocking(findings, force=running.force)
@@ -112,7 +110,7 @@ def plan_of_freeze(request: FreezeRequest, *, force: bool = False) -> Plan:
     """See `plan_freeze`."""
     require_possible(request.gpu_state)
     with selection.claimed_job(request.job, force=force) as found:
-        prepared = _prepare(found, Protection(), request.gpu_state, None)
+        prepared = _prepare(found, Protection(), request, None)
         plan = Plan.of(found.job.root.pid, prepared.steps, prepared.findings)
         prepared.network.close()
         if prepared.cuda is not None:
@@ -132,7 +130,7 @@ class _Prepared:
 
 
 def _prepare(
-    found: selection.FoundJob, protection: Protection, gpu_state: GpuState, deadline: float | None
+    found: selection.FoundJob, protection: Protection, request: FreezeRequest, deadline: float | None
 ) -> _Prepared:
     found.require_without_us()
     job = found.job
@@ -140,9 +138,8 @@ def _prepare(
     held = device_bytes_in_use(job, uses)
     cuda: CudaWork | None = None
     if job.gang:
-        cuda = cuda_work(
-            found.driver, job, protection, held, SavedLater(), Purpose(deadline=deadline, gpu_state=gpu_state)
-        )
+        purpose = Purpose(deadline=deadline, gpu_state=request.gpu_state, others=request.others)
+        cuda = cuda_work(found.driver, job, protection, held, SavedLater(), purpose)
 
     def needs() -> list[preflight.MemoryNeed]:
         return preflight.needs_of_suspend(held, in_files=True, on_gpu=cuda.on_gpu if cuda is not None else {})
@@ -150,7 +147,7 @@ def _prepare(
     findings = (
         *(findings_of_spool(cuda, needs()) if cuda is not None else ()),
         *selection.findings_before_freeze(job, needs()),
-        *findings_of_traps(job, found.driver, uses, may_share=may_be_interposed(gpu_state)),
+        *findings_of_traps(job, found.driver, uses, may_share=may_be_interposed(request.gpu_state)),
         *preflight.check_tracers(job),
         *preflight.check_ptrace(member.pid for member in job.gang),
         *(preflight.check_handed_over(cuda.custom.pids(job.gang)) if cuda is not None else ()),
@@ -204,7 +201,7 @@ class FrozenJob:
         self.phases = phases
         self.warnings = warnings
         self.pid: int = hold.taken.found.job.root.pid
-        self.size_bytes: int = hold.parts.cuda.staging.total_bytes if hold.parts.cuda is not None else 0
+        self.size_bytes: int = hold.parts.cuda.away_bytes if hold.parts.cuda is not None else 0
         self.lock: GangLock | None = hold.parts.cuda.gang.first_lock if hold.parts.cuda is not None else None
 
     @property

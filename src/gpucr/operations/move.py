@@ -68,8 +68,7 @@ def run_move(request: MoveRequest, terms: Terms = AS_USUAL) -> ChangeReport:
         opened.callback(prepared.host.close)
         preflight.require_no_blocking(prepared.findings, force=running.force)
         if prepared.steps:
-            work.staging.prepare(work.sizes)
-            work.staging.settle()  # while the job runs
+            work.make_room()  # while the job runs
             prepared.host.begin()
         phases = running.run(prepared.steps)
         taken.roll.require_gang("the rest of the job runs on its new GPUs")

@@ -16,6 +16,7 @@ from gpucr.driver.api import Driver
 from gpucr.driver.gpus import gpu_processes, list_gpus
 from gpucr.errors import GpucrError
 from gpucr.gang import Gang
+from gpucr.gang.around import AllAround
 from gpucr.gpu_state import staging, suspended
 from gpucr.gpu_state.cuda_work import CudaWork, Purpose, cuda_work
 from gpucr.gpu_state.custom_storage.suspended import SuspendedStorage, needed_with_carrier, require_way_back
@@ -113,8 +114,7 @@ def run_suspend(request: SuspendRequest, terms: Terms = AS_USUAL) -> ChangeRepor
         opened.callback(prepared.host.close)
         findings = prepared.findings()
         preflight.require_no_blocking(findings, force=running.force)
-        work.staging.prepare(work.sizes)
-        work.staging.settle()  # while the job runs: it is stopped only for the copy
+        work.make_room()  # while the job runs: it is stopped only for the copy
         prepared.host.begin()
         phases = running.run([*prepared.host.steps(work, running.deadline), *work.steps_off_gpu()])
         gang = work.gang
@@ -263,18 +263,19 @@ def _resume(taken: TakenJob, request: ResumeRequest, running: Operation) -> Chan
     preflight.require_no_blocking(prepared.findings, force=running.force)
     records, away, placement = prepared.records, prepared.away, prepared.placement
     before_suspend, choice = prepared.before_suspend, placement.choice
-    gang = Gang(prepared.driver, found.job.gang, deadline=running.deadline)
     steps: list[Step] = []  # none for a running job: do not announce what is not done
-    maps = placement.maps(gang)
-    ids = {member.pid: member.id for member in gang.members}
+    ids = {member.pid: member.id for member in found.job.gang}
 
     def uuids_of(pid: int) -> list[str]:
         return [gpu.uuid for gpu in placement.visible(pid) or gpus_of(ids[pid], placement.here, used={}).visible]
 
     guarded = GangProtection(protection)
     before = {pid: record.device_bytes for pid, record in records.items() if record is not None}
-    suspended_blocks = SuspendedBlocks(gang, uuids_of, maps, before, guarded, before_suspend)
-    suspended_storage = SuspendedStorage(gang, uuids_of, guarded)
+    maps = placement.maps(found.job.gang)
+    suspended_blocks = SuspendedBlocks(prepared.driver, uuids_of, maps, before, guarded, before_suspend)
+    suspended_storage = SuspendedStorage(uuids_of, guarded)
+    around = AllAround(suspended_storage, suspended_blocks)
+    gang = Gang(prepared.driver, found.job.gang, deadline=running.deadline, around=around)
     if away:
         steps.append(RestoreGang(gang, placement if choice.gpu_map is not None else None, down_to=before_suspend))
     left_half_way = any(suspended_blocks.is_away(m.pid) for m in gang.members if m.found is CudaState.RUNNING)

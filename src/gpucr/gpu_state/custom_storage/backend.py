@@ -8,12 +8,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from gpucr.driver.api import Driver
 from gpucr.errors import CustomStorageError, DriverError, GpucrError, JobChanged
+from gpucr.gang import Gang
 from gpucr.gpu_state.backend import CUSTOM_STORAGE, Backend
 from gpucr.gpu_state.custom_storage import kept
 from gpucr.gpu_state.custom_storage.client import Carrier
 from gpucr.gpu_state.custom_storage.holding import PAGE_BYTES, whole_pages
 from gpucr.gpu_state.custom_storage.messages import Ask
 from gpucr.gpu_state.custom_storage.spool import Spool, SpoolFile
+from gpucr.gpu_state.holders import Holders
 from gpucr.gpu_state.source import FileSource, Saver, Source
 from gpucr.gpu_state.ways import CUSTOM, GpuState, refused
 from gpucr.interposer.vault import VAULT_BYTES
@@ -223,11 +225,11 @@ def files_of(saver: Saver | None, held: Mapping[int, Mapping[str, int]], *, may_
     return saver if may_wait or needed + needed // 16 > memory.available_bytes() else None
 
 
-class CustomStorages:
+class CustomStorages(Holders):
     """The backends of an operation. ``gpus`` are this machine's; each ``held`` one needs room for a carrier.
 
     ``saver``: see `files_of`. ``to_process``: the job is suspended, and gpucr exits. ``tell_guard`` gets the carrier,
-    and the processes whose memory it may have.
+    and the processes whose memory it may have. ``on_begun``: as in `CustomStorage`.
     """
 
     def __init__(
@@ -241,6 +243,7 @@ class CustomStorages:
         to_process: bool,
         is_interposed: Callable[[int], bool],
         tell_guard: Callable[[ProcessId, Iterable[int]], None],
+        on_begun: Callable[[Backend], None],
     ) -> None:
         self._driver = driver
         self._gpu_state = gpu_state
@@ -256,8 +259,8 @@ class CustomStorages:
         self._carrier: Carrier | None = None
         self._backends: dict[int, CustomStorage] = {}
         self._failed: str | None = None
-        self.why_not: dict[int, str] = {}
-        """By pid, why the driver stages memory that it could have handed over."""
+        self._staged: dict[int, str] = {}  # why the driver stages memory that it could have handed over
+        self._on_begun = on_begun
 
     def require(self, members: Iterable[GangMember]) -> None:
         """Raise Unsupported if one of these would go another way, and this one is insisted on."""
@@ -269,10 +272,12 @@ class CustomStorages:
         """Whether it will probably take this process's memory."""
         return self._why_not(pid) is None
 
-    @property
-    def goes_to(self) -> str:
-        """In words, where the memory goes."""
-        return _goes_to(self._saver, self.spool)
+    def final_place(self, pid: int) -> str | None:
+        return _goes_to(self._saver, self.spool) if self.takes(pid) else None
+
+    def note(self, pid: int) -> str | None:
+        why = self._staged.get(pid)
+        return f"process {pid}: the driver stages its device memory, and does not hand it over: {why}" if why else None
 
     def pids(self, members: Iterable[GangMember]) -> list[int]:
         """The processes whose memory it will take."""
@@ -322,16 +327,16 @@ class CustomStorages:
                 return f"GPU {gpu.uuid} has {free} free, and gpucr needs {format_bytes(VAULT_BYTES)} there itself"
         return None
 
-    def lowest(self, part: DevicePart, on_begun: Callable[[Backend], None]) -> CustomStorage | None:
-        """The backend of this process at level 0; None: the driver stages it."""
+    def backend_for(self, part: DevicePart) -> CustomStorage | None:
+        """None: the driver stages it."""
         if (why_not := self._why_not(part.pid)) is not None:
             if self._gpu_state == "auto" and self._driver.capabilities().custom_storage:
-                self.why_not[part.pid] = why_not
+                self._staged[part.pid] = why_not
             return None
         stat = processes.read_stat(part.pid)
         carrier = self._started()
         if carrier is None or stat is None:
-            self.why_not[part.pid] = self._failed or "it has ended"
+            self._staged[part.pid] = self._failed or "it has ended"
             return None
         made = CustomStorage(
             part,
@@ -340,7 +345,7 @@ class CustomStorages:
             saver=self._saver,
             spool=self.spool,
             to_process=self._to_process,
-            on_begun=on_begun,
+            on_begun=self._on_begun,
             before=lambda: self._before(carrier),
             wait_all_saved=self._wait_saved,
         )
@@ -369,8 +374,8 @@ class CustomStorages:
         for each in self._backends.values():
             each.wait_saved()
 
-    def bring_back(self, maps: Mapping[int, GpuMap | None]) -> dict[int, Exception | None]:
-        """CHECKPOINTED → LOCKED for those of these processes that the carrier has. See `Gang.bring_back`."""
+    def bring_back(self, gang: Gang, maps: Mapping[int, GpuMap | None]) -> dict[int, Exception | None]:
+        """CHECKPOINTED → LOCKED for those of these processes that the carrier has."""
         mine = [each for pid, each in self._backends.items() if pid in maps and each.has_begun]
         if self._carrier is None or not mine:
             return {}

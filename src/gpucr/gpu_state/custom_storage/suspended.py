@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from gpucr.errors import CustomStorageError, GpucrError, Unsupported, reason_of
 from gpucr.gang import Gang
+from gpucr.gang.around import Around
 from gpucr.gpu_state import suspended
 from gpucr.gpu_state.custom_storage import kept
 from gpucr.gpu_state.custom_storage.backend import bring_back
@@ -37,25 +38,21 @@ def require_way_back(pids: Iterable[int]) -> None:
             )
 
 
-class SuspendedStorage:
-    """Restores them from that memory (`Gang.bring_back`). ``uuids_of``: the GPUs that a process sees, in its order."""
+class SuspendedStorage(Around):
+    """Restores them from that memory. ``uuids_of``: the GPUs that a process sees, in its order."""
 
-    def __init__(self, gang: Gang, uuids_of: Callable[[int], Sequence[str]], guarded: GangProtection) -> None:
-        self._gang = gang
+    def __init__(self, uuids_of: Callable[[int], Sequence[str]], guarded: GangProtection) -> None:
         self._uuids_of = uuids_of
         self._guarded = guarded
         self._carrier: Carrier | None = None
-        self._before_climb = gang.before_climb
-        gang.bring_back = self.bring_back
-        gang.before_climb = self.before_climb
 
-    def bring_back(self, maps: Mapping[int, GpuMap | None]) -> dict[int, Exception | None]:
+    def bring_back(self, gang: Gang, maps: Mapping[int, GpuMap | None]) -> dict[int, Exception | None]:
         """CHECKPOINTED → LOCKED, and free what they kept."""
-        members = {member.pid: member.id for member in self._gang.members}
+        members = {member.pid: member.id for member in gang.members}
         files: dict[int, StagingFile] = {}
         try:
             for pid in maps:
-                if self._gang.state(pid) is CudaState.CHECKPOINTED and (file := kept.open_kept(pid)) is not None:
+                if gang.state(pid) is CudaState.CHECKPOINTED and (file := kept.open_kept(pid)) is not None:
                     files[pid] = file
             if not files:
                 return {}
@@ -68,8 +65,8 @@ class SuspendedStorage:
             results = bring_back(carrier, mine)
             for pid in files:
                 if results[pid] is None:
-                    self._let_go(pid)
-                elif self._gang.state(pid) is CudaState.CHECKPOINTED:
+                    _let_go(gang, pid)
+                elif gang.state(pid) is CudaState.CHECKPOINTED:
                     carrier.of("forget", members[pid])  # it stays suspended, and can be resumed later
         except (GpucrError, OSError) as e:
             failure = (
@@ -91,15 +88,15 @@ class SuspendedStorage:
         found = (record.device_bytes if record is not None else None) or self._uuids_of(process.pid)
         return [gpu_map.new_for(uuid) if gpu_map is not None else uuid for uuid in found]
 
-    def before_climb(self, pid: int) -> None:
+    def before_climb(self, gang: Gang, pid: int) -> None:
         """The driver takes its memory again: what it still keeps is stale."""
-        self._let_go(pid)
-        self._before_climb(pid)
-
-    def _let_go(self, pid: int) -> None:
-        if kept.find(pid) is not None:
-            kept.let_go(pid, self._gang.driver.restore_thread_id(pid))
+        _let_go(gang, pid)
 
     def close(self) -> None:
         if self._carrier is not None:
             self._carrier.close()
+
+
+def _let_go(gang: Gang, pid: int) -> None:
+    if kept.find(pid) is not None:
+        kept.let_go(pid, gang.driver.restore_thread_id(pid))

@@ -77,7 +77,7 @@ class FirstPass:
 
         Raises what the saver raises.
         """
-        backends = [each for pid in self._pids for each in self._interposers.over(pid)]
+        backends = self._interposers.those_of(self._pids)
         try:
             if self._has_room(backends, meter):
                 self._show(backends)
@@ -101,7 +101,7 @@ class FirstPass:
         """Let go of the memory; what was saved is its owner's to discard."""
         self._close()
         for pid in self._pids:
-            for each in self._interposers.over(pid):
+            for each in self._interposers.those_of([pid]):
                 each.line.hang_up()
 
     def _threads(self) -> int | None:

@@ -9,6 +9,7 @@ from gpucr.driver.api import Driver
 from gpucr.errors import InterposerError, Unsupported
 from gpucr.gang import uses_gpu
 from gpucr.gpu_state.backend import INTERPOSED
+from gpucr.gpu_state.holders import Holders, StateOf
 from gpucr.gpu_state.interposed.backend import Goes, Interposed
 from gpucr.gpu_state.interposed.guarded import Guarded
 from gpucr.gpu_state.interposed.host_copy import HostCopy
@@ -32,18 +33,19 @@ from gpucr.linux import processes
 from gpucr.linux.tmpfs import StagingFile
 from gpucr.model import CudaState, DevicePart, GangMember, GpuMap, ProcessId
 from gpucr.quantities import counted
+from gpucr.undo.steps import Meter
 
 WITHOUT = "it was started without one"
 NO_AGENT = "no call of CUDA has come to it, or it could make no socket for gpucr"
 
 
-class Interposers:
+class Interposers(Holders):
     """The interposed processes of an operation. ``uuids_of``: the GPUs that a process sees, in its order.
 
-    ``gpu_state``: the way that a user insists on. ``moves``: the processes come back on other GPUs. ``why_not``: by
-    pid, why a process goes another way. ``wait_saved``: set if they run again before their memory is saved; waits for
-    that. ``saver``: saves their memory; ``early``: only in a first pass. ``lending``: what ends if their programs need
-    device memory while they run. ``shares``: the memory that they share, found when they were stopped.
+    ``gpu_state``: the way that a user insists on. ``moves``: the processes come back on other GPUs. ``wait_saved``: set
+    if they run again before their memory is saved; waits for that. ``saver``: saves their memory; ``early``: only in a
+    first pass. ``lending``: what ends if their programs need device memory while they run. ``shares``: the memory that
+    they share, found when they were stopped.
     """
 
     def __init__(
@@ -66,12 +68,15 @@ class Interposers:
         self._moves = moves
         self.vaults = self._vaults = Vaults()
         self._saver = saver or early
+        self._is_saved = saver is not None
+        self.copies: dict[int, HostCopy] = {}
+        """By pid, what processes suspended earlier keep, which is saved too."""
         self._looks = saver is not None and saver.piece_bytes > 0
         self.lending: Lending | None = None
         self.keeping = Keeping(self._vaults, wait_saved) if wait_saved is not None else None
         self._backends: dict[int, Interposed | None] = {}
         self._gpu_state = gpu_state
-        self.why_not: dict[int, str] = {}
+        self._why_not: dict[int, str] = {}
         self.shares: tuple[Share, ...] = ()
         self._looked_at: set[int] = set()
 
@@ -83,14 +88,14 @@ class Interposers:
         ``held``: their device memory, per pid and GPU UUID.
         """
         running = [member.pid for member in members if member.found is CudaState.RUNNING]
-        go = [pid for pid in running if self.over(pid)]
+        go = [pid for pid in running if self.of(pid) is not None]
         for pid in running:
             if pid not in go:
                 self._require_own(pid)
         if self._gpu_state != INTERPOSED:
             return
         for pid in running:
-            why = self.why_not.get(pid, WITHOUT)
+            why = self._why_not.get(pid, WITHOUT)
             has_none = why == foreign.NOTHING_TO_LEAVE or not uses_gpu(pid, held)
             if pid not in go and not (go and has_none):
                 raise refused(
@@ -104,27 +109,37 @@ class Interposers:
             blocks = counted(status.foreign, "block")
             raise Unsupported(
                 f"process {pid} has {blocks} of imported device memory, and only its interposer can take that: "
-                + self.why_not.get(pid, "another way was asked for"),
+                + self._why_not.get(pid, "another way was asked for"),
                 hint=f"leave the way to gpucr (`--gpu-state auto`); `gpucr doctor {pid}` says what keeps memory there",
                 code=foreign.CODE,
             )
 
-    def over(self, pid: int) -> tuple[Interposed, ...]:
-        """Backends for this running process; none if it has no usable interposer."""
+    def of(self, pid: int) -> Interposed | None:
+        """The backend for this running process; None if it has no usable interposer."""
         if pid not in self._backends:
             self._backends[pid] = self._find(pid)
-        found = self._backends[pid]
-        return (found,) if found is not None else ()
+        return self._backends[pid]
+
+    def those_of(self, pids: Iterable[int]) -> list[Interposed]:
+        """The backends for these running processes."""
+        return [each for each in map(self.of, pids) if each is not None]
+
+    def backend_for(self, part: DevicePart) -> Interposed | None:
+        return self.of(part.pid)  # the first above the driver
+
+    def note(self, pid: int) -> str | None:
+        why = self._why_not.get(pid)
+        return f"process {pid}: device memory leaves by the driver, not by an interposer: {why}" if why else None
 
     def room_of(self, part: DevicePart, size_bytes: int) -> StagingFile:
         """The file in memory that will hold this part when its process is suspended. Raises OSError."""
-        (backend,) = self.over(part.pid)
+        (backend,) = self.those_of([part.pid])
         return backend.room_of(size_bytes)
 
     def carried(self, pids: Iterable[int]) -> dict[str, int]:
         """How much they would take from these processes, in bytes per GPU UUID."""
         total: dict[str, int] = {}
-        for backend in (each for pid in pids for each in self.over(pid)):
+        for backend in self.those_of(pids):
             for uuid, size_bytes in backend.carries.items():
                 total[uuid] = total.get(uuid, 0) + size_bytes
         return total
@@ -133,17 +148,22 @@ class Interposers:
         """What they would not take of this device memory, by pid and GPU UUID: the driver brings it back."""
         left: dict[int, dict[str, int]] = {}
         for pid, by_gpu in held.items():
-            taken = [each.carries for each in self.over(pid)]
+            taken = [each.carries for each in self.those_of([pid])]
             left[pid] = {
                 uuid: max(0, size_bytes - sum(each.get(uuid, 0) for each in taken))
                 for uuid, size_bytes in by_gpu.items()
             }
         return left
 
-    def copy_of(self, pid: int) -> HostCopy | None:
-        """What this process keeps since it was suspended. Raises InterposerError, JobChanged."""
-        stat = processes.read_stat(pid)
-        return HostCopy.of(pid, self._uuids_of(ProcessId(pid, stat.start_time_ticks))) if stat is not None else None
+    def kept_by(self, pid: int, meter: Meter) -> HostCopy | None:
+        """Its copy in host memory, if that is to be saved. Raises InterposerError, JobChanged."""
+        stat = processes.read_stat(pid) if self._is_saved else None
+        if stat is None:
+            return None
+        found = HostCopy.of(pid, self._uuids_of(ProcessId(pid, stat.start_time_ticks)))
+        if found is not None:
+            self.copies[pid] = found
+        return found
 
     @contextlib.contextmanager
     def agent_of(self, pid: int) -> Iterator[Agent]:
@@ -157,7 +177,7 @@ class Interposers:
 
     def rank(self, pid: int) -> GatedLock | None:
         """The locks that hold this process."""
-        found = self._backends.get(pid) or next(iter(self.over(pid)), None)
+        found = self._backends.get(pid) or self.of(pid)
         return found.lock if found is not None else None
 
     def _find(self, pid: int) -> Interposed | None:
@@ -165,7 +185,7 @@ class Interposers:
             return None
         if not is_interposed(pid):
             if has_library(pid):
-                self.why_not[pid] = NO_AGENT
+                self._why_not[pid] = NO_AGENT
             return None
         stat = processes.read_stat(pid)
         if stat is None:
@@ -194,7 +214,7 @@ class Interposers:
         if why_not is None:
             return made
         made.close()
-        self.why_not[pid] = why_not
+        self._why_not[pid] = why_not
         return None
 
     def _before_first(self) -> None:
@@ -203,7 +223,7 @@ class Interposers:
         if not new:
             return
         others = {
-            pid: self.why_not.get(pid, WITHOUT)
+            pid: self._why_not.get(pid, WITHOUT)
             for pid, each in self._backends.items()
             if each is None and self._driver.state(pid) is CudaState.LOCKED
         }
@@ -215,11 +235,10 @@ class Interposers:
         self._looked_at |= new.keys()
         self.shares += shares
 
-    def share_again(self, state: Callable[[int], CudaState | None]) -> None:
+    def given_back(self, state: StateOf) -> None:
         """Give processes that have their own memory again what they shared, and open their gates.
 
-        Call it after all were tried, before any runs. ``state`` returns a process's state (None: it has ended). Raises
-        GpucrError: then none of them continues.
+        Raises GpucrError: then none of them continues.
         """
         out = [each for each in self._backends.values() if each is not None and each.is_out]
         states = {each.part.pid: state(each.part.pid) for each in out}
@@ -255,20 +274,19 @@ class Interposers:
         if self.lending is not None:
             self.lending.end()
 
-    def give_up_failed(self) -> set[int]:
-        """Wait until gpucr itself can use CUDA.
+    def withdrawn(self) -> list[Interposed]:
+        """Wait until gpucr itself can use CUDA; the backends that cannot do without.
 
-        Returns, by pid, the running processes that cannot be taken without that and are left to the driver. None if the
-        user insists on this way: then the error comes when it is needed. Raises Unsupported if the driver would lose
-        one.
+        None if the user insists on this way: then the error comes when it is needed. Raises Unsupported if the driver
+        would lose one.
         """
-        found = {pid: each.failure() for pid, each in self._backends.items() if each is not None}
-        failed = {pid: error for pid, error in found.items() if error is not None and self._gpu_state == "auto"}
-        for pid, error in failed.items():
-            backend, self._backends[pid] = self._backends[pid], None
-            self.why_not[pid] = str(error)
-            if backend is not None:
-                backend.close()
-                backend.needs_nothing()
+        gone: list[Interposed] = []
+        for pid, each in list(self._backends.items()):
+            if each is None or self._gpu_state != "auto" or (error := each.failure()) is None:
+                continue
+            self._backends[pid], self._why_not[pid] = None, str(error)
+            each.close()
+            each.needs_nothing()
             self._require_own(pid)
-        return set(failed)
+            gone.append(each)
+        return gone

@@ -9,8 +9,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from msgspec import Struct
 from msgspec.structs import replace
 
+from gpucr.driver.api import Driver
 from gpucr.errors import GpucrError
 from gpucr.gang import Gang
+from gpucr.gang.around import Around
 from gpucr.gpu_state.interposed.blocks import HostRoom, can_leave, extents_of, gpu_of, vault_of
 from gpucr.gpu_state.interposed.coming_back import bring_back, let_continue, take_out_again
 from gpucr.gpu_state.interposed.line import Line
@@ -53,7 +55,7 @@ class _Kept(Struct, frozen=True):
         return BlocksDestination(DevicePart(self.pid, 1), extents, list(zip(found, on_host, strict=True)))
 
 
-class SuspendedBlocks:
+class SuspendedBlocks(Around):
     """Memory kept by suspended interposed processes. ``maps``: for those that go to other GPUs, by pid.
 
     ``held``: what they held before, in bytes by pid and GPU UUID. On a full GPU, all that they keep is copied there
@@ -64,15 +66,14 @@ class SuspendedBlocks:
 
     def __init__(
         self,
-        gang: Gang,
+        driver: Driver,
         uuids_of: Callable[[int], Sequence[str]],
         maps: Mapping[int, GpuMap],
         held: Mapping[int, Mapping[str, int]],
         guarded: GangProtection,
         down_to: Callable[[GangMember], CudaState],
     ) -> None:
-        self._gang = gang
-        self._driver = gang.driver
+        self._driver = driver
         self._guarded = guarded
         self._down_to = down_to
         self._uuids_of = uuids_of
@@ -84,9 +85,6 @@ class SuspendedBlocks:
         self._filled: dict[int, BlocksDestination] = {}
         self._starting: threading.Thread | None = None
         self._was_tried = False
-        gang.before_unlock = self.give_back
-        gang.before_climb = self.take_out_again
-        gang.before_restore = self.make_way
 
     def is_away(self, pid: int) -> bool:
         """Whether it waits for memory, or at its gate, in any driver state: its restoring gpucr was killed."""
@@ -150,7 +148,7 @@ class SuspendedBlocks:
         self._kept_bytes |= {(pid, uuid): size_bytes for uuid, size_bytes in found.by_gpu.items()}
         return found
 
-    def make_way(self, pids: Sequence[int]) -> None:
+    def before_restore(self, gang: Gang, pids: Sequence[int]) -> None:
         if self._starting is not None:
             self._is_made.wait()
         needed: dict[str, int] = {}
@@ -166,7 +164,7 @@ class SuspendedBlocks:
         self._vaults.close()
         wait_for_room(needed, ROOM_LIMIT_S)
 
-    def give_back(self) -> None:
+    def before_unlock(self, gang: Gang) -> None:
         """Put it back into all of them; they are LOCKED. Tries all, then raises the first error.
 
         None frees what it keeps before all have their memory: until then the job can be suspended again as it was. A
@@ -179,12 +177,12 @@ class SuspendedBlocks:
         errors: list[GpucrError] = []
         lines: list[Line] = []
         try:
-            self._bring_back(lines, errors)
+            self._give_back(gang, lines, errors)
             if errors:
                 raise errors[0]
             if not lines:
                 return
-            members = [replace(each, found=self._down_to(each)) for each in self._gang.members]
+            members = [replace(each, found=self._down_to(each)) for each in gang.members]
             self._guarded.going_on([line.pid for line in lines], members)
             for line in lines:
                 try:
@@ -192,15 +190,15 @@ class SuspendedBlocks:
                 except GpucrError as error:  # the others have everything, nothing is away any more
                     errors.append(error)
             if errors:
-                self._gang.settle(self._down_to)
+                gang.settle(self._down_to)
                 raise errors[0]
         finally:
             for line in lines:
                 line.hang_up()
 
-    def _bring_back(self, lines: list[Line], errors: list[GpucrError]) -> None:
+    def _give_back(self, gang: Gang, lines: list[Line], errors: list[GpucrError]) -> None:
         back: list[Line] = []
-        for member in self._gang.members:
+        for member in gang.members:
             try:
                 state = self._driver.state(member.pid) if is_interposed(member.pid) else None
                 if state is CudaState.LOCKED and left_to_driver(member.pid):
@@ -220,8 +218,7 @@ class SuspendedBlocks:
         if not errors:
             share_again(self._driver, back, {})
 
-    def take_out_again(self, pid: int) -> None:
-        """The driver is about to checkpoint it again (`Gang.before_climb`)."""
+    def before_climb(self, gang: Gang, pid: int) -> None:
         if is_interposed(pid):
             take_out_again(self._driver, pid)
 
