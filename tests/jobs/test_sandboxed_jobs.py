@@ -17,14 +17,15 @@ import pytest
 import gpucr
 from gpucr.driver.cuda import CudaDriver
 from gpucr.errors import CriuError, InvalidRequest, Unsupported
-from gpucr.jobs import sandbox, sandbox_steps
+from gpucr.jobs import sandbox
 from gpucr.jobs.record import JobRecord
 from gpucr.jobs.registered import registry
 from gpucr.jobs.sandbox import lookup
-from gpucr.jobs.sandbox_steps import plan_sandbox
 from gpucr.linux import process_records, processes
 from gpucr.linux.namespaces import namespace_id
 from gpucr.model import CudaState
+from gpucr.operations import sandbox_steps
+from gpucr.operations.sandbox_steps import plan_sandbox
 from tests.command import run, run_json
 from tests.counter import CounterFactory, processes_in, state_in, wait_until
 from tests.memory_cgroup import limited

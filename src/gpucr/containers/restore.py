@@ -25,10 +25,10 @@ from gpucr.gpu_state.returns import Returns
 from gpucr.gpu_state.steps import HoldThreads, ReleaseThreads, RestoreGang, UnlockGang
 from gpucr.interposer.presence import agent_threads
 from gpucr.interposer.protocol import Hooks
-from gpucr.jobs.restored_tree import RestoredTree, end_restored, restore_threads, take_stock
 from gpucr.linux import processes
 from gpucr.model import CudaState
 from gpucr.operations.restore_device import RestoreDevice
+from gpucr.operations.restored_tree import RestoredTree, end_restored, restore_threads, take_stock
 from gpucr.snapshot.folder import GPU_PART_NAME, Snapshot
 from gpucr.snapshot.gpus import place_snapshot
 from gpucr.snapshot.loading import LoadDevice

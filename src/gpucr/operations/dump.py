@@ -411,7 +411,7 @@ def _steps(
     begin.append(criu)
     if not context.leave_running:
         if context.is_frozen:
-            from gpucr.jobs.end_frozen import EndFrozenJob
+            from gpucr.operations.end_frozen import EndFrozenJob
 
             close = CloseConnections(network, lambda: save.snapshot.where if save.snapshot is not None else "")
             return [*begin, save, close, EndFrozenJob(context.job, context.protection)], save

@@ -23,13 +23,13 @@ from gpucr.driver.gpus import driver_version
 from gpucr.errors import CriuError, CudaStarted, DeadlineExceeded, GpucrError, JobChanged, JobDamaged
 from gpucr.gpu_state.source import NamesItself
 from gpucr.jobs import selection
-from gpucr.jobs.recorded import process_record, sandbox_record
 from gpucr.jobs.registered import DumpNote
 from gpucr.jobs.sandbox import Sandbox
 from gpucr.linux import oom, processes, processor, tcp_tables
 from gpucr.linux.one_look import OneLook
 from gpucr.model import Endpoint, GangMember, Job, ProcessId, ProcessInfo
 from gpucr.network.lock import IN_FLIGHT, JobNetwork
+from gpucr.operations.recorded import process_record, sandbox_record
 from gpucr.quantities import counted, format_bytes
 from gpucr.snapshot import shared_files
 from gpucr.snapshot.destination import DumpTarget

@@ -27,7 +27,6 @@ from gpucr.gpu_state.held import device_bytes_in_use
 from gpucr.gpu_state.source import SavedLater
 from gpucr.gpu_state.ways import GpuState, may_be_interposed, require_possible
 from gpucr.jobs import registered, selection
-from gpucr.jobs.end_frozen import EndFrozenJob
 from gpucr.jobs.selector import JobSelector
 from gpucr.jobs.taken import TakenJob, taken_job
 from gpucr.linux import processes
@@ -36,6 +35,7 @@ from gpucr.model import Connection, GangLock
 from gpucr.network.lock import JobNetwork
 from gpucr.network.steps import Quiet, Unblock
 from gpucr.operations.dump import KEEPER_LIMIT_S, DumpReport, FrozenParts, prepare, run_prepared
+from gpucr.operations.end_frozen import EndFrozenJob
 from gpucr.operations.freeze_steps import findings_of_spool, steps_to_freeze
 from gpucr.operations.plan import Plan
 from gpucr.operations.requests import DumpRequest, FreezeRequest

@@ -30,11 +30,11 @@ from gpucr.errors import (
 from gpucr.gpu_state import kinds
 from gpucr.gpu_state.gpu_choice import GpuRequest
 from gpucr.gpu_state.placement import Placement
-from gpucr.jobs.sandbox_steps import RestoreSite, SandboxPlan, StartSandbox
 from gpucr.operations.engines import NO_REHEARSAL, install_for_restore, require_possible_rehearsal
 from gpucr.operations.rehearse_steps import CheckDevice, CheckRestored, EndRehearsal, view_for
 from gpucr.operations.restore_device import GpuRestore, coming_gang
 from gpucr.operations.restore_steps import CriuRestore
+from gpucr.operations.sandbox_steps import SandboxPlan, StartSandbox
 from gpucr.snapshot.databases import state_now
 from gpucr.snapshot.folder import Snapshot
 from gpucr.snapshot.gpus import place_snapshot
@@ -42,6 +42,7 @@ from gpucr.snapshot.job_snapshot import JobSnapshot
 from gpucr.snapshot.location import Place, open_snapshot, source_of
 from gpucr.snapshot.machine import files_to_open, findings_of_machine
 from gpucr.snapshot.origin import ProvideFiles, RestoreSource
+from gpucr.surroundings.site import RestoreSite
 from gpucr.surroundings.steps import AdaptFiles, PutBackSharedFiles
 from gpucr.undo.cancellation import Cancellation
 from gpucr.undo.events import OnProgress

@@ -12,9 +12,9 @@ from gpucr.criu.install import CriuInstall
 from gpucr.criu.reopened import reopened
 from gpucr.errors import JobChanged, SnapshotDamaged
 from gpucr.gang.threads import STOP_TIMEOUT_S
-from gpucr.jobs.restored_tree import RestoredTree
 from gpucr.linux import processes
 from gpucr.linux.private_view import Folder, View
+from gpucr.operations.restored_tree import RestoredTree
 from gpucr.quantities import counted, format_bytes
 from gpucr.snapshot.device.reader import Piece
 from gpucr.snapshot.manifest import ProcessRecord

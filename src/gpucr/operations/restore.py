@@ -28,7 +28,6 @@ from gpucr.errors import (
 from gpucr.gpu_state.gpu_choice import GpuRequest
 from gpucr.gpu_state.placement import Placement
 from gpucr.jobs import registered
-from gpucr.jobs.sandbox_steps import KeepJob, SandboxPlan, StartKeeper, StartSandbox, check_clone, plan_sandbox
 from gpucr.linux.claims import claimed_pids
 from gpucr.model import GpuMap
 from gpucr.network import kept
@@ -39,6 +38,7 @@ from gpucr.operations.engines import install_for_restore
 from gpucr.operations.plan import Plan
 from gpucr.operations.requests import RestoreRequest
 from gpucr.operations.restore_steps import CriuRestore, WaitForOthers
+from gpucr.operations.sandbox_steps import KeepJob, SandboxPlan, StartKeeper, StartSandbox, check_clone, plan_sandbox
 from gpucr.snapshot.databases import state_now
 from gpucr.snapshot.folder import Snapshot
 from gpucr.snapshot.gpus import place_snapshot

@@ -18,9 +18,9 @@ from gpucr.gpu_state.returns import Returns
 from gpucr.gpu_state.steps import HoldThreads, ReleaseThreads, RestoreGang, UnlockGang
 from gpucr.interposer.presence import agent_threads
 from gpucr.interposer.protocol import Hooks
-from gpucr.jobs.restored_tree import RestoredTree, restore_threads, to_continue
 from gpucr.linux import processes
 from gpucr.model import CudaState, DevicePart
+from gpucr.operations.restored_tree import RestoredTree, restore_threads, to_continue
 from gpucr.snapshot.device.reader import DeviceReader
 from gpucr.snapshot.job_snapshot import JobSnapshot
 from gpucr.snapshot.loading import LoadDevice, Loading

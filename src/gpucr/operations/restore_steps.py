@@ -12,10 +12,9 @@ from gpucr.criu.linked_files import passing_ghosts
 from gpucr.criu.options import RestoreOptions
 from gpucr.criu.recovery import EndRestore, RemoveGhosts
 from gpucr.criu.remains import task_pids
-from gpucr.jobs.restored_tree import RestoredTree, end_restored, take_stock
-from gpucr.jobs.sandbox_steps import RestoreSite
 from gpucr.linux import processes
 from gpucr.model import ProcessId, ProcessInfo
+from gpucr.operations.restored_tree import RestoredTree, end_restored, take_stock
 from gpucr.quantities import counted
 from gpucr.snapshot.manifest import Manifest
 from gpucr.snapshot.origin import images_read_from
@@ -23,6 +22,7 @@ from gpucr.snapshot.shared_files import ROOT as SHARED_MEMORY
 from gpucr.surroundings.opened_files import require_as_recorded
 from gpucr.surroundings.recovery import can_be_told
 from gpucr.surroundings.scheduling import restore_scheduling
+from gpucr.surroundings.site import RestoreSite
 from gpucr.undo.interrupts import Interrupts
 from gpucr.undo.logs import log_kept_on_failure
 from gpucr.undo.protection import Protection

@@ -15,7 +15,6 @@ from gpucr.criu.recovery import images_to_be_changed
 from gpucr.diagnosis.preflight.databases import spared_by_rewind
 from gpucr.diagnosis.preflight.surroundings import FilesMode, TcpMode
 from gpucr.errors import DeadlineExceeded, Unsupported
-from gpucr.jobs.sandbox_steps import RestoreSite
 from gpucr.linux import cut_back, sock_diag
 from gpucr.linux.cut_back import CutOff
 from gpucr.model import Connection, Endpoint, JobFile, moved
@@ -28,6 +27,7 @@ from gpucr.snapshot.origin import RestoreSource, images_read_from
 from gpucr.snapshot.shared_files import SharedFiles
 from gpucr.surroundings.databases import PutBackDatabases
 from gpucr.surroundings.recovery import PutBackCuts, RemoveSharedFiles, can_be_told
+from gpucr.surroundings.site import RestoreSite
 from gpucr.undo.interrupts import Interrupts
 from gpucr.undo.protection import Protection
 from gpucr.undo.steps import Meter, Result

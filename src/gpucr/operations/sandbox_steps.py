@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from msgspec import Struct, field
+from msgspec import Struct
 
 from gpucr.criu.engine import Criu
 from gpucr.criu.install import CriuInstall
@@ -20,16 +20,16 @@ from gpucr.errors import Busy, InvalidRequest, JobDamaged, ProcessNotFound, Snap
 from gpucr.jobs import sandbox
 from gpucr.jobs.recovery import EndSandbox
 from gpucr.jobs.registered import RestoredName
-from gpucr.jobs.restored_tree import RestoredTree
 from gpucr.jobs.sandbox import BareKeeper, EmptySandbox, HelpedKeepers, Network, known_keepers
 from gpucr.linux import processes
 from gpucr.linux.namespaces import last_pid_clear_of
 from gpucr.linux.trusted_paths import open_file
 from gpucr.model import ProcessId
+from gpucr.operations.restored_tree import RestoredTree
 from gpucr.snapshot.job_snapshot import JobSnapshot
 from gpucr.snapshot.manifest import Manifest
 from gpucr.snapshot.origin import RestoreSource, images_read_from
-from gpucr.snapshot.shared_files import ROOT
+from gpucr.surroundings.site import RestoreSite
 from gpucr.undo.interrupts import Interrupts
 from gpucr.undo.protection import Protection
 from gpucr.undo.steps import Meter, Result
@@ -156,29 +156,6 @@ def check_clone(manifest: Manifest) -> list[preflight.Finding]:
     """What a copy undesirably shares with its original."""
     named = [folder.path for folder in manifest.folders if folder.has_names]
     return [facts.CLONE_SOCKETS.seen(f"in {', '.join(named)}")] if named else []
-
-
-class RestoreSite(Struct, frozen=True):
-    """Where a job is restored: its keeper, and how to start CRIU there.
-
-    ``shared_root`` is the folder of shared memory that the job will see; ``outputs``: which files take the place of
-    others in it. ``helper``: that same CRIU, where it is the privileged helper's. ``ends_with_caller``: the keeper was
-    told so.
-    """
-
-    keeper: EmptySandbox | BareKeeper | HelpedKeepers
-    criu: Criu
-    isolated: bool
-    network: Network
-    shared_root: Path = ROOT
-    outputs: Mapping[Path, Path] = field(default_factory=dict)
-    helper: HelperCriu | None = None
-    ends_with_caller: bool = False
-
-    @property
-    def root(self) -> str:
-        """Prefix of paths in the job's mounts, as seen from here."""
-        return f"{processes.PROC}/{self.keeper.id.pid}/root"
 
 
 class StartSandbox:
