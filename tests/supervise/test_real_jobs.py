@@ -18,6 +18,7 @@ from gpucr.linux import processes
 from gpucr.model import CudaState
 from gpucr.supervise.folder import SupervisedFolder
 from tests import command
+from tests.conftest import skip_or_fail
 from tests.counter import wait_until
 from tests.sandboxed import end_all_in, start_counter
 from tests.supervise import jobs
@@ -233,6 +234,25 @@ def test_before_its_first_checkpoint_a_job_is_restarted(tmp_path: Path) -> None:
     (tmp_path / "go").touch()
     jobs.wait_for_event("ended")
     assert jobs.state().phase == "finished"
+    assert _steps(tmp_path) == list(range(40))
+
+
+def test_another_machines_job_of_its_name_is_not_restored(sim_only: None, tmp_path: Path) -> None:
+    if os.geteuid() != 0:
+        skip_or_fail("root", "another name for the machine needs root")
+    gpucr.init_store(tmp_path / "store")
+    words = ["--uts", "sh", "-c", 'hostname elsewhere; exec "$@"', "sh", sys.executable, "-m", "gpucr"]
+    with start_counter(tmp_path, name="other") as other:
+        subprocess.run(["unshare", *words, "dump", str(other.pid), "--to", f"{tmp_path / 'store'}#train"], check=True)
+    (snapshot,) = gpucr.list_snapshots(tmp_path / "store").snapshots
+    assert (snapshot.name, snapshot.host) == ("train", "elsewhere")
+    jobs.run(tmp_path, "--", *jobs.counting(40, stop_at=20), every="1h")
+    _wait_for_step(tmp_path, 20)
+    (tmp_path / "steps").unlink()
+    jobs.kill_job()
+    jobs.wait_for_event("started-over")
+    (tmp_path / "go").touch()
+    jobs.wait_for_event("ended")
     assert _steps(tmp_path) == list(range(40))
 
 

@@ -199,9 +199,15 @@ class RegisteredJob:
         return rehearse(self._where(snapshot), key=self._key, cancel=cancel).seconds
 
     def snapshots(self) -> Sequence[str]:
-        """The snapshots with the job's name."""
+        """Those with its name that were taken here, and the one that it came from.
+
+        Another machine's job may have its name: that one's snapshots are no way back for this one.
+        """
+        record, here = self._latest(), platform.node()
+        origin = record.snapshot.rpartition("#")[2] if record is not None and record.snapshot is not None else None
         found = list_snapshots(self._settings.store, key=self._key).snapshots
-        return [each.id for each in reversed(found) if each.name == self._name]
+        named = [each for each in reversed(found) if each.name == self._name]
+        return [each.id for each in named if each.host == here or each.id == origin]
 
     def resume(self) -> bool:
         """Only if no process that it had is gone. What prevents it is left to the restart."""
