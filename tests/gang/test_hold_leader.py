@@ -7,6 +7,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
+from typing import ClassVar
 
 import pytest
 
@@ -17,6 +18,7 @@ from gpucr.gang.hold_leader import LeaderHold, LocksFailed
 from gpucr.gang.holdable import DriverLock
 from gpucr.model import CudaState, GpuMap
 from tests.counter import wait_until
+from tests.linux.test_priority import nice, require_privilege
 
 RUNNING, LOCKED = CudaState.RUNNING, CudaState.LOCKED
 END_S = 30.0
@@ -408,6 +410,31 @@ def test_gate_and_lock_are_held_together() -> None:
     assert set(job.submitted.values()) == {7}
     assert (lock.processes, lock.attempts) == (3, 4)
     assert [call for call in job.calls if call[1] == 2] == [("lock", 2)], "the leader stays behind its gate"
+
+
+class Noted(GateAndLock):
+    """Remembers the priorities of the threads that hold it and release it."""
+
+    priorities: ClassVar[list[int]] = []
+
+    def hold(self, timeout_s: float) -> bool:
+        self.priorities.append(nice())
+        return super().hold(timeout_s)
+
+    def release(self) -> None:
+        self.priorities.append(nice())
+        super().release()
+
+
+def test_threads_that_hold_ranks_are_urgent() -> None:
+    """A released rank would run on while the call that is to stop it waits for a processor."""
+    require_privilege()
+    before = nice()
+    job, _ = gated(4, 7, 4)
+    Noted.priorities.clear()
+    LeaderHold([Noted(job, pid) for pid in (1, 2, 3)], end=time.monotonic() + END_S, stuck_after_s=END_S).lock()
+    assert set(Noted.priorities) == {-20}
+    assert nice() == before
 
 
 def test_if_not_all_can_be_held_every_gate_reopens() -> None:

@@ -8,7 +8,8 @@ again, while pending locks hold those ahead where they are. The others catch up 
 than they submit in that moment. docs/adr/0011 has the argument that this terminates, its assumptions, and the worst
 cases.
 
-Each rank has a thread here, because a hold blocks and cannot be cancelled; one more thread decides. How a rank is held
+Each rank has a thread here, because a hold blocks and cannot be cancelled; one more thread decides. They are urgent: on
+a busy machine a released rank would run on while the call that is to stop it waits for a processor. How a rank is held
 is up to it (holdable.py): here "locked" means held by the driver, by a gate, or by both.
 """
 
@@ -29,6 +30,7 @@ from msgspec import Struct, field
 from gpucr.driver.libcuda import NOT_READY
 from gpucr.errors import GpucrError, LockTimeout
 from gpucr.gang.holdable import Holdable, Others
+from gpucr.linux.priority import urgent
 from gpucr.model import GangLock
 
 FIRST_PATIENCE_S = 0.005
@@ -188,7 +190,8 @@ class LeaderHold:
         for rank in self._ranks:
             threading.Thread(target=self._serve, args=(rank,), name=f"lock-{rank.pid}", daemon=True).start()
         try:
-            self._lock_all()
+            with urgent():
+                self._lock_all()
         except BaseException:
             self._bring_back()
             raise
@@ -370,6 +373,10 @@ class LeaderHold:
     # --- a rank's own thread ---------------------------------------------------------------------------------
 
     def _serve(self, rank: _Rank) -> None:
+        with urgent():
+            self._serve_urgently(rank)
+
+    def _serve_urgently(self, rank: _Rank) -> None:
         while (order := rank.orders.get()) is not None:
             rung, failure = _Rung.UNKNOWN, None
             try:

@@ -6,6 +6,8 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
+from gpucr.linux.priority import urgent
+
 _PATIENCE_S, _MOST_PATIENCE_S = 0.02, 0.5
 """If nothing changes for so long, those that hold their work are in the way. A lock alone takes 0.2 to 3 ms."""
 _GROWS_BY = 1.2
@@ -35,6 +37,10 @@ class Arbiter:
         threading.Thread(target=self._work, name="nodes-arbiter", daemon=True).start()
 
     def _work(self) -> None:
+        with urgent():
+            self._decide()
+
+    def _decide(self) -> None:
         times, patience_s, seen, since = 0, _PATIENCE_S, 0, time.monotonic()
         while True:
             with self._changed:
