@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import gpucr
+from gpucr.driver.gpus import list_gpus
 from gpucr.on_demand.settings import OnDemand
 from gpucr.on_demand.start import serve_on_demand
 from tests.counter import DEADLINE_S, wait_until
@@ -43,6 +44,21 @@ def test_a_connection_that_is_kept_open_does_not_keep_it_awake(models: Models) -
             assert made.getresponse().read() == b"llama %d\n" % number
             model.wait("asleep")
     assert model.served.counts.connection_count == 1
+
+
+def test_many_open_connections_cost_nothing_on_the_gpu(models: Models) -> None:
+    model = models.start("llama", idle_s=0.3)
+    with contextlib.ExitStack() as opened:
+        made = [opened.enter_context(contextlib.closing(_connection(model.port))) for _ in range(100)]
+        for each in made:
+            each.request("GET", "/")
+            each.getresponse().read()
+        model.wait("asleep")
+        assert model.served.open_connections == 100
+        gpu = list_gpus()[0]
+        assert gpu.memory_free_bytes == gpu.memory_total_bytes
+        made[0].request("GET", "/")
+        assert made[0].getresponse().read().startswith(b"llama ")
 
 
 def test_a_request_that_takes_its_time_keeps_it_awake(models: Models) -> None:

@@ -15,7 +15,8 @@ from typing import Protocol
 
 from gpucr.on_demand.traffic import HttpTraffic, PlainTraffic, Traffic
 
-PIECE_BYTES = 256 << 10
+PIECE_BYTES = 1 << 20
+"""With 256 KiB a byte costs half as much processor time more. splice(2) costs as much as these (both measured)."""
 _REFUSAL_S, _MOST_UNREAD_BYTES = 1.0, 1 << 20
 
 
@@ -125,6 +126,7 @@ class Connection:
             traffic.asked(data, time.monotonic())
             self._served.passed(self, from_client=len(data))
             await self._loop.sock_sendall(job, data)
+            await asyncio.sleep(0)
         job.shutdown(socket.SHUT_WR)
 
     async def _to_client(self, job: socket.socket, traffic: Traffic) -> None:
@@ -132,6 +134,7 @@ class Connection:
             traffic.answered(data, time.monotonic())
             self._served.passed(self, to_client=len(data))
             await self._loop.sock_sendall(self._client, data)
+            await asyncio.sleep(0)  # others too: where both sides are fast, none of these waits
         self._client.shutdown(socket.SHUT_WR)
 
     async def _refuse(self, reason: NotServed) -> None:
