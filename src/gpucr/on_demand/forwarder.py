@@ -273,7 +273,7 @@ class Forwarder:
             turn = Turn(
                 self._job, self._as_contender, self._check, self._cancel,
                 lambda names: self._journal.tell("waits", waits_for=list(names)),
-                lambda: self._enter_from_thread("waking"),
+                self._enter_from_thread,
             )  # fmt: skip
             try:
                 woken = await self._aside(turn.take)
@@ -290,8 +290,9 @@ class Forwarder:
             self._enter("serving")
             self._counted_wake(woken)
             self._journal.tell(
-                "woken", found=woken.found, seconds=round(woken.seconds, 3), evicted=list(woken.evicted) or None
-            )
+                "woken", found=woken.found, seconds=round(woken.seconds, 3), evicted=list(woken.evicted) or None,
+                moved_to=list(woken.moved) or None,
+            )  # fmt: skip
         await self._look()
 
     async def _until_it_listens(self, woken: Woken) -> None:
@@ -367,8 +368,9 @@ class Forwarder:
             self._wanted_s = None
         self._phase = phase
 
-    def _enter_from_thread(self, phase: Phase) -> None:
-        self._phase = phase
+    def _enter_from_thread(self, phase: Phase, needs: policy.Bytes | None) -> None:
+        """``needs``: what it will have, on the GPUs where it wakes."""
+        self._phase, self._needs = phase, needs
 
     def _check(self) -> None:
         """Raise GaveUp if nobody asks any more. Called in the thread that waits."""

@@ -19,10 +19,10 @@ from gpucr.jobs.record import JobRecord
 from gpucr.jobs.registered import registry, registry_in_use
 from gpucr.jobs.sidecar import Journal
 from gpucr.linux import claims, namespaces, processes
-from gpucr.model import CudaState
+from gpucr.model import CudaState, Gpu, GpuMap
 from gpucr.on_demand.folder import OnDemandFolder
-from gpucr.on_demand.policy import Bytes
-from gpucr.on_demand.settings import OnDemand
+from gpucr.on_demand.policy import Bytes, Place
+from gpucr.on_demand.settings import ANY_GPU, OnDemand
 from gpucr.operations.chosen import when_free
 from gpucr.operations.dump import dump
 from gpucr.operations.launch import launch
@@ -108,6 +108,11 @@ class ServedJob:
         variables: Mapping[str, str] = os.environ if first is None else first.environment
         return tuple(gpu.uuid for gpu in visible_gpus(list_gpus(), variables))
 
+    def wake_on(self, here: Iterable[Gpu]) -> tuple[str, ...]:
+        """The GPUs on which it may wake, besides its own."""
+        named = self._settings.wake_on
+        return tuple(gpu.uuid for gpu in here if named == (ANY_GPU,) or gpu.uuid in named)
+
     def learn_needs(self, seen: Seen) -> Bytes | None:
         """What it needs on its GPUs; noted for when it has ended."""
         found = seen.device_bytes
@@ -137,25 +142,27 @@ class ServedJob:
         place = f"{self._settings.sleep_to}#{self.name}"
         when_free(lambda: dump(self.name, place, key=self._key(), cancel=cancel), cancel, _BUSY_S)
 
-    def wake(self, seen: Seen, cancel: Cancellation) -> None:
-        """Bring it back to its GPUs, from where it is; or start it. Raises as `resume`, `restore` and `run_job` do."""
+    def wake(self, seen: Seen, place: Place, cancel: Cancellation) -> None:
+        """Bring it back to GPUs, from where it is; or start it. Raises as `resume`, `restore` and `run_job` do."""
         begun_s = time.monotonic()
         if seen.where == "asleep":
-            self._resume(cancel)
+            self._resume(place, cancel)
         elif seen.where == "stored":
             record = self.record()
             stored = record.snapshot if record is not None and record.snapshot is not None else ""
             when_free(lambda: restore(stored, key=self._key(), cancel=cancel), cancel, _BUSY_S)
             self._remove(stored)
             if self.look().where == "asleep":  # as it was when it was dumped
-                self._resume(cancel)
+                self._resume(place, cancel)
         elif seen.where == "unstarted":
             self._start(cancel)
         self._mark(asleep=False)
         self.journal.update(wake_s=time.monotonic() - begun_s, asleep_since_s=None)
 
-    def _resume(self, cancel: Cancellation) -> None:
-        when_free(lambda: resume(self.name, cancel=cancel), cancel, _BUSY_S)
+    def _resume(self, place: Place, cancel: Cancellation) -> None:
+        moved = {old: new for old, new in place.items() if old != new}
+        gpu_map = GpuMap(tuple(place.items())) if moved else None
+        when_free(lambda: resume(self.name, gpu_map=gpu_map, cancel=cancel), cancel, _BUSY_S)
 
     def note(self, *, asleep: bool) -> None:
         """Somebody else has woken it, or put it to sleep: note that, so that it counts as if the forwarder had."""
