@@ -23,6 +23,7 @@ from gpucr.cli.output import print_json
 from gpucr.linux import descriptor_limit
 from gpucr.on_demand.folder import OnDemandFolder
 from gpucr.on_demand.listing import OnDemandJob, look
+from tests.ports import lasting_port
 
 JOB = Path(__file__).parent / "forwarding_job.py"
 NAME = "forwarded"
@@ -46,13 +47,6 @@ with socket.create_server(("127.0.0.1", int(sys.argv[1]))) as listener:
 _LIMIT_S, _LOOK_EVERY_S, _WATCH_S = 120.0, 0.05, 10.0
 _BUFFER_BYTES = 1 << 20
 _OWN_DESCRIPTORS = 200
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody has now."""
-    with contextlib.ExitStack() as opened:
-        made = [opened.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [each.getsockname()[1] for each in made]
 
 
 def wait(is_so: Callable[[], bool], what: str) -> None:
@@ -85,7 +79,8 @@ def gpucr(*words: object) -> None:
 @contextlib.contextmanager
 def served(*options: object) -> Iterator[tuple[int, int]]:
     """A job with a forwarder. Yields the forwarder's port, and the job's."""
-    port, job_port = free_ports(2)
+    port = lasting_port(count=2)
+    job_port = port + 1
     words = ("--name", NAME, "--no-isolate", "--on-demand", f"{port}:{job_port}", *options)
     gpucr("run", *words, "--", sys.executable, "-S", JOB, job_port)
     try:
@@ -100,7 +95,7 @@ def served(*options: object) -> Iterator[tuple[int, int]]:
 @contextlib.contextmanager
 def plain_loop(job_port: int) -> Iterator[tuple[int, int]]:
     """The least that Python can do. Yields its port and its pid."""
-    (port,) = free_ports(1)
+    port = lasting_port()
     running = subprocess.Popen([sys.executable, "-S", "-c", PLAIN_LOOP, str(port), str(job_port)])
     try:
         wait(lambda: is_open(port), "the plain loop")

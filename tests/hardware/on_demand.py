@@ -22,7 +22,6 @@ import json
 import os
 import random
 import shutil
-import socket
 import statistics
 import subprocess
 import sys
@@ -41,6 +40,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
 from tests.hardware.interposed_suspend import Failed, gpucr  # noqa: E402 - found where the checkout is
 from tests.lines import complete_lines  # noqa: E402 - found where the checkout is
+from tests.ports import lasting_port  # noqa: E402 - found where the checkout is
 
 SEEDS = tuple(range(1, 9))
 AWAKE_BOUND_S, ASLEEP_BOUND_S, EVICTION_BOUND_S = 0.002, 0.2, 0.3
@@ -208,8 +208,8 @@ class Trial:
         self._options = options
         self._dice = random.Random(7)  # noqa: S311 - the same requests each time
         self._begun_s = time.monotonic()
-        ports = free_ports(2 * count)
-        self.servers = [ModelServer(number, options, ports[2 * number]) for number in range(count)]
+        port = lasting_port(count=2 * count)
+        self.servers = [ModelServer(number, options, port + 2 * number) for number in range(count)]
 
     def run(self) -> None:
         """Every step, until one fails."""
@@ -405,13 +405,6 @@ class Trial:
         finally:
             is_over.set()
             watching.join(10.0)
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody has now."""
-    with contextlib.ExitStack() as opened:
-        made = [opened.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count // 2)]
-        return [port for each in made for port in (each.getsockname()[1], each.getsockname()[1] + 1)]
 
 
 def percentile(values: Sequence[float], share: float) -> float:
