@@ -14,7 +14,6 @@ import pytest
 import gpucr
 from gpucr.borrow import ledger
 from gpucr.errors import GpuFull, Unsupported
-from gpucr.model import Gpu
 from gpucr.on_demand.job import Seen
 from gpucr.on_demand.policy import Contender, Place
 from gpucr.on_demand.turn import Turn
@@ -168,7 +167,7 @@ class Refusing:
         """It sleeps."""
         return Seen("asleep")
 
-    def wake_on(self, here: Sequence[Gpu]) -> tuple[str, ...]:
+    def wake_on(self) -> tuple[str, ...]:
         """These."""
         return self.allowed
 

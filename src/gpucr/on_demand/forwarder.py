@@ -422,7 +422,7 @@ class Forwarder:
 
     def _status(self) -> Message:
         now_s = time.monotonic()
-        self._save()
+        self._add_bytes()
         return {
             "job": to_json(self._as_contender()),
             "waiting": len(self._waiting),
@@ -450,12 +450,15 @@ class Forwarder:
         self._count(wake_buckets=buckets, wake_s=self._counts.wake_s + woken.seconds)
         self._counted("wakes", woken.found)
 
-    def _save(self) -> None:
-        """Bytes are added up here: a record a piece would cost more than the piece."""
+    def _add_bytes(self) -> None:
+        """Here and not for each piece: a new record would cost more than the piece."""
         before = self._counts.moved_bytes
         in_bytes, out_bytes = before.get("in", 0) + self._in_bytes, before.get("out", 0) + self._out_bytes
         self._in_bytes = self._out_bytes = 0
         self._count(moved_bytes={"in": in_bytes, "out": out_bytes})
+
+    def _save(self) -> None:
+        self._add_bytes()
         self._journal.update(counts=self._counts)
 
     async def _aside(self, work: Callable[[], _T]) -> _T:

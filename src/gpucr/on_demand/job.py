@@ -19,7 +19,7 @@ from gpucr.jobs.record import JobRecord
 from gpucr.jobs.registered import registry, registry_in_use
 from gpucr.jobs.sidecar import Journal
 from gpucr.linux import claims, namespaces, processes
-from gpucr.model import CudaState, Gpu, GpuMap
+from gpucr.model import CudaState, GpuMap
 from gpucr.on_demand.folder import OnDemandFolder
 from gpucr.on_demand.policy import Bytes, Place
 from gpucr.on_demand.settings import ANY_GPU, OnDemand
@@ -108,10 +108,10 @@ class ServedJob:
         variables: Mapping[str, str] = os.environ if first is None else first.environment
         return tuple(gpu.uuid for gpu in visible_gpus(list_gpus(), variables))
 
-    def wake_on(self, here: Iterable[Gpu]) -> tuple[str, ...]:
+    def wake_on(self) -> tuple[str, ...]:
         """The GPUs on which it may wake, besides its own."""
         named = self._settings.wake_on
-        return tuple(gpu.uuid for gpu in here if named == (ANY_GPU,) or gpu.uuid in named)
+        return tuple(gpu.uuid for gpu in list_gpus()) if named == (ANY_GPU,) else named
 
     def learn_needs(self, seen: Seen) -> Bytes | None:
         """What it needs on its GPUs; noted for when it has ended."""

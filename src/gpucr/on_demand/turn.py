@@ -94,8 +94,7 @@ class Turn:
         """Wake it if it is its turn; otherwise say what it waits for (nothing: another one decides right now)."""
         me = self._me()
         with nvml_kept_open():
-            here = list_gpus()
-            allowed = self._job.wake_on(here) if self._may_move and seen.where != "unstarted" else ()
+            allowed = self._job.wake_on() if self._may_move and seen.where != "unstarted" else ()
             with _gpus_held({*policy.gpus_of(me), *allowed}, self._check) as is_ours:
                 return self._with_gpus(seen, me, allowed) if is_ours else ()
 
