@@ -288,7 +288,8 @@ class Forwarder:
                 self._failed(before, "failed", e)
                 return
             self._enter("serving")
-            self._counted_wake(woken)
+            if woken.found != "awake":
+                self._counted_wake(woken)
             self._journal.tell(
                 "woken", found=woken.found, seconds=round(woken.seconds, 3), evicted=list(woken.evicted) or None,
                 moved_to=list(woken.moved) or None,
