@@ -140,6 +140,19 @@ def test_a_job_in_a_network_of_its_own(models: Models) -> None:
     assert model.ask() == "llama 102"
 
 
+@pytest.mark.criu
+def test_a_job_that_starts_later_in_a_network_of_its_own(models: Models) -> None:
+    """Until it has started its port is nobody's: in the forwarder's own network that is the forwarder."""
+    model = models.later("llama", isolate=True)
+    assert model.ask() == "llama 101"
+    counts = model.served.counts
+    assert (counts.connection_count, counts.wakes) == (1, {"unstarted": 1})
+    gpucr.stop_job("llama", grace_s=0.0)
+    model.wait("unstarted")
+    assert model.ask() == "llama 101"
+    assert model.served.counts.connection_count == 2
+
+
 def test_a_job_woken_and_suspended_by_hand(models: Models) -> None:
     model = models.asleep("llama")
     gpucr.resume("llama")

@@ -176,6 +176,7 @@ class ServedJob:
         if first is None:
             raise InvalidRequest(f"nothing says how {self.name} is started", hint="start it with `gpucr run`")
         launch(LaunchRequest.stored(first, self.name), cancel)
+        self.look()  # its port is in the network that it has now
 
     def _key(self) -> Secret | None:
         return None if self._settings.key_file is None else Secret.in_file(self._settings.key_file)
@@ -200,7 +201,9 @@ class ServedJob:
         def make() -> socket.socket:
             return socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
 
-        if self._record is None or not has_own_network(self._record):
+        if self._record is None:
+            raise Unsupported(f"the job {self.name} has not started", hint="ask again later")
+        if not has_own_network(self._record):
             return make()
         return in_network_of(self._record, make)
 

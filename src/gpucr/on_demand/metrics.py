@@ -64,7 +64,6 @@ class OnDemandCollector:
         )
         for job in jobs:
             counts = job.counts
-            count = sum(number for word, number in counts.wakes.items() if word not in ("failed", "damaged"))
             bounds = [(str(bound), number) for bound, number in zip(WAKE_BUCKETS_S, counts.wake_buckets, strict=False)]
-            times.add_metric([job.name], [*bounds, ("+Inf", count)], counts.wake_s)
+            times.add_metric([job.name], [*bounds, ("+Inf", counts.wake_count)], counts.wake_s)
         yield times
