@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 from typing import Any
 
 import pytest
 
+from gpucr.on_demand import tasks
 from gpucr.on_demand.connection import Connection, NotServed
 
 PIECES = 100
@@ -68,3 +70,35 @@ def test_a_fast_stream_does_not_keep_others_waiting(monkeypatch: pytest.MonkeyPa
     order = asyncio.run(run())
     assert order.count("piece") == PIECES
     assert len(order) - 1 - order[::-1].index("another") < PIECES + 10
+
+
+def test_tasks_that_are_cancelled_as_their_wait_ends_still_end() -> None:
+    """`asyncio.wait_for` swallows that cancellation before Python 3.12."""
+
+    async def run() -> int:
+        loop, waits = asyncio.get_running_loop(), list[asyncio.Future[None]]()
+
+        async def swallow() -> None:
+            while True:
+                waits.append(loop.create_future())
+                with contextlib.suppress(*((asyncio.CancelledError,) if len(waits) == 1 else ())):
+                    await waits[-1]
+
+        task = loop.create_task(swallow())
+        await asyncio.sleep(0)
+        await tasks.end([task])
+        assert task.cancelled()
+        return len(waits)
+
+    assert asyncio.run(run()) == 2
+
+
+def test_how_tasks_end_is_nobodys_business() -> None:
+    async def fail() -> None:
+        raise ValueError
+
+    async def run() -> None:
+        await tasks.end([asyncio.get_running_loop().create_task(fail())])
+        await tasks.end([])
+
+    asyncio.run(run())

@@ -13,6 +13,7 @@ import socket
 import time
 from typing import Protocol
 
+from gpucr.on_demand.tasks import end as end_tasks
 from gpucr.on_demand.traffic import HttpTraffic, PlainTraffic, Traffic
 
 PIECE_BYTES = 1 << 20
@@ -115,9 +116,7 @@ class Connection:
         try:
             await asyncio.gather(*ways)
         finally:
-            for each in ways:
-                each.cancel()
-            await asyncio.gather(*ways, return_exceptions=True)
+            await end_tasks(ways)
 
     async def _from_client(self, job: socket.socket, traffic: Traffic) -> None:
         while data := await self._loop.sock_recv(self._client, PIECE_BYTES):

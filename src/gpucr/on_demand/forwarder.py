@@ -25,6 +25,7 @@ from gpucr.on_demand.listening import Listener
 from gpucr.on_demand.neighbours import Message, contender_in
 from gpucr.on_demand.policy import Contender, Phase
 from gpucr.on_demand.settings import OnDemand
+from gpucr.on_demand.tasks import end as end_tasks
 from gpucr.on_demand.turn import GaveUp, Turn, Woken, sleep_with_room
 from gpucr.records import DEFAULT_PRIORITY, to_json
 
@@ -60,6 +61,7 @@ class Forwarder:
         self._waiting: dict[asyncio.Future[None], float] = {}
         self._busy: set[Connection] = set()
         self._connections: set[Connection] = set()
+        self._serving: set[asyncio.Task[None]] = set()
         self._cancel = Cancellation()
         self._change = asyncio.Lock()
         self._stirred = asyncio.Event()
@@ -85,11 +87,8 @@ class Forwarder:
             done, _ = await asyncio.wait([*tasks, ended], return_when=asyncio.FIRST_COMPLETED)
         finally:
             self._cancel.cancel("the forwarder ends")
-            for each in (*tasks, ended):
-                each.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            for connection in tuple(self._connections):
-                connection.shut()
+            await end_tasks((*tasks, ended))
+            await end_tasks(self._serving)
             self._threads.shutdown(wait=True)  # what was begun is undone, or done
             self._save()
             self._journal.tell("left", phase=self._phase)
@@ -147,37 +146,30 @@ class Forwarder:
 
     async def _accept(self, listener: Listener) -> None:
         loop = asyncio.get_running_loop()
-        tasks: set[asyncio.Task[None]] = set()
-        try:
-            while True:
-                try:
-                    client, _ = await loop.sock_accept(listener.socket)
-                except OSError:  # a client that has left, or a machine without descriptors or memory
-                    await asyncio.sleep(_OUT_OF_RESOURCES_S)
-                    continue
-                client.setblocking(False)
-                self._count(connection_count=self._counts.connection_count + 1)
-                task = self._begin(client, listener.address.job_port)
-                if task is not None:
-                    tasks.add(task)
-                    task.add_done_callback(tasks.discard)
-                await asyncio.sleep(0)  # others too: an accept that need not wait does not let them
-        finally:
-            for each in tasks:
-                each.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        while True:
+            try:
+                client, _ = await loop.sock_accept(listener.socket)
+            except OSError:  # a client that has left, or a machine without descriptors or memory
+                await asyncio.sleep(_OUT_OF_RESOURCES_S)
+                continue
+            client.setblocking(False)
+            self._count(connection_count=self._counts.connection_count + 1)
+            self._begin(client, listener.address.job_port)
+            await asyncio.sleep(0)  # others too: an accept that need not wait does not let them
 
-    def _begin(self, client: socket.socket, job_port: int) -> asyncio.Task[None] | None:
+    def _begin(self, client: socket.socket, job_port: int) -> None:
         refusal = None
         if len(self._connections) >= self._most:
             refusal = NotServed("full", f"there are {self._most} connections already, as many as the limit allows")
             if len(self._connections) >= self._most + _MOST_REFUSED_AT_ONCE:
                 self.refused(refusal)
                 turn_away(client, refusal, http=self.http)
-                return None
+                return
         connection = Connection(self, client, job_port)
         self._connections.add(connection)
-        return asyncio.get_running_loop().create_task(self._serve(connection, refusal))
+        task = asyncio.get_running_loop().create_task(self._serve(connection, refusal))
+        self._serving.add(task)
+        task.add_done_callback(self._serving.discard)
 
     async def _serve(self, connection: Connection, refusal: NotServed | None) -> None:
         try:
