@@ -250,33 +250,45 @@ def test_too_few_descriptors_for_any_connection(models: Models) -> None:
     assert few.wait(DEADLINE_S) == Unsupported.exit_code
 
 
-def test_sockets_of_systemd(models: Models) -> None:
-    model = models.start("llama")
-    gpucr.end_forwarders(["llama"])
-    code = """
+FROM_SYSTEMD = """
 import os, sys
 os.dup2(int(sys.argv[1]), 3)
 os.environ.update(LISTEN_PID=str(os.getpid()), LISTEN_FDS=sys.argv[2])
 os.execv(sys.executable, [sys.executable, "-m", "gpucr", "on-demand", "llama", "--foreground"])
 """
 
-    def start(handed: socket.socket, count: int) -> subprocess.Popen[str]:
-        words = [sys.executable, "-c", code, str(handed.fileno()), str(count)]
-        return subprocess.Popen(words, pass_fds=[handed.fileno()], stderr=subprocess.PIPE, text=True)
 
+def as_systemd_starts_it(handed: socket.socket, count: int) -> subprocess.Popen[str]:
+    """A forwarder of llama that gets the socket, and is told that there are so many."""
+    words = [sys.executable, "-c", FROM_SYSTEMD, str(handed.fileno()), str(count)]
+    kept = ("PATH", "LD_LIBRARY_PATH", "XDG_STATE_HOME", "PYTHONPATH")  # of little that a service has
+    own = {name: value for name, value in os.environ.items() if name in kept or name.startswith("GPUCR_")}
+    return subprocess.Popen(words, pass_fds=[handed.fileno()], stderr=subprocess.PIPE, text=True, env=own)
+
+
+@pytest.mark.parametrize("lazily", [False, True], ids=["a job that runs", "a job that starts later"])
+def test_sockets_of_systemd(models: Models, lazily: bool) -> None:
+    model = models.later("llama") if lazily else models.start("llama")
+    gpucr.end_forwarders(["llama"])
     with socket.create_server(("127.0.0.1", 0)) as handed:
-        wrong = start(handed, 2)
+        wrong = as_systemd_starts_it(handed, 2)
         assert wrong.wait(DEADLINE_S) == InvalidRequest.exit_code
         assert "what systemd hands over as descriptor 4 is not a socket" in wrong.communicate()[1]
-        right = start(handed, 1)
-        try:
-            wait_until(lambda: model.phase == "serving", "the forwarder")
-            model.port = handed.getsockname()[1]
-            assert model.ask() == "llama 101"
-        finally:
-            right.send_signal(signal.SIGTERM)
-            assert right.wait(DEADLINE_S) == 0
-            right.communicate()
+        model.port = handed.getsockname()[1]
+        with model.connect() as early:  # systemd starts it for this one
+            early.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            for number in (101, 102):
+                right = as_systemd_starts_it(handed, 1)
+                try:
+                    if number == 101:
+                        assert early.recv(12) == b"HTTP/1.1 200"
+                    else:
+                        assert model.ask() == "llama 102"
+                finally:
+                    right.send_signal(signal.SIGTERM)
+                    assert right.wait(DEADLINE_S) == 0
+                    right.communicate()
+                assert model.state == "running"
 
 
 def test_nonsense_on_the_socket_of_the_forwarders(models: Models) -> None:

@@ -193,7 +193,7 @@ class Refusing:
         return phases
 
 
-def test_who_finds_the_gpu_full_does_not_keep_others_waiting(gpus: list[str]) -> None:
+def test_a_job_that_finds_the_gpu_full_does_not_keep_others_waiting(gpus: list[str]) -> None:
     job = Refusing(GpuFull("the GPU is full"))
     assert job.take({gpus[0]: 1 << 20}) == ["waking", "waiting", "waking"]
 

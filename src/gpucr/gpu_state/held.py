@@ -59,7 +59,7 @@ def _by_nvml(uses: Sequence[GpuUse]) -> dict[int, dict[str, int]]:
 def _returned(pid: int) -> list[Block]:
     try:
         status = ask_status(pid) if is_interposed(pid) else None
-    except PermissionError:  # another user's, of which there are NVML's figures alone
+    except PermissionError:  # another user's: NVML's figures have to do
         return []
     if status is None or not status.foreign:
         return []
