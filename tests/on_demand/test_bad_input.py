@@ -212,10 +212,12 @@ def test_a_client_that_never_reads_fills_no_memory(models: Models) -> None:
     assert model.served.counts.refused == {"request-limit": 1}
 
 
-def limited(name: str, files: int) -> subprocess.Popen[bytes]:
+def limited(name: str, files: int, *options: str) -> subprocess.Popen[str]:
     """A forwarder that may open so many files."""
     return subprocess.Popen(
-        command.command("on-demand", name, "--foreground"),
+        command.command("on-demand", name, *options),
+        text=True,
+        stderr=subprocess.PIPE if not options else None,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (files, files)),  # noqa: PLW1509 - one thread
     )
 
@@ -224,7 +226,7 @@ def limited(name: str, files: int) -> subprocess.Popen[bytes]:
 def test_many_connections_with_few_descriptors(models: Models, http: bool) -> None:
     model = models.start("llama", http=http)
     gpucr.end_forwarders(["llama"])
-    few = limited("llama", 256)
+    few = limited("llama", 256, "--foreground")
     try:
         wait_until(lambda: model.phase == "serving", "the forwarder")
         with contextlib.ExitStack() as opened:
@@ -246,8 +248,10 @@ def test_many_connections_with_few_descriptors(models: Models, http: bool) -> No
 def test_too_few_descriptors_for_any_connection(models: Models) -> None:
     models.start("llama")
     gpucr.end_forwarders(["llama"])
-    few = limited("llama", 64)
-    assert few.wait(DEADLINE_S) == Unsupported.exit_code
+    assert limited("llama", 64, "--foreground").wait(DEADLINE_S) == Unsupported.exit_code
+    in_background = limited("llama", 64)  # says the same
+    _, said = in_background.communicate(timeout=DEADLINE_S)
+    assert (in_background.returncode, "raise the limit to 112" in said) == (Unsupported.exit_code, True), said
 
 
 FROM_SYSTEMD = """
