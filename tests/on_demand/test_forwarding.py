@@ -93,6 +93,20 @@ def _connection(port: int) -> http.client.HTTPConnection:
     return http.client.HTTPConnection("127.0.0.1", port, timeout=DEADLINE_S)
 
 
+def test_another_protocol_on_the_same_connection(models: Models) -> None:
+    """As WebSockets are: what comes after the switch are plain bytes, and wake the job too."""
+    model = models.start("llama", idle_s=0.3)
+    with model.connect() as made, made.makefile("rb") as lines:
+        made.sendall(b"GET /upgrade HTTP/1.1\r\nConnection: upgrade\r\n\r\n")
+        assert lines.readline().startswith(b"HTTP/1.1 101")
+        while lines.readline() != b"\r\n":
+            pass
+        for number in (102, 103, 104):
+            made.sendall(b"x")
+            assert lines.readline() == b"%d\n" % number
+            model.wait("asleep")
+
+
 def test_a_half_closed_connection_is_passed_on(models: Models) -> None:
     model = models.asleep("llama", http=False)
     with model.connect() as made:

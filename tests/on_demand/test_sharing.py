@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import threading
@@ -14,9 +15,11 @@ import pytest
 import gpucr
 from gpucr.borrow import ledger
 from gpucr.errors import GpuFull, Unsupported
+from gpucr.linux import processes
 from gpucr.on_demand.job import Seen
 from gpucr.on_demand.policy import Contender, Place
 from gpucr.on_demand.turn import Turn
+from gpucr.supervise.folder import SupervisedFolder
 from gpucr.supervise.job import RegisteredJob
 from gpucr.supervise.settings import Supervision
 from tests import command
@@ -304,6 +307,28 @@ def test_without_a_store_a_job_that_host_memory_cannot_hold_stays_awake(models: 
     finally:
         short.terminate()
         assert short.wait(DEADLINE_S) == 0
+
+
+@long
+@pytest.mark.criu
+def test_a_job_that_dies_is_restored_by_its_supervisor_while_its_clients_wait(models: Models, tmp_path: Path) -> None:
+    model = Model("llama")
+    done = command.run(
+        "run", "--name", "llama", "--every", "1s", "--to", tmp_path / "store", "--cwd", tmp_path,
+        "--on-demand", model.listen, "--http", "--", *model.command(20, "0"),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    try:
+        wait_until(lambda: model.response()[0] == 200, "the server")
+        taken = model.served.counts.connection_count
+        wait_until(lambda: bool(SupervisedFolder("llama").state().checkpoints.get("success")), "a checkpoint")
+        processes.send_signal(model.record.root, signal.SIGKILL)
+        wait_until(lambda: model.phase == "gone", "its end to be noticed")
+        assert model.ask().startswith("llama ")
+        assert model.served.counts.connection_count == taken + 1
+        assert SupervisedFolder("llama").state().restores["success"] == 1
+    finally:
+        gpucr.end_supervisors(["llama"], "leave", timeout_s=DEADLINE_S)
 
 
 def test_a_supervisor_waits_for_a_job_that_sleeps(models: Models) -> None:
