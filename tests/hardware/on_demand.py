@@ -187,7 +187,7 @@ class ModelServer:
         listed = registry().look(self.name)
         if listed is None or listed.record is None or not listed.record.log.exists():
             return "it has no log"
-        return listed.record.log.read_text(errors="replace")[-1500:]
+        return listed.record.log.read_text(errors="replace")[-600:]
 
 
 def wait(is_so: Callable[[], bool], what: str, limit_s: float) -> None:

@@ -185,6 +185,26 @@ run.forward(sys.argv[1])
     assert folder.running() is None
 
 
+@pytest.mark.criu
+@pytest.mark.parametrize("wake_on", [(), ("auto",)], ids=["its own", "any"])
+def test_a_gpu_that_is_lost(
+    models: Models, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, wake_on: tuple[str, ...]
+) -> None:
+    model = models.asleep("llama", devices="1", wake_on=wake_on)
+    gpucr.end_forwarders(["llama"])
+    monkeypatch.setenv("GPUCR_SIM_GPUS", "1x200MiB")
+    model.serve(wake_on=wake_on)
+    status, text = model.response()
+    assert (status, "is not here any more" in text) == (503, True), text
+    assert (model.phase, model.events("wake-failed")[-1]["code"]) == ("asleep", "GPUCR-ON-DEMAND-TOO-LARGE")
+    gpucr.dump("llama", tmp_path / "away")  # as the error's page says
+    monkeypatch.setenv("GPUCR_SIM_GPUS", "2x200MiB")
+    gpucr.end_forwarders(["llama"])
+    gpucr.restore(tmp_path / "away")
+    model.serve()
+    assert model.ask() == "llama 101"
+
+
 def test_a_byte_now_and_then_does_not_keep_others_away(models: Models) -> None:
     waits = models.asleep("waits", mib=150)
     slow = models.start("slow", mib=150, request_limit_s=1.0)
