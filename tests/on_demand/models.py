@@ -165,9 +165,11 @@ class Models:
 
     def close(self) -> None:
         """End what still runs."""
-        end_forwarders(timeout_s=DEADLINE_S)
-        for folder in OnDemandFolder.all():
-            assert folder.running() is None, f"the forwarder of {folder.name} still runs"
-        for listed in registry().jobs():
-            if listed.record is not None:
-                end_processes(listed.record)
+        try:
+            end_forwarders(timeout_s=DEADLINE_S)
+            for folder in OnDemandFolder.all():
+                assert folder.running() is None, f"the forwarder of {folder.name} still runs"
+        finally:
+            for listed in registry().jobs():
+                if listed.record is not None:
+                    end_processes(listed.record)
