@@ -8,6 +8,7 @@ import click
 
 BENCHMARKS = (
     "compare",
+    "forwarding",
     "host-memory",
     "incremental",
     "interposed",

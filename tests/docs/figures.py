@@ -16,7 +16,7 @@ WIDTH = 99
 
 SPEED = (
     "compare", "interposed", "interposed-full-gpu", "interposed-disk", "incremental", "store-dump", "interposer-cost",
-    "overhead", "rehearsal", "host-memory", "intervals", "growth",
+    "overhead", "rehearsal", "host-memory", "intervals", "growth", "forwarding",
 )  # fmt: skip
 CORRECT = (
     "main-job", "frameworks", "gangs", "four-gpus", "whole-jobs", "full-gpus", "supervised", "stores", "ordinary-user",

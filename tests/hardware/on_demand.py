@@ -9,8 +9,9 @@ and requests in random order from 8 clients, half of them curl, whose answers mu
 ``--small``: ten servers of 6 GiB that sleep after two seconds, and the waits of all requests.
 
 With ``--program simulated`` servers need no torch, and sizes are in MiB: for the simulated driver (`gpucr sim env`).
-Prints a table. ``--json`` also has the GPU's memory over time, for `benchmarks.on_demand`. Exit code 1: an answer is
-wrong or missing, a time is beyond its bound, or a step failed or took longer than --limit.
+Prints a table, last. ``--json`` also has the GPU's memory over time, for `benchmarks.on_demand`. It takes ``--within``
+seconds at most: requests that do not fit in are left out. Exit code 1: an answer is wrong or missing, a time is beyond
+its bound, or a step failed or took longer than --limit.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import json
 import os
 import random
 import shutil
-import socket
+import signal
 import statistics
 import subprocess
 import sys
@@ -41,11 +42,13 @@ sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
 from tests.hardware.interposed_suspend import Failed, gpucr  # noqa: E402 - found where the checkout is
 from tests.lines import complete_lines  # noqa: E402 - found where the checkout is
+from tests.ports import lasting_port  # noqa: E402 - found where the checkout is
 
 SEEDS = tuple(range(1, 9))
 AWAKE_BOUND_S, ASLEEP_BOUND_S, EVICTION_BOUND_S = 0.002, 0.2, 0.3
 _SAMPLE_EVERY_S, _LOOK_EVERY_S, _QUIET_S = 0.1, 0.02, 1.2
 _AWAKE_REQUESTS = 40
+_OF_GPU, _SLEEPING, _END_LIMIT_S = 0.4, 2.5, 20.0
 
 
 @dataclass
@@ -80,6 +83,7 @@ class Outcome:
     gib: float
     servers: int
     gpu: str = ""
+    driver: str = ""
     gpu_bytes: int = 0
     rows: list[Row] = field(default_factory=list)
     requests: int = 0
@@ -150,8 +154,9 @@ class ModelServer:
         return text.strip(), float(seconds)
 
     def learn(self) -> None:
-        """The right answers, from the server itself, and twice the same."""
+        """The right answers, from the server itself, and twice the same. Its forwarder keeps it awake meanwhile."""
         for seed in SEEDS:
+            self.ask("health")
             answers = {self.ask(seed, direct=True)[0] for _ in range(2)}
             if len(answers) != 1:
                 raise Failed(f"{self.name} does not answer seed {seed} the same twice: {answers}")
@@ -182,7 +187,7 @@ class ModelServer:
         listed = registry().look(self.name)
         if listed is None or listed.record is None or not listed.record.log.exists():
             return "it has no log"
-        return listed.record.log.read_text(errors="replace")[-1500:]
+        return listed.record.log.read_text(errors="replace")[-600:]
 
 
 def wait(is_so: Callable[[], bool], what: str, limit_s: float) -> None:
@@ -198,18 +203,22 @@ class Trial:
     """All steps, one after the other. What fails is in the outcome."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        from gpucr.driver.gpus import list_gpus
+        from gpucr.driver.gpus import driver_version, list_gpus
+        from gpucr.linux.memory import available_bytes
 
         gpu = list_gpus()[0]
-        if options.gib is None:
-            options.gib = 6.0 if options.small else round(0.4 * gpu.memory_total_bytes / (1 << 30), 1)
+        if options.gib is None:  # two of three may sleep in host memory at a time
+            most = min(_OF_GPU * gpu.memory_total_bytes, available_bytes() / _SLEEPING)
+            options.gib = 6.0 if options.small else round(most / (1 << 30), 1)
         count = 10 if options.small else 3
-        self.outcome = Outcome(options.program, options.gib, count, gpu.name, gpu.memory_total_bytes)
+        version = driver_version() or "unknown"
+        self.outcome = Outcome(options.program, options.gib, count, gpu.name, version, gpu.memory_total_bytes)
         self._options = options
         self._dice = random.Random(7)  # noqa: S311 - the same requests each time
         self._begun_s = time.monotonic()
-        ports = free_ports(2 * count)
-        self.servers = [ModelServer(number, options, ports[2 * number]) for number in range(count)]
+        self._end_s = self._begun_s + options.within
+        port = lasting_port(count=2 * count)
+        self.servers = [ModelServer(number, options, port + 2 * number) for number in range(count)]
 
     def run(self) -> None:
         """Every step, until one fails."""
@@ -229,9 +238,11 @@ class Trial:
             for name, step in steps:
                 begun_s = time.monotonic()
                 try:
+                    if begun_s > self._end_s:
+                        raise Failed(f"{self._options.within:g} s were over before it")
                     step()
-                except Failed as e:
-                    self.outcome.errors.append(f"{name}: {e}")
+                except Exception as e:  # noqa: BLE001 - what was measured before is shown
+                    self.outcome.errors.append(f"{name}: {e if isinstance(e, Failed) else repr(e)}")
                     self.outcome.errors += [f"{each.name}: {each.log_end()}" for each in self.servers]
                     return
                 finally:
@@ -273,11 +284,11 @@ class Trial:
         self.outcome.rows += [direct, forwarded]
 
     def _asleep(self) -> None:
-        """There is room on the GPU: all are suspended by hand first."""
+        """There is room on the GPU: two are suspended by hand first."""
         row = Row("asleep", bound_s=ASLEEP_BOUND_S)
         server = self.servers[0]
         for seed in SEEDS[: self._options.rounds]:
-            for each in self.servers:
+            for each in self.servers[:2]:
                 self._suspend(each)
             text, first_s = server.ask(seed)
             awake_s = server.ask(seed)[1]
@@ -317,9 +328,7 @@ class Trial:
         if self._options.skip_driver:
             return
         server, limit_s = self.servers[0], self._options.limit
-        self._suspend(server)
-        for each in self.servers[1:]:
-            self._suspend(each)
+        self._suspend(self.servers[1])
         server.ask("health")
         times = []
         for words in (("suspend", server.name, "--gpu-state", "driver"), ("resume", server.name)):
@@ -340,18 +349,22 @@ class Trial:
         has_curl = shutil.which("curl") is not None
         if not has_curl:
             print("there is no curl: all clients are Python's", flush=True)
-        turn, position = threading.Lock(), iter(range(len(turns)))
+        turn, position, failed = threading.Lock(), iter(range(len(turns))), threading.Event()
 
         def client(number: int) -> None:
             while True:
                 with turn:
                     place = next(position, None)
-                if place is None:
+                if place is None or failed.is_set() or time.monotonic() > self._end_s:
                     return
                 server, seed = turns[place]
                 time.sleep(pauses[place])
                 ask = server.ask_with_curl if has_curl and number % 2 else server.ask
-                text, first_s = ask(seed)
+                try:
+                    text, first_s = ask(seed)
+                except BaseException:
+                    failed.set()
+                    raise
                 with turn:
                     outcome.waits[server.name].append(first_s)
                     outcome.requests += 1
@@ -359,11 +372,14 @@ class Trial:
 
         with ThreadPoolExecutor(options.clients) as threads:
             clients: list[Future[None]] = [threads.submit(client, number) for number in range(options.clients)]
-            for each in clients:
-                each.result()
+            try:
+                for each in clients:
+                    each.result()
+            finally:
+                failed.set()  # the others end, too
         outcome.switches = self._wakes() - before
         if outcome.requests != options.requests:
-            raise Failed(f"{outcome.requests} of {options.requests} requests were answered")
+            raise Failed(f"{outcome.requests} of {options.requests} requests were answered within {options.within:g} s")
 
     def _wakes(self) -> int:
         return sum(len(server.events("woken")) for server in self.servers)
@@ -407,13 +423,6 @@ class Trial:
             watching.join(10.0)
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody has now."""
-    with contextlib.ExitStack() as opened:
-        made = [opened.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count // 2)]
-        return [port for each in made for port in (each.getsockname()[1], each.getsockname()[1] + 1)]
-
-
 def percentile(values: Sequence[float], share: float) -> float:
     """The value below which this share of them lies."""
     return sorted(values)[min(int(share * len(values)), len(values) - 1)]
@@ -445,7 +454,7 @@ def end(servers: Sequence[ModelServer], limit_s: float) -> None:
     """End forwarders and servers; what cannot be ended is reported."""
     for words in (("on-demand", "--leave", "--json"), *(("kill", server.name, "--json") for server in servers)):
         with contextlib.suppress(Failed):
-            gpucr(*words, limit_s=limit_s)
+            gpucr(*words, limit_s=min(limit_s, _END_LIMIT_S))
 
 
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -462,7 +471,8 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--idle", type=float, help="seconds until a server sleeps; default: 600, 2 with --small")
     parser.add_argument("--program", choices=["transformers", "simulated"], default="transformers")
     parser.add_argument("--skip-driver", action="store_true", help="without the driver alone, which takes long")
-    parser.add_argument("--limit", type=float, default=120, help="seconds for each step of gpucr, and each request")
+    parser.add_argument("--limit", type=float, default=100, help="seconds for each step of gpucr, and each request")
+    parser.add_argument("--within", type=float, default=420, help="seconds for all steps together")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     if options.pause is None:
@@ -476,6 +486,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     """Try it."""
     options = parsed()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     folder = Path(tempfile.mkdtemp(prefix="gpucr-on-demand-"))
     os.environ["XDG_STATE_HOME"] = str(folder)
     trial = Trial(options)
@@ -486,9 +497,10 @@ def main() -> int:
         if options.json is not None:
             options.json.write_text(json.dumps(asdict(trial.outcome), indent=1))
         shutil.rmtree(folder, ignore_errors=True)
-    unit = "MiB" if options.program == "simulated" else "GiB"
-    print(f"\n{len(trial.servers)} servers of {options.gib:g} {unit} on {trial.outcome.gpu}, {options.rounds} rounds")
-    print(table(trial.outcome))
+        unit = "MiB" if options.program == "simulated" else "GiB"
+        where = f"{trial.outcome.gpu}, driver {trial.outcome.driver}"
+        print(f"\n{len(trial.servers)} servers of {options.gib:g} {unit} on {where}, {options.rounds} rounds")
+        print(table(trial.outcome), flush=True)
     return 0 if trial.outcome.is_good else 1
 
 

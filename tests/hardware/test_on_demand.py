@@ -13,7 +13,6 @@ import pytest
 from benchmarks import on_demand as picture
 from gpucr.sim import build as simulator
 from tests.conftest import FIXED_COST_MS
-from tests.hardware import on_demand
 from tests.hardware.main_job import ROOT
 from tests.hardware.on_demand import Outcome, Row, percentile, table
 from tests.storm import later
@@ -41,11 +40,6 @@ def test_a_failure_is_in_the_table(outcome: Outcome, words: str) -> None:
 def test_percentiles() -> None:
     values = [float(number) for number in range(100)]
     assert (percentile(values, 0.95), percentile([3.0], 0.95)) == (95.0, 3.0)
-
-
-def test_ports_come_in_pairs() -> None:
-    ports = on_demand.free_ports(6)
-    assert [port + 1 for port in ports[::2]] == ports[1::2]
 
 
 @pytest.mark.root

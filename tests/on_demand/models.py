@@ -143,11 +143,14 @@ class Models:
         wait_until(lambda: "ready" in made.record.log.read_text(), f"{name} to listen")
         return made
 
-    def later(self, name: str, *options: object, mib: int = 80) -> Model:
-        """A model that starts when it is asked."""
+    def later(self, name: str, *options: object, mib: int = 80, isolate: bool = False) -> Model:
+        """A model that starts when it is asked. In a network of its own it listens on the port of its forwarder."""
         made = Model(name)
+        if isolate:
+            made.job_port = made.port
+        isolation = "--isolate" if isolate else "--no-isolate"
         done = command.run(
-            "run", "--json", "--name", name, "--no-isolate", "--on-demand", made.listen, "--http", "--start", "lazily",
+            "run", "--json", "--name", name, isolation, "--on-demand", made.listen, "--http", "--start", "lazily",
             "--cwd", self.folder, *options, "--", *made.command(mib, "0"),
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
@@ -162,9 +165,11 @@ class Models:
 
     def close(self) -> None:
         """End what still runs."""
-        end_forwarders(timeout_s=DEADLINE_S)
-        for folder in OnDemandFolder.all():
-            assert folder.running() is None, f"the forwarder of {folder.name} still runs"
-        for listed in registry().jobs():
-            if listed.record is not None:
-                end_processes(listed.record)
+        try:
+            end_forwarders(timeout_s=DEADLINE_S)
+            for folder in OnDemandFolder.all():
+                assert folder.running() is None, f"the forwarder of {folder.name} still runs"
+        finally:
+            for listed in registry().jobs():
+                if listed.record is not None:
+                    end_processes(listed.record)

@@ -2,6 +2,7 @@
 
 ``python3 server.py PORT MIB DEVICES [NAME]``, HTTP/1.1 with keep-alive. ``GET /``: a counter in device memory, raised
 by one. ``/slow?SECONDS``: begins its answer, and ends it so much later. ``/big?BYTES``: so many. ``/events?N``: chunks.
+``/upgrade``: another protocol, which answers each byte with the counter in a line.
 """
 
 from __future__ import annotations
@@ -81,6 +82,11 @@ class Handler(BaseHTTPRequestHandler):
                 self.wfile.flush()
                 time.sleep(0.05)
             self.wfile.write(b"0\r\n\r\n")
+        elif url.path == "/upgrade":
+            self.send_response(101)
+            self.end_headers()
+            while self.rfile.read(1):
+                self.wfile.write(b"%d\n" % self.device.next())
         else:
             body = bytes(int(url.query)) if url.path == "/big" else text
             self._begin(len(body))

@@ -185,6 +185,26 @@ run.forward(sys.argv[1])
     assert folder.running() is None
 
 
+@pytest.mark.criu
+@pytest.mark.parametrize("wake_on", [(), ("auto",)], ids=["its own", "any"])
+def test_a_gpu_that_is_lost(
+    models: Models, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, wake_on: tuple[str, ...]
+) -> None:
+    model = models.asleep("llama", devices="1", wake_on=wake_on)
+    gpucr.end_forwarders(["llama"])
+    monkeypatch.setenv("GPUCR_SIM_GPUS", "1x200MiB")
+    model.serve(wake_on=wake_on)
+    status, text = model.response()
+    assert (status, "is not here any more" in text) == (503, True), text
+    assert (model.phase, model.events("wake-failed")[-1]["code"]) == ("asleep", "GPUCR-ON-DEMAND-TOO-LARGE")
+    gpucr.dump("llama", tmp_path / "away")  # as the error's page says
+    monkeypatch.setenv("GPUCR_SIM_GPUS", "2x200MiB")
+    gpucr.end_forwarders(["llama"])
+    gpucr.restore(tmp_path / "away")
+    model.serve()
+    assert model.ask() == "llama 101"
+
+
 def test_a_byte_now_and_then_does_not_keep_others_away(models: Models) -> None:
     waits = models.asleep("waits", mib=150)
     slow = models.start("slow", mib=150, request_limit_s=1.0)
@@ -212,10 +232,12 @@ def test_a_client_that_never_reads_fills_no_memory(models: Models) -> None:
     assert model.served.counts.refused == {"request-limit": 1}
 
 
-def limited(name: str, files: int) -> subprocess.Popen[bytes]:
+def limited(name: str, files: int, *options: str) -> subprocess.Popen[str]:
     """A forwarder that may open so many files."""
     return subprocess.Popen(
-        command.command("on-demand", name, "--foreground"),
+        command.command("on-demand", name, *options),
+        text=True,
+        stderr=subprocess.PIPE if not options else None,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (files, files)),  # noqa: PLW1509 - one thread
     )
 
@@ -224,7 +246,7 @@ def limited(name: str, files: int) -> subprocess.Popen[bytes]:
 def test_many_connections_with_few_descriptors(models: Models, http: bool) -> None:
     model = models.start("llama", http=http)
     gpucr.end_forwarders(["llama"])
-    few = limited("llama", 256)
+    few = limited("llama", 256, "--foreground")
     try:
         wait_until(lambda: model.phase == "serving", "the forwarder")
         with contextlib.ExitStack() as opened:
@@ -246,37 +268,51 @@ def test_many_connections_with_few_descriptors(models: Models, http: bool) -> No
 def test_too_few_descriptors_for_any_connection(models: Models) -> None:
     models.start("llama")
     gpucr.end_forwarders(["llama"])
-    few = limited("llama", 64)
-    assert few.wait(DEADLINE_S) == Unsupported.exit_code
+    assert limited("llama", 64, "--foreground").wait(DEADLINE_S) == Unsupported.exit_code
+    in_background = limited("llama", 64)  # says the same
+    _, said = in_background.communicate(timeout=DEADLINE_S)
+    assert (in_background.returncode, "raise the limit to 112" in said) == (Unsupported.exit_code, True), said
 
 
-def test_sockets_of_systemd(models: Models) -> None:
-    model = models.start("llama")
-    gpucr.end_forwarders(["llama"])
-    code = """
+FROM_SYSTEMD = """
 import os, sys
 os.dup2(int(sys.argv[1]), 3)
 os.environ.update(LISTEN_PID=str(os.getpid()), LISTEN_FDS=sys.argv[2])
 os.execv(sys.executable, [sys.executable, "-m", "gpucr", "on-demand", "llama", "--foreground"])
 """
 
-    def start(handed: socket.socket, count: int) -> subprocess.Popen[str]:
-        words = [sys.executable, "-c", code, str(handed.fileno()), str(count)]
-        return subprocess.Popen(words, pass_fds=[handed.fileno()], stderr=subprocess.PIPE, text=True)
 
+def as_systemd_starts_it(handed: socket.socket, count: int) -> subprocess.Popen[str]:
+    """A forwarder of llama that gets the socket, and is told that there are so many."""
+    words = [sys.executable, "-c", FROM_SYSTEMD, str(handed.fileno()), str(count)]
+    kept = ("PATH", "LD_LIBRARY_PATH", "XDG_STATE_HOME", "PYTHONPATH")  # of little that a service has
+    own = {name: value for name, value in os.environ.items() if name in kept or name.startswith("GPUCR_")}
+    return subprocess.Popen(words, pass_fds=[handed.fileno()], stderr=subprocess.PIPE, text=True, env=own)
+
+
+@pytest.mark.parametrize("lazily", [False, True], ids=["a job that runs", "a job that starts later"])
+def test_sockets_of_systemd(models: Models, lazily: bool) -> None:
+    model = models.later("llama") if lazily else models.start("llama")
+    gpucr.end_forwarders(["llama"])
     with socket.create_server(("127.0.0.1", 0)) as handed:
-        wrong = start(handed, 2)
+        wrong = as_systemd_starts_it(handed, 2)
         assert wrong.wait(DEADLINE_S) == InvalidRequest.exit_code
         assert "what systemd hands over as descriptor 4 is not a socket" in wrong.communicate()[1]
-        right = start(handed, 1)
-        try:
-            wait_until(lambda: model.phase == "serving", "the forwarder")
-            model.port = handed.getsockname()[1]
-            assert model.ask() == "llama 101"
-        finally:
-            right.send_signal(signal.SIGTERM)
-            assert right.wait(DEADLINE_S) == 0
-            right.communicate()
+        model.port = handed.getsockname()[1]
+        with model.connect() as early:  # systemd starts it for this one
+            early.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            for number in (101, 102):
+                right = as_systemd_starts_it(handed, 1)
+                try:
+                    if number == 101:
+                        assert early.recv(12) == b"HTTP/1.1 200"
+                    else:
+                        assert model.ask() == "llama 102"
+                finally:
+                    right.send_signal(signal.SIGTERM)
+                    assert right.wait(DEADLINE_S) == 0
+                    right.communicate()
+                assert model.state == "running"
 
 
 def test_nonsense_on_the_socket_of_the_forwarders(models: Models) -> None:

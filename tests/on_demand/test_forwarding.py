@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import gpucr
+from gpucr.driver.gpus import list_gpus
 from gpucr.on_demand.settings import OnDemand
 from gpucr.on_demand.start import serve_on_demand
 from tests.counter import DEADLINE_S, wait_until
@@ -45,6 +46,21 @@ def test_a_connection_that_is_kept_open_does_not_keep_it_awake(models: Models) -
     assert model.served.counts.connection_count == 1
 
 
+def test_many_open_connections_cost_nothing_on_the_gpu(models: Models) -> None:
+    model = models.start("llama", idle_s=0.3)
+    with contextlib.ExitStack() as opened:
+        made = [opened.enter_context(contextlib.closing(_connection(model.port))) for _ in range(100)]
+        for each in made:
+            each.request("GET", "/")
+            each.getresponse().read()
+        model.wait("asleep")
+        assert model.served.open_connections == 100
+        gpu = list_gpus()[0]
+        assert gpu.memory_free_bytes == gpu.memory_total_bytes
+        made[0].request("GET", "/")
+        assert made[0].getresponse().read().startswith(b"llama ")
+
+
 def test_a_request_that_takes_its_time_keeps_it_awake(models: Models) -> None:
     model = models.start("llama", idle_s=0.2)
     answers: list[str] = []
@@ -75,6 +91,20 @@ def test_large_bodies_and_events_pass(models: Models, http: bool) -> None:
 
 def _connection(port: int) -> http.client.HTTPConnection:
     return http.client.HTTPConnection("127.0.0.1", port, timeout=DEADLINE_S)
+
+
+def test_another_protocol_on_the_same_connection(models: Models) -> None:
+    """As WebSockets are: what comes after the switch are plain bytes, and wake the job too."""
+    model = models.start("llama", idle_s=0.3)
+    with model.connect() as made, made.makefile("rb") as lines:
+        made.sendall(b"GET /upgrade HTTP/1.1\r\nConnection: upgrade\r\n\r\n")
+        assert lines.readline().startswith(b"HTTP/1.1 101")
+        while lines.readline() != b"\r\n":
+            pass
+        for number in (102, 103, 104):
+            made.sendall(b"x")
+            assert lines.readline() == b"%d\n" % number
+            model.wait("asleep")
 
 
 def test_a_half_closed_connection_is_passed_on(models: Models) -> None:
@@ -122,6 +152,19 @@ def test_a_job_in_a_network_of_its_own(models: Models) -> None:
     assert model.ask() == "llama 101"
     model.wait("asleep")
     assert model.ask() == "llama 102"
+
+
+@pytest.mark.criu
+def test_a_job_that_starts_later_in_a_network_of_its_own(models: Models) -> None:
+    """Until it has started its port is nobody's: in the forwarder's own network that is the forwarder."""
+    model = models.later("llama", isolate=True)
+    assert model.ask() == "llama 101"
+    counts = model.served.counts
+    assert (counts.connection_count, counts.wakes) == (1, {"unstarted": 1})
+    gpucr.stop_job("llama", grace_s=0.0)
+    model.wait("unstarted")
+    assert model.ask() == "llama 101"
+    assert model.served.counts.connection_count == 2
 
 
 def test_a_job_woken_and_suspended_by_hand(models: Models) -> None:

@@ -102,6 +102,57 @@ def test_a_job_that_never_ran_has_its_gpus_for_itself() -> None:
     assert policy.decide(new, [job("a"), job("b", used=700)], TOTAL, TOTAL, NOW) == Wake(("a", "b"))
 
 
+MODELS = {GPU: "H100", OTHER: "H100", "GPU-2": "H100", "GPU-3": "L4"}
+
+
+@pytest.mark.parametrize(
+    ("needs", "allowed", "free", "places"),
+    [
+        pytest.param({GPU: 40}, (), {}, [], id="nothing is allowed"),
+        pytest.param({GPU: 40}, ("GPU-3",), {}, [], id="another model"),
+        pytest.param({"GPU-lost": 40}, tuple(MODELS), {}, [], id="its GPU is lost"),
+        pytest.param({GPU: 40, "GPU-3": 1}, tuple(MODELS), {}, [], id="on two models"),
+        pytest.param(None, tuple(MODELS), {}, [], id="it has never run"),
+        pytest.param(
+            {GPU: 40}, tuple(MODELS), {OTHER: 10, "GPU-2": 20}, [{GPU: "GPU-2"}, {GPU: OTHER}], id="the emptiest first"
+        ),
+        pytest.param({GPU: 40}, (OTHER,), {"GPU-2": 20}, [{GPU: OTHER}], id="named ones only"),
+        pytest.param(
+            {GPU: 10, OTHER: 40}, tuple(MODELS), {GPU: 5, OTHER: 1, "GPU-2": 20}, [{OTHER: "GPU-2", GPU: GPU}],
+            id="the largest part to the emptiest",
+        ),
+    ],
+)  # fmt: skip
+def test_places(
+    needs: dict[str, int] | None, allowed: Sequence[str], free: dict[str, int], places: list[dict[str, str]]
+) -> None:
+    found = list(policy.places(replace(ME, needs=needs), MODELS, allowed, free))
+    assert found == [{uuid: uuid for uuid in needs or {}}, *places]
+
+
+@pytest.mark.parametrize(
+    ("others", "place", "decision"),
+    [
+        pytest.param([job("a", needs={GPU: 50})], GPU, Wake(), id="there is room on its own"),
+        pytest.param([job("a", needs={GPU: 80})], OTHER, Wake(), id="an idle one stays if another GPU has room"),
+        pytest.param(
+            [job("a", needs={GPU: 80}), job("b", needs={OTHER: 80})], GPU, Wake(("a",)), id="its own, if both are idle"
+        ),
+        pytest.param(
+            [job("a", needs={GPU: 80}, **BUSY), job("b", needs={OTHER: 80})], OTHER, Wake(("b",)), id="the idle one"
+        ),
+        pytest.param(
+            [job("a", needs={GPU: 80}, **BUSY), job("b", needs={OTHER: 80}, **BUSY)],
+            GPU, Wait(("a",), drain=("a",)), id="it waits for its own",
+        ),
+    ],
+)  # fmt: skip
+def test_where_it_wakes(others: Sequence[Contender], place: str, decision: policy.Decision) -> None:
+    free = {uuid: 100 - sum((each.needs or {}).get(uuid, 0) for each in others) for uuid in TOTAL}
+    where = list(policy.places(ME, {GPU: "H100", OTHER: "H100"}, (OTHER,), free))
+    assert policy.choose(ME, where, others, TOTAL, free, NOW) == ({GPU: place}, decision)
+
+
 @pytest.mark.parametrize("phase", ["asleep", "waiting", "waking", "falling-asleep", "unstarted", "gone"])
 def test_only_a_job_that_serves_makes_room(phase: Phase) -> None:
     assert policy.makes_room(job("a", phase), ME, NOW) == "no"

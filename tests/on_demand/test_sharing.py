@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,6 +14,12 @@ import pytest
 
 import gpucr
 from gpucr.borrow import ledger
+from gpucr.errors import GpuFull, Unsupported
+from gpucr.linux import processes
+from gpucr.on_demand.job import Seen
+from gpucr.on_demand.policy import Contender, Place
+from gpucr.on_demand.turn import Turn
+from gpucr.supervise.folder import SupervisedFolder
 from gpucr.supervise.job import RegisteredJob
 from gpucr.supervise.settings import Supervision
 from tests import command
@@ -122,6 +130,85 @@ def test_jobs_on_several_gpus(models: Models) -> None:
     assert second.phase == "serving"
 
 
+@pytest.mark.parametrize("wake_on", ["auto", "1"])
+def test_it_wakes_on_another_gpu_that_has_room(models: Models, wake_on: str) -> None:
+    second = models.asleep("second", devices="1")
+    model = models.run("llama", mib=150)
+    words = ("--listen", model.listen, "--http", "--wake-on", wake_on)
+    assert command.run("on-demand", "llama", *words).returncode == 0
+    gpucr.suspend("llama")
+    model.wait("asleep")
+    first = models.start("first", mib=150)
+    assert model.ask() == "llama 101"
+    assert model.events("woken")[-1]["moved_to"] == [models.gpus[1]]
+    wait_until(lambda: list(model.served.device_bytes) == [models.gpus[1]], "its needs to be where it is")
+    assert [each.ask() for each in (second, first)] == ["second 101", "first 101"]
+    assert [each.phase for each in (model, first)] == ["asleep", "serving"]
+    assert model.ask() == "llama 102"
+    assert sorted(each.phase for each in (first, second)) == ["asleep", "serving"], "one makes room, on either GPU"
+
+
+def test_gpus_that_are_not_here(models: Models) -> None:
+    model = models.run("llama")
+    for words in (("--wake-on", "7"), ("--wake-on", "auto,1"), ("--wake-on", "")):
+        done = command.run("on-demand", "llama", "--listen", model.listen, *words, "--dry-run")
+        assert (done.returncode, "GPUCR-BAD-GPU" in done.stderr) == (2, True), done.stderr
+
+
+class Refusing:
+    """A job whose first wake is refused."""
+
+    name = "llama"
+
+    def __init__(self, reason: Exception, allowed: Sequence[str] = ()) -> None:
+        self.reason, self.allowed = reason, tuple(allowed)
+        self.places: list[Place] = []
+        self.told: list[str] = []
+        self.journal = self
+
+    def look(self) -> Seen:
+        """It sleeps."""
+        return Seen("asleep")
+
+    def wake_on(self) -> tuple[str, ...]:
+        """These."""
+        return self.allowed
+
+    def tell(self, event: str, **_: object) -> None:
+        """Its journal."""
+        self.told.append(event)
+
+    def wake(self, seen: Seen, place: Place, cancel: gpucr.Cancellation) -> None:
+        """Refused once."""
+        self.places.append(place)
+        if len(self.places) == 1:
+            raise self.reason
+
+    def take(self, needs: dict[str, int]) -> list[str]:
+        """Its turn. Returns its phases."""
+        me = Contender("llama", 0, "waiting", 100, needs, 1.0, waits_since_s=1.0)
+        phases: list[str] = []
+        turn = Turn(
+            self, lambda: me, lambda: None, gpucr.Cancellation(), lambda _: None,  # type: ignore[arg-type]
+            lambda phase, _: phases.append(phase),
+        )  # fmt: skip
+        assert turn.take().found == "asleep"
+        return phases
+
+
+def test_a_job_that_finds_the_gpu_full_does_not_keep_others_waiting(gpus: list[str]) -> None:
+    job = Refusing(GpuFull("the GPU is full"))
+    assert job.take({gpus[0]: 1 << 20}) == ["waking", "waiting", "waking"]
+
+
+def test_a_job_that_the_driver_does_not_move_wakes_on_its_own_gpu(models: Models) -> None:
+    first = models.start("first", mib=150)
+    job = Refusing(Unsupported("this driver has no GPU maps", hint="-", code="GPUCR-DRIVER"), models.gpus)
+    job.take({models.gpus[0]: 100 << 20})
+    assert job.places == [{models.gpus[0]: models.gpus[1]}, {models.gpus[0]: models.gpus[0]}]
+    assert (job.told, first.phase) == (["move-failed"], "asleep")
+
+
 def test_a_job_starts_when_it_is_asked(models: Models) -> None:
     busy = models.start("busy", mib=150)
     later = models.later("later", "--idle", "300s", mib=150)
@@ -220,6 +307,28 @@ def test_without_a_store_a_job_that_host_memory_cannot_hold_stays_awake(models: 
     finally:
         short.terminate()
         assert short.wait(DEADLINE_S) == 0
+
+
+@long
+@pytest.mark.criu
+def test_a_job_that_dies_is_restored_by_its_supervisor_while_its_clients_wait(models: Models, tmp_path: Path) -> None:
+    model = Model("llama")
+    done = command.run(
+        "run", "--name", "llama", "--every", "1s", "--to", tmp_path / "store", "--cwd", tmp_path,
+        "--on-demand", model.listen, "--http", "--", *model.command(20, "0"),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    try:
+        wait_until(lambda: model.response()[0] == 200, "the server")
+        taken = model.served.counts.connection_count
+        wait_until(lambda: bool(SupervisedFolder("llama").state().checkpoints.get("success")), "a checkpoint")
+        processes.send_signal(model.record.root, signal.SIGKILL)
+        wait_until(lambda: model.phase == "gone", "its end to be noticed")
+        assert model.ask().startswith("llama ")
+        assert model.served.counts.connection_count == taken + 1
+        assert SupervisedFolder("llama").state().restores["success"] == 1
+    finally:
+        gpucr.end_supervisors(["llama"], "leave", timeout_s=DEADLINE_S)
 
 
 def test_a_supervisor_waits_for_a_job_that_sleeps(models: Models) -> None:

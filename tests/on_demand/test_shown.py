@@ -52,6 +52,10 @@ def test_everywhere(models: Models, tmp_path: Path) -> None:
     states = [line.split()[:2] for line in table.splitlines()]
     assert states == [["NAME", "STATE"], ["first", "serving"], ["second", "asleep"]]
 
+    assert [command.run_json("jobs", each)["jobs"][0]["state"] for each in ("first", "second")] == [
+        "running",
+        "suspended",
+    ]
     jobs = {job["name"]: job for job in command.run_json("jobs")["jobs"]}
     assert jobs["first"]["on_demand"]["phase"] == "serving"
     assert jobs["second"]["on_demand"]["listen"] == [f"127.0.0.1:{second.port}"]

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from gpucr.on_demand.metrics import OnDemandCollector
 from gpucr.supervise import metrics
 from tests import command
 from tests.conftest import skip_or_fail
@@ -61,6 +62,14 @@ tests:
       - {{series: 'gpucr_rehearsals_total{{{label}="bad",result="failed"}}', values: '0x9 1x20'}}
       - {{series: 'gpucr_rehearsals_total{{{label}="well",result="success"}}', values: '0x9 1x20'}}
       - {{series: 'gpucr_rehearsals_total{{{label}="well",result="not-held"}}', values: '0x9 1x20'}}
+      - {{series: 'gpucr_on_demand_info{{{label}="unheard",phase="missing"}}', values: '1x30'}}
+      - {{series: 'gpucr_on_demand_info{{{label}="served",phase="asleep"}}', values: '1x30'}}
+      - {{series: 'gpucr_on_demand_wakes_total{{{label}="tired",found="failed"}}', values: '0x9 1x20'}}
+      - {{series: 'gpucr_on_demand_wakes_total{{{label}="served",found="asleep"}}', values: '0+1x30'}}
+      - {{series: 'gpucr_on_demand_queue{{{label}="asked"}}', values: '2x30'}}
+      - {{series: 'gpucr_on_demand_queue{{{label}="served"}}', values: '0 3 0 3 0 3 0 3 0 3 0 3 0 3 0 3 0 3 0 3 0 3 0'}}
+      - {{series: 'gpucr_on_demand_refused_total{{{label}="late",why="timeout"}}', values: '0x9 1x20'}}
+      - {{series: 'gpucr_on_demand_refused_total{{{label}="served",why="full"}}', values: '0+1x30'}}
     alert_rule_test:
 {expected}
 """
@@ -72,6 +81,10 @@ EXPECTED = {
     "GpucrCheckpointOverdue": ("late", None),
     "GpucrRestartsWithoutProgress": ("loop", None),
     "GpucrRehearsalFailed": ("bad", None),
+    "GpucrForwarderMissing": ("unheard", "missing"),
+    "GpucrWakesFail": ("tired", None),
+    "GpucrRequestsWait": ("asked", None),
+    "GpucrRequestsTimeOut": ("late", None),
 }
 
 
@@ -107,7 +120,8 @@ def _alert_names() -> list[str]:
 def test_every_name_in_rules_and_dashboard_is_a_metric(bench: Bench) -> None:
     bench.clock.after(1300, bench.ends(DONE))
     bench.supervise()
-    known = {name for family in metrics.JobsCollector().collect() for name in _names_of(family)}
+    families = [*metrics.JobsCollector().collect(), *OnDemandCollector().collect()]
+    known = {name for family in families for name in _names_of(family)}
     used = set(_NAME.findall(metrics.alerts()))
     board = json.loads(metrics.dashboard())
     shown = {name for panel in board["panels"] for each in panel["targets"] for name in _NAME.findall(each["expr"])}
@@ -119,7 +133,15 @@ def test_every_name_in_rules_and_dashboard_is_a_metric(bench: Bench) -> None:
 
 
 def _names_of(family: Any) -> set[str]:
-    return {f"{family.name}_total" if family.type == "counter" else family.name}
+    return {f"{family.name}{ {'counter': '_total', 'histogram': '_bucket'}.get(family.type, '') }"}
+
+
+def test_counters_are_there_before_they_count(bench: Bench) -> None:
+    bench.clock.after(1, bench.ends(DONE))
+    bench.supervise()
+    found = {(name, labels.get("result")) for name, labels, _ in metrics.samples()}
+    for name in ("checkpoints", "rehearsals", "restores"):
+        assert {(f"gpucr_{name}_total", "success"), (f"gpucr_{name}_total", "failed")} <= found
 
 
 def test_they_are_printed_and_the_page_names_every_alert() -> None:

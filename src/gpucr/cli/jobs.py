@@ -26,7 +26,7 @@ from gpucr.model import ProcessId
 from gpucr.on_demand.folder import OnDemandFolder
 from gpucr.on_demand.listing import OnDemandJob, list_on_demand
 from gpucr.operations.gpu_jobs import device_bytes_of_jobs
-from gpucr.operations.launch import forget_jobs, list_jobs
+from gpucr.operations.launch import forget_jobs, list_jobs, with_cuda_states
 from gpucr.quantities import format_bytes, format_seconds
 from gpucr.records import DEFAULT_PRIORITY, to_json
 from gpucr.supervise.folder import UNFINISHED, SupervisedFolder, SupervisedState
@@ -99,7 +99,8 @@ def command(
                 click.echo(f"{job.name} forgotten ({_state_text(job)}){_kept(job, force=force)}")
             return
     else:
-        found = [_find(each) for each in dict.fromkeys(targets)] if targets else list_jobs(all_users=all_users)
+        named = map(_find, dict.fromkeys(targets))
+        found = with_cuda_states(named) if targets else list_jobs(all_users=all_users)
         more = _more(found)
         if not targets and not show_all:
             found = [job for job in found if job.state.word != "ended" or more[job.name].is_wanted]

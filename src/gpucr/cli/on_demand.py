@@ -141,11 +141,11 @@ def _print_list(jobs: Sequence[OnDemandJob], *, as_json: bool) -> None:
         (
             job.name,
             job.phase,
-            "-" if job.idle_s is None else format_seconds(job.idle_s),
+            "-" if job.idle_s is None or job.phase in ("unstarted", "gone") else format_seconds(job.idle_s),
             str(job.waiting),
             str(job.open_requests),
             format_bytes(sum(job.device_bytes.values())) if job.device_bytes else "-",
-            str(sum(job.counts.wakes.values())),
+            str(job.counts.wake_count),
             printable(", ".join(job.listen)),
         )
         for job in jobs

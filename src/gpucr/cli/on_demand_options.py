@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import click
 
 from gpucr.cli.durations import Duration
-from gpucr.cli.options import complete_place
+from gpucr.cli.options import complete_gpu, complete_place
 from gpucr.cli.sidecars import words_of
 
 if TYPE_CHECKING:
@@ -43,8 +43,13 @@ _OPTIONS = (
         "--sleep-to", metavar="STORE", shell_complete=complete_place,
         help="Where the sleeping job goes if host memory becomes short for others; made if missing. Needs root.",
     ),
+    click.option(
+        "--wake-on", metavar="auto|GPU,...", shell_complete=complete_gpu,
+        help="Other GPUs of its model on which it may wake where its own have no room, by index or UUID; auto: all. "
+        "Default: none.",
+    ),
 )  # fmt: skip
-_NAMES = ("idle_s", "stay_s", "wake_timeout_s", "request_limit_s", "http", "sleep_to")
+_NAMES = ("idle_s", "stay_s", "wake_timeout_s", "request_limit_s", "http", "sleep_to", "wake_on")
 
 
 def on_demand_options(listen: str, what: str) -> Callable[[F], F]:
@@ -59,6 +64,8 @@ def on_demand_options(listen: str, what: str) -> Callable[[F], F]:
         def with_settings(**options: Any) -> Any:
             addresses: tuple[str, ...] = options.pop("listen")
             given = {name: value for name in _NAMES if (value := options.pop(name, None)) is not None}
+            if "wake_on" in given:
+                given["wake_on"] = tuple(name.strip() for name in given["wake_on"].split(","))
             on_event = options.pop("on_event", None)
             if "every" in options and (options["every"] is not None or not addresses):
                 options["on_event"] = on_event  # `gpucr run`: its supervisor gets it too, or says what is missing

@@ -57,7 +57,10 @@ def _by_nvml(uses: Sequence[GpuUse]) -> dict[int, dict[str, int]]:
 
 
 def _returned(pid: int) -> list[Block]:
-    status = ask_status(pid) if is_interposed(pid) else None
+    try:
+        status = ask_status(pid) if is_interposed(pid) else None
+    except PermissionError:  # another user's: NVML's figures have to do
+        return []
     if status is None or not status.foreign:
         return []
     return [each for each in ask_blocks(pid) or () if each.flags & Flag.RETURNED and not each.flags & Flag.AWAY]

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from msgspec import Struct
 
-from gpucr.errors import BrokenInstall, DeadlineExceeded, GpucrError, InvalidRequest
+from gpucr.errors import BrokenInstall, DeadlineExceeded, GpucrError, InvalidRequest, Unsupported
 from gpucr.jobs.sidecar import FolderT, SidecarFolder
 from gpucr.linux import own_python, processes, trusted_paths
 from gpucr.model import ProcessId
@@ -48,40 +48,42 @@ def start(folder: SidecarFolder[Any, Any]) -> int:
         for fd in (log, ours, theirs):
             if fd >= 0:
                 os.close(fd)
-    word, _, rest = answer.partition(" ")
-    pid = whole_number(rest)
-    if word == "ready" and pid is not None:
+    word, *words = answer.split("\0")
+    pid = whole_number(words[0]) if word == "ready" and words else None
+    if pid is not None:
         return pid
-    hint = f"its output is in {folder.log_path}"
-    if word == "refused":
-        code, _, message = rest.partition(" ")
-        raise InvalidRequest(message, hint=hint, code=code)
-    raise BrokenInstall(f"the {folder.WORD} of {folder.name} has ended before it was at work", hint=hint)
+    output = f"its output is in {folder.log_path}"
+    if word == "refused" and len(words) == len(("exit code", "code", "message", "hint")):
+        exit_code, code, message, hint = words
+        kind = Unsupported if exit_code == str(Unsupported.exit_code) else InvalidRequest
+        raise kind(message, hint=hint or output, code=code)
+    raise BrokenInstall(f"the {folder.WORD} of {folder.name} has ended before it was at work", hint=output)
 
 
 def serve(answer_fd: str, work: Callable[[Callable[[], None]], object]) -> NoReturn:
     """Be a sidecar that `start` has started: reparented to init, in its own session.
 
-    ``work`` calls its argument when it is ready. ``ready PID`` goes to ``answer_fd``, or ``refused CODE MESSAGE``.
+    ``work`` calls its argument when it is ready. ``answer_fd`` gets the words ``ready`` and the pid, or ``refused``, an
+    exit code, a code, a message and a hint, with NUL between them.
     """
     if os.fork():
         os._exit(0)
     answer = int(answer_fd)
     os.set_inheritable(answer, False)
 
-    def tell(text: str) -> None:
+    def tell(*words: object) -> None:
         with contextlib.suppress(OSError):  # the caller may be gone
-            os.write(answer, text.encode())
+            os.write(answer, "\0".join(map(str, words)).encode())
         os.close(answer)
 
     code = 0
     try:
-        work(lambda: tell(f"ready {os.getpid()}"))
+        work(lambda: tell("ready", os.getpid()))
     except GpucrError as e:
         code = e.exit_code
         with contextlib.suppress(OSError):
             os.write(2, f"error: {e}\n".encode())
-            tell(f"refused {e.code} {e}")
+            tell("refused", e.exit_code, e.code, e, e.hint or "")
     os._exit(code)
 
 

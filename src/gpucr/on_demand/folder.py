@@ -29,6 +29,11 @@ class OnDemandCounts(Record, frozen=True):
     connection_count: Count = 0
     moved_bytes: Mapping[Text, Count] = {}
 
+    @property
+    def wake_count(self) -> int:
+        """Those that brought the job back."""
+        return sum(count for word, count in self.wakes.items() if word not in ("failed", "damaged"))
+
 
 class OnDemandState(SidecarState, frozen=True):
     """What outlives a forwarder. ``device_bytes``: what the job needs, by GPU UUID, once it is known.

@@ -25,6 +25,7 @@ from gpucr.on_demand.listening import Listener
 from gpucr.on_demand.neighbours import Message, contender_in
 from gpucr.on_demand.policy import Contender, Phase
 from gpucr.on_demand.settings import OnDemand
+from gpucr.on_demand.tasks import end as end_tasks
 from gpucr.on_demand.turn import GaveUp, Turn, Woken, sleep_with_room
 from gpucr.records import DEFAULT_PRIORITY, to_json
 
@@ -60,6 +61,7 @@ class Forwarder:
         self._waiting: dict[asyncio.Future[None], float] = {}
         self._busy: set[Connection] = set()
         self._connections: set[Connection] = set()
+        self._serving: set[asyncio.Task[None]] = set()
         self._cancel = Cancellation()
         self._change = asyncio.Lock()
         self._stirred = asyncio.Event()
@@ -85,11 +87,8 @@ class Forwarder:
             done, _ = await asyncio.wait([*tasks, ended], return_when=asyncio.FIRST_COMPLETED)
         finally:
             self._cancel.cancel("the forwarder ends")
-            for each in (*tasks, ended):
-                each.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            for connection in tuple(self._connections):
-                connection.shut()
+            await end_tasks((*tasks, ended))
+            await end_tasks(self._serving)
             self._threads.shutdown(wait=True)  # what was begun is undone, or done
             self._save()
             self._journal.tell("left", phase=self._phase)
@@ -147,37 +146,30 @@ class Forwarder:
 
     async def _accept(self, listener: Listener) -> None:
         loop = asyncio.get_running_loop()
-        tasks: set[asyncio.Task[None]] = set()
-        try:
-            while True:
-                try:
-                    client, _ = await loop.sock_accept(listener.socket)
-                except OSError:  # a client that has left, or a machine without descriptors or memory
-                    await asyncio.sleep(_OUT_OF_RESOURCES_S)
-                    continue
-                client.setblocking(False)
-                self._count(connection_count=self._counts.connection_count + 1)
-                task = self._begin(client, listener.address.job_port)
-                if task is not None:
-                    tasks.add(task)
-                    task.add_done_callback(tasks.discard)
-                await asyncio.sleep(0)  # others too: an accept that need not wait does not let them
-        finally:
-            for each in tasks:
-                each.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        while True:
+            try:
+                client, _ = await loop.sock_accept(listener.socket)
+            except OSError:  # a client that has left, or a machine without descriptors or memory
+                await asyncio.sleep(_OUT_OF_RESOURCES_S)
+                continue
+            client.setblocking(False)
+            self._count(connection_count=self._counts.connection_count + 1)
+            self._begin(client, listener.address.job_port)
+            await asyncio.sleep(0)  # others too: an accept that need not wait does not let them
 
-    def _begin(self, client: socket.socket, job_port: int) -> asyncio.Task[None] | None:
+    def _begin(self, client: socket.socket, job_port: int) -> None:
         refusal = None
         if len(self._connections) >= self._most:
             refusal = NotServed("full", f"there are {self._most} connections already, as many as the limit allows")
             if len(self._connections) >= self._most + _MOST_REFUSED_AT_ONCE:
                 self.refused(refusal)
                 turn_away(client, refusal, http=self.http)
-                return None
+                return
         connection = Connection(self, client, job_port)
         self._connections.add(connection)
-        return asyncio.get_running_loop().create_task(self._serve(connection, refusal))
+        task = asyncio.get_running_loop().create_task(self._serve(connection, refusal))
+        self._serving.add(task)
+        task.add_done_callback(self._serving.discard)
 
     async def _serve(self, connection: Connection, refusal: NotServed | None) -> None:
         try:
@@ -273,7 +265,7 @@ class Forwarder:
             turn = Turn(
                 self._job, self._as_contender, self._check, self._cancel,
                 lambda names: self._journal.tell("waits", waits_for=list(names)),
-                lambda: self._enter_from_thread("waking"),
+                self._enter_from_thread,
             )  # fmt: skip
             try:
                 woken = await self._aside(turn.take)
@@ -288,10 +280,12 @@ class Forwarder:
                 self._failed(before, "failed", e)
                 return
             self._enter("serving")
-            self._counted_wake(woken)
+            if woken.found != "awake":
+                self._counted_wake(woken)
             self._journal.tell(
-                "woken", found=woken.found, seconds=round(woken.seconds, 3), evicted=list(woken.evicted) or None
-            )
+                "woken", found=woken.found, seconds=round(woken.seconds, 3), evicted=list(woken.evicted) or None,
+                moved_to=list(woken.moved) or None,
+            )  # fmt: skip
         await self._look()
 
     async def _until_it_listens(self, woken: Woken) -> None:
@@ -367,8 +361,9 @@ class Forwarder:
             self._wanted_s = None
         self._phase = phase
 
-    def _enter_from_thread(self, phase: Phase) -> None:
-        self._phase = phase
+    def _enter_from_thread(self, phase: Phase, needs: policy.Bytes | None) -> None:
+        """``needs``: what it will have, on the GPUs where it wakes."""
+        self._phase, self._needs = phase, needs
 
     def _check(self) -> None:
         """Raise GaveUp if nobody asks any more. Called in the thread that waits."""
@@ -420,7 +415,7 @@ class Forwarder:
 
     def _status(self) -> Message:
         now_s = time.monotonic()
-        self._save()
+        self._add_bytes()
         return {
             "job": to_json(self._as_contender()),
             "waiting": len(self._waiting),
@@ -448,12 +443,15 @@ class Forwarder:
         self._count(wake_buckets=buckets, wake_s=self._counts.wake_s + woken.seconds)
         self._counted("wakes", woken.found)
 
-    def _save(self) -> None:
-        """Bytes are added up here: a record a piece would cost more than the piece."""
+    def _add_bytes(self) -> None:
+        """Here and not for each piece: a new record would cost more than the piece."""
         before = self._counts.moved_bytes
         in_bytes, out_bytes = before.get("in", 0) + self._in_bytes, before.get("out", 0) + self._out_bytes
         self._in_bytes = self._out_bytes = 0
         self._count(moved_bytes={"in": in_bytes, "out": out_bytes})
+
+    def _save(self) -> None:
+        self._add_bytes()
         self._journal.update(counts=self._counts)
 
     async def _aside(self, work: Callable[[], _T]) -> _T:

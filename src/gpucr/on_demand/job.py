@@ -19,10 +19,10 @@ from gpucr.jobs.record import JobRecord
 from gpucr.jobs.registered import registry, registry_in_use
 from gpucr.jobs.sidecar import Journal
 from gpucr.linux import claims, namespaces, processes
-from gpucr.model import CudaState
+from gpucr.model import CudaState, GpuMap
 from gpucr.on_demand.folder import OnDemandFolder
-from gpucr.on_demand.policy import Bytes
-from gpucr.on_demand.settings import OnDemand
+from gpucr.on_demand.policy import Bytes, Place
+from gpucr.on_demand.settings import ANY_GPU, OnDemand
 from gpucr.operations.chosen import when_free
 from gpucr.operations.dump import dump
 from gpucr.operations.launch import launch
@@ -108,6 +108,11 @@ class ServedJob:
         variables: Mapping[str, str] = os.environ if first is None else first.environment
         return tuple(gpu.uuid for gpu in visible_gpus(list_gpus(), variables))
 
+    def wake_on(self) -> tuple[str, ...]:
+        """The GPUs on which it may wake, besides its own."""
+        named = self._settings.wake_on
+        return tuple(gpu.uuid for gpu in list_gpus()) if named == (ANY_GPU,) else named
+
     def learn_needs(self, seen: Seen) -> Bytes | None:
         """What it needs on its GPUs; noted for when it has ended."""
         found = seen.device_bytes
@@ -137,25 +142,27 @@ class ServedJob:
         place = f"{self._settings.sleep_to}#{self.name}"
         when_free(lambda: dump(self.name, place, key=self._key(), cancel=cancel), cancel, _BUSY_S)
 
-    def wake(self, seen: Seen, cancel: Cancellation) -> None:
-        """Bring it back to its GPUs, from where it is; or start it. Raises as `resume`, `restore` and `run_job` do."""
+    def wake(self, seen: Seen, place: Place, cancel: Cancellation) -> None:
+        """Bring it back to GPUs, from where it is; or start it. Raises as `resume`, `restore` and `run_job` do."""
         begun_s = time.monotonic()
         if seen.where == "asleep":
-            self._resume(cancel)
+            self._resume(place, cancel)
         elif seen.where == "stored":
             record = self.record()
             stored = record.snapshot if record is not None and record.snapshot is not None else ""
             when_free(lambda: restore(stored, key=self._key(), cancel=cancel), cancel, _BUSY_S)
             self._remove(stored)
             if self.look().where == "asleep":  # as it was when it was dumped
-                self._resume(cancel)
+                self._resume(place, cancel)
         elif seen.where == "unstarted":
             self._start(cancel)
         self._mark(asleep=False)
         self.journal.update(wake_s=time.monotonic() - begun_s, asleep_since_s=None)
 
-    def _resume(self, cancel: Cancellation) -> None:
-        when_free(lambda: resume(self.name, cancel=cancel), cancel, _BUSY_S)
+    def _resume(self, place: Place, cancel: Cancellation) -> None:
+        moved = {old: new for old, new in place.items() if old != new}
+        gpu_map = GpuMap(tuple(place.items())) if moved else None
+        when_free(lambda: resume(self.name, gpu_map=gpu_map, cancel=cancel), cancel, _BUSY_S)
 
     def note(self, *, asleep: bool) -> None:
         """Somebody else has woken it, or put it to sleep: note that, so that it counts as if the forwarder had."""
@@ -169,6 +176,7 @@ class ServedJob:
         if first is None:
             raise InvalidRequest(f"nothing says how {self.name} is started", hint="start it with `gpucr run`")
         launch(LaunchRequest.stored(first, self.name), cancel)
+        self.look()  # its port is in the network that it has now
 
     def _key(self) -> Secret | None:
         return None if self._settings.key_file is None else Secret.in_file(self._settings.key_file)
@@ -193,7 +201,9 @@ class ServedJob:
         def make() -> socket.socket:
             return socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
 
-        if self._record is None or not has_own_network(self._record):
+        if self._record is None:
+            raise Unsupported(f"the job {self.name} has not started", hint="ask again later")
+        if not has_own_network(self._record):
             return make()
         return in_network_of(self._record, make)
 

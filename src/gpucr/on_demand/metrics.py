@@ -10,11 +10,21 @@ from gpucr.on_demand.folder import WAKE_BUCKETS_S
 from gpucr.on_demand.listing import list_on_demand
 
 _BY_WORD = (
-    ("wakes", "found", "gpucr_on_demand_wakes", "Wakes, by where the job was; `failed` ones too."),
-    ("sleeps", "reason", "gpucr_on_demand_sleeps", "Sleeps, by why: idle, evicted for another job, or failed."),
-    ("refused", "why", "gpucr_on_demand_refused", "Requests and connections that were not served."),
-    ("moved_bytes", "direction", "gpucr_on_demand_bytes", "Bytes from clients, and to clients."),
-)
+    (
+        "wakes", "found", "gpucr_on_demand_wakes", "Wakes, by where the job was; `failed` ones too.",
+        ("asleep", "stored", "unstarted", "failed", "damaged"),
+    ),
+    (
+        "sleeps", "reason", "gpucr_on_demand_sleeps", "Sleeps, by why: idle, evicted for another job, or failed.",
+        ("idle", "evicted", "stored", "failed"),
+    ),
+    (
+        "refused", "why", "gpucr_on_demand_refused", "Requests and connections that were not served.",
+        ("timeout", "full", "wake-failed", "no-listener", "request-limit"),
+    ),
+    ("moved_bytes", "direction", "gpucr_on_demand_bytes", "Bytes from clients, and to clients.", ("in", "out")),
+)  # fmt: skip
+"""All words are shown before they have happened: a counter that begins with 1 has not increased, to Prometheus."""
 _PLAIN = (
     ("connection_count", "gpucr_on_demand_connections", "Connections that were accepted."),
     ("waits", "gpucr_on_demand_waits", "Requests that had to wait for the job."),
@@ -38,10 +48,10 @@ class OnDemandCollector:
             info.add_metric([job.name, job.phase], 1)
             queue.add_metric([job.name], job.waiting)
         yield from (info, queue)
-        for member, label, name, text in _BY_WORD:
+        for member, label, name, text, words in _BY_WORD:
             counter = core.CounterMetricFamily(name, text, labels=["job", label])
             for job in jobs:
-                for word, count in getattr(job.counts, member).items():
+                for word, count in {**dict.fromkeys(words, 0), **getattr(job.counts, member)}.items():
                     counter.add_metric([job.name, word], count)
             yield counter
         for member, name, text in _PLAIN:
@@ -54,7 +64,6 @@ class OnDemandCollector:
         )
         for job in jobs:
             counts = job.counts
-            count = sum(number for word, number in counts.wakes.items() if word not in ("failed", "damaged"))
             bounds = [(str(bound), number) for bound, number in zip(WAKE_BUCKETS_S, counts.wake_buckets, strict=False)]
-            times.add_metric([job.name], [*bounds, ("+Inf", count)], counts.wake_s)
+            times.add_metric([job.name], [*bounds, ("+Inf", counts.wake_count)], counts.wake_s)
         yield times

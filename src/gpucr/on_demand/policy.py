@@ -6,10 +6,11 @@ Those that it asks to make room check the same rules again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from gpucr.records import Count, Duration, Priority, Record, Text
 
@@ -106,6 +107,44 @@ def decide(me: Contender, others: Sequence[Contender], total: Bytes, free: Bytes
         return Wait(tuple(each.name for each in on_gpu) or (OTHERS,))
     names = {each.name for each in later}
     return Wait(asked, drain=tuple(name for name in asked if name in names))
+
+
+Place = Mapping[str, str]
+"""Where a job wakes: for each GPU that it was on, the one that it goes to."""
+
+
+def places(me: Contender, models: Mapping[str, str], allowed: Collection[str], free: Bytes) -> Iterator[Place]:
+    """Where a job could wake: on its own GPUs, then on ``allowed`` ones of their model, the emptiest first.
+
+    ``models`` by UUID. A job on several GPUs goes to several, its largest part to the emptiest one.
+    """
+    needs = me.needs or {}
+    yield {uuid: uuid for uuid in needs}
+    if len({models.get(uuid) for uuid in needs}) != 1 or models.get(next(iter(needs))) is None:
+        return  # of several models, or lost: the driver does not take it elsewhere
+    model = models[next(iter(needs))]
+    fitting = [uuid for uuid, name in models.items() if name == model and (uuid in needs or uuid in allowed)]
+    fitting.sort(key=lambda uuid: (-free.get(uuid, 0), uuid))
+    largest_first = sorted(needs, key=lambda uuid: (-needs[uuid], uuid))
+    for first in range(len(fitting) - len(needs) + 1):
+        chosen = fitting[first : first + len(needs)]
+        if set(chosen) != set(needs):
+            yield dict(zip(largest_first, chosen, strict=True))
+
+
+def at(me: Contender, place: Place) -> Contender:
+    """The job, as one that was there."""
+    return me if me.needs is None else replace(me, needs={place[uuid]: size for uuid, size in me.needs.items()})
+
+
+def choose(
+    me: Contender, where: Sequence[Place], others: Sequence[Contender], total: Bytes, free: Bytes, now_s: float
+) -> tuple[Place, Decision]:
+    """Where it wakes: at the first place with room, else at the first where others make room now, else the first."""
+    found = [(place, decide(at(me, place), others, total, free, now_s)) for place in where]
+    with_room = (each for each in found if each[1] == Wake())
+    after_others = (each for each in found if isinstance(each[1], Wake))
+    return next(with_room, None) or next(after_others, None) or found[0]
 
 
 Answer = Literal["now", "drain", "no"]

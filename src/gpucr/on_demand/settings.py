@@ -10,6 +10,7 @@ from gpucr.on_demand.address import parse_all
 from gpucr.records import Text
 
 FORMAT_VERSION = 1
+ANY_GPU = "auto"
 _LONGEST_S = 366 * 86400.0
 
 
@@ -21,8 +22,9 @@ class OnDemand(SidecarSettings, frozen=True):
     to sleep. ``stay_s``: how long it stays on its GPU at least once it is there, while it is asked. A request waits for
     at most ``wake_timeout_s``; its connection is ended if the job sends no byte for ``request_limit_s``. ``http``:
     requests are told apart by HTTP/1.1, and get an answer 503 if the job cannot be woken. ``sleep_to``: the store to
-    which the job goes from host memory when others need that; ``key_file`` opens it. ``first_start``: of a job that
-    starts lazily. ``on_event``: a command that gets every event as JSON.
+    which the job goes from host memory when others need that; ``key_file`` opens it. ``wake_on``: UUIDs of GPUs on
+    which it may wake where its own have no room, or ``auto``: all of their model. ``first_start``: of a job that starts
+    lazily. ``on_event``: a command that gets every event as JSON.
     """
 
     listen: tuple[Text, ...]
@@ -33,6 +35,7 @@ class OnDemand(SidecarSettings, frozen=True):
     http: bool = False
     sleep_to: Text | None = None
     key_file: Text | None = None
+    wake_on: tuple[Text, ...] = ()
     first_start: StoredLaunch | None = None
     on_event: tuple[Text, ...] = ()
     format_version: int = FORMAT_VERSION

@@ -26,8 +26,9 @@ from gpucr.on_demand.address import Address, parse_all
 from gpucr.on_demand.folder import OnDemandFolder
 from gpucr.on_demand.job import ServedJob, has_own_network, in_network_of
 from gpucr.on_demand.listening import listen, most_connections
-from gpucr.on_demand.settings import OnDemand
+from gpucr.on_demand.settings import ANY_GPU, OnDemand
 from gpucr.on_demand.turn import too_large
+from gpucr.operations.chosen import named_gpus
 from gpucr.operations.launch import LaunchPlan, StartedJob, launch, plan_of_launch
 from gpucr.operations.requests import LaunchRequest
 from gpucr.operations.several import plan_suspend
@@ -60,11 +61,19 @@ def _as_stored(settings: OnDemand) -> OnDemand:
     """With absolute paths, and with the store to sleep in, made if missing. Raises InvalidRequest, StoreError."""
     settings.check()
     key_file = None if settings.key_file is None else os.path.abspath(settings.key_file)
-    settings = replace(settings, listen=tuple(each.text for each in parse_all(settings.listen)), key_file=key_file)
+    settings = replace(
+        settings, listen=tuple(each.text for each in parse_all(settings.listen)), key_file=key_file,
+        wake_on=_as_uuids(settings.wake_on),
+    )  # fmt: skip
     if settings.sleep_to is None:
         return settings
     key = None if key_file is None else Secret.in_file(key_file)
     return replace(settings, sleep_to=require_store(settings.sleep_to, key))
+
+
+def _as_uuids(gpus: tuple[str, ...]) -> tuple[str, ...]:
+    """Of GPUs of this machine. Raises InvalidRequest."""
+    return gpus if gpus in ((), (ANY_GPU,)) else tuple(gpu.uuid for gpu in named_gpus(",".join(gpus)))
 
 
 def serve_on_demand(job: int | str, settings: OnDemand | None = None) -> int:
@@ -107,6 +116,7 @@ def prepare(job: int | str, settings: OnDemand | None) -> tuple[str, OnDemand]:
 def plan_on_demand(job: int | str, settings: OnDemand) -> OnDemandPlan:
     """What `serve_on_demand` would do with the same arguments. Changes nothing; raises as it does."""
     settings.check()
+    _as_uuids(settings.wake_on)
     name, record = _named(job)
     folder = OnDemandFolder(name)
     with folder.held() if folder.exists() else contextlib.nullcontext():
@@ -199,6 +209,7 @@ def launch_later(request: LaunchRequest, settings: OnDemand) -> int:
 def check_launch(request: LaunchRequest, settings: OnDemand) -> LaunchPlan:
     """Refuse now rather than when the job runs. Changes nothing. Raises as `launch_on_demand`."""
     plan = plan_of_launch(request)
+    _as_uuids(settings.wake_on)
     _require_other_port(
         parse_all(settings.listen), has_own_network=plan.isolated and plan.network == "own", name=request.name
     )

@@ -17,6 +17,7 @@ _HEAD_END = b"\r\n\r\n"
 _STATUS = re.compile(rb"HTTP/1\.[01] (\d{3})")
 _LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*(\d{1,18})[ \t]*\r\n", re.IGNORECASE)
 _CHUNKED = re.compile(rb"\r\ntransfer-encoding:[^\r\n]*chunked[ \t]*\r\n", re.IGNORECASE)
+_CHUNK_SIZE = re.compile(rb"[ \t]*([0-9a-fA-F]{1,15})[ \t]*(?:;|$)")
 _SWITCHED = 101
 _WITHOUT_BODY = (204, 304)
 
@@ -98,8 +99,9 @@ class HttpTraffic:
         if self._asked_s is None:
             self._asked_s = now_s
         self._answered_s = now_s
-        while data and self._plain is None:
-            data = getattr(self, f"_{self._part.replace('-', '_')}")(data)
+        at = 0
+        while at < len(data) and self._plain is None:
+            at = getattr(self, f"_{self._part.replace('-', '_')}")(data, at)
         if self._plain is not None:
             self._plain.answered(data, now_s)
 
@@ -114,83 +116,87 @@ class HttpTraffic:
             return self._plain.silent_s(now_s)
         return now_s - max(self._asked_s or 0.0, self._answered_s)
 
-    # --- the parts of a response: each takes what it can use, and returns the rest ---------------------------------
+    # --- the parts of a response: each takes what it can use from there, and returns where the rest begins ---------
 
-    def _head(self, data: bytes) -> bytes:
-        self._buffer += data
-        head, end, rest = self._buffer.partition(_HEAD_END)
+    def _head(self, data: bytes, at: int) -> int:
+        known_bytes = len(self._buffer)
+        self._buffer += data[at : at + _MOST_HEAD_BYTES + len(_HEAD_END) - known_bytes]
+        head, end, _ = self._buffer.partition(_HEAD_END)
         status = _STATUS.match(self._buffer)
-        if (status is None and len(self._buffer) >= len("HTTP/1.1 200")) or len(head) > _MOST_HEAD_BYTES:
+        if (status is None and len(self._buffer) >= len("HTTP/1.1 200")) or (not end and len(head) > _MOST_HEAD_BYTES):
             self._becomes_plain()
-            return b""
+            return len(data)
         if not end or status is None:
-            return b""
+            return len(data)
         self._buffer = b""
-        code, head = int(status[1]), head + b"\r\n"
+        code, lines = int(status[1]), head + b"\r\n"
         if code == _SWITCHED:
             self._becomes_plain()
         elif code < 200:
             pass  # the response itself follows
         elif self._is_head or code in _WITHOUT_BODY:
             self._done()
-        elif _CHUNKED.search(head):
+        elif _CHUNKED.search(lines):
             self._part = "chunk-size"
-        elif length := _LENGTH.search(head):
+        elif length := _LENGTH.search(lines):
             self._part, self._left_bytes = "length", int(length[1])
             if not self._left_bytes:
                 self._done()
         else:
             self._part = "until-end"
-        return rest
+        return at + len(head) + len(_HEAD_END) - known_bytes
 
-    def _length(self, data: bytes) -> bytes:
-        taken = min(len(data), self._left_bytes)
-        self._left_bytes -= taken
+    def _length(self, data: bytes, at: int) -> int:
+        taken_bytes = min(len(data) - at, self._left_bytes)
+        self._left_bytes -= taken_bytes
         if not self._left_bytes:
             self._done()
-        return data[taken:]
+        return at + taken_bytes
 
-    def _chunk_size(self, data: bytes) -> bytes:
-        line, rest = self._line(data)
+    def _chunk_size(self, data: bytes, at: int) -> int:
+        line, rest = self._line(data, at)
         if line is None:
-            return b""
-        try:
-            size_bytes = int(line.partition(b";")[0].strip(), 16)
-        except ValueError:
+            return rest
+        size = _CHUNK_SIZE.match(line)
+        if size is None:
             self._becomes_plain()
             return rest
-        if size_bytes:
+        if size_bytes := int(size[1], 16):
             self._part, self._left_bytes = "chunk", size_bytes + len(b"\r\n")
         else:
             self._part = "trailer"
         return rest
 
-    def _chunk(self, data: bytes) -> bytes:
-        taken = min(len(data), self._left_bytes)
-        self._left_bytes -= taken
+    def _chunk(self, data: bytes, at: int) -> int:
+        taken_bytes = min(len(data) - at, self._left_bytes)
+        self._left_bytes -= taken_bytes
         if not self._left_bytes:
             self._part = "chunk-size"
-        return data[taken:]
+        return at + taken_bytes
 
-    def _trailer(self, data: bytes) -> bytes:
-        line, rest = self._line(data)
+    def _trailer(self, data: bytes, at: int) -> int:
+        line, rest = self._line(data, at)
         if line == b"":
             self._done()
         return rest
 
-    def _until_end(self, data: bytes) -> bytes:
-        return b""
+    def _until_end(self, data: bytes, at: int) -> int:
+        return len(data)
 
-    def _line(self, data: bytes) -> tuple[bytes | None, bytes]:
-        """The next whole line, None if there is none yet; and what follows."""
-        self._buffer += data
-        line, end, rest = self._buffer.partition(b"\r\n")
-        if not end:
-            if len(self._buffer) > _MOST_HEAD_BYTES:
-                self._becomes_plain()
-            return None, b""
-        self._buffer = b""
-        return line, rest
+    def _line(self, data: bytes, at: int) -> tuple[bytes | None, int]:
+        """The next whole line, None if there is none yet; and where the rest begins."""
+        begun = self._buffer
+        if begun.endswith(b"\r") and data[at : at + 1] == b"\n":
+            self._buffer = b""
+            return begun[:-1], at + 1
+        end = data.find(b"\r\n", at, at + _MOST_HEAD_BYTES)
+        if end >= 0:
+            self._buffer = b""
+            return begun + data[at:end], end + 2
+        self._buffer = begun + data[at : at + _MOST_HEAD_BYTES]
+        if len(self._buffer) >= _MOST_HEAD_BYTES:
+            self._becomes_plain()
+        return None, len(data)
 
     def _done(self) -> None:
         self._part, self._asked_s, self._is_head = "head", None, False

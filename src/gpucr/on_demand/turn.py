@@ -17,12 +17,12 @@ from msgspec import Struct
 from gpucr import Cancellation
 from gpucr.borrow import ledger
 from gpucr.driver.gpus import list_gpus, nvml_kept_open
-from gpucr.errors import Busy, GpucrError, GpuFull, Unsupported
+from gpucr.errors import Busy, GpucrError, GpuFull, Unsupported, reason_of
 from gpucr.linux import claims
 from gpucr.on_demand import policy
 from gpucr.on_demand.job import Seen, ServedJob
 from gpucr.on_demand.neighbours import Message, Neighbour, ask, neighbours
-from gpucr.on_demand.policy import Contender, Never, Wait
+from gpucr.on_demand.policy import Bytes, Contender, Never, Phase, Wait
 from gpucr.operations.chosen import lent_jobs
 from gpucr.quantities import format_bytes
 from gpucr.records import to_json
@@ -41,11 +41,14 @@ class GaveUp(Exception):
 
 
 class Woken(Struct, frozen=True):
-    """The job is awake. ``found``: where it was; ``evicted``: who made room; ``seconds``: of the wake alone."""
+    """The job is awake. ``found``: where it was; ``evicted``: who made room; ``seconds``: of the wake alone;
+    ``moved``: the GPUs that it went to, if they are others than it was on.
+    """
 
     found: str
     evicted: tuple[str, ...]
     seconds: float
+    moved: tuple[str, ...] = ()
 
 
 class Turn:
@@ -58,10 +61,11 @@ class Turn:
         check: Callable[[], None],
         cancel: Cancellation,
         on_wait: Callable[[Sequence[str]], None],
-        on_wake: Callable[[], None],
+        on_phase: Callable[[Phase, Bytes | None], None],
     ) -> None:
         self._job, self._me, self._check, self._cancel = job, me, check, cancel
-        self._on_wait, self._on_wake = on_wait, on_wake
+        self._on_wait, self._on_phase = on_wait, on_phase
+        self._may_move = True
         self._silent: set[str] = set()
         self._told: tuple[str, ...] = ()
 
@@ -89,54 +93,69 @@ class Turn:
     def _try(self, seen: Seen) -> Woken | tuple[str, ...]:
         """Wake it if it is its turn; otherwise say what it waits for (nothing: another one decides right now)."""
         me = self._me()
-        gpus = policy.gpus_of(me)
-        with nvml_kept_open(), _gpus_held(gpus, self._check) as is_ours:
-            if not is_ours:
-                return ()
-            others_first = _borrowers(gpus, self._job.name)
-            if others_first:
-                return others_first
-            around = list(neighbours(self._silent))
-            here = list_gpus()
-            total = {gpu.uuid: gpu.memory_total_bytes for gpu in here}
-            free = {gpu.uuid: gpu.memory_free_bytes for gpu in here}
-            decided = policy.decide(me, [each.job for each in around], total, free, time.monotonic())
-            if isinstance(decided, Never):
-                raise too_large(self._job.name, decided)
-            if isinstance(decided, Wait):
-                for each in _named(decided.drain, around):
-                    _ask(each, "drain", me)
-                return decided.for_what
-            for each in _named(decided.victims, around):
-                self._check()
-                if not _ask(each, "sleep", me):
-                    return (each.job.name,)
-            return self._wake(seen, decided.victims)
+        with nvml_kept_open():
+            allowed = self._job.wake_on() if self._may_move and seen.where != "unstarted" else ()
+            with _gpus_held({*policy.gpus_of(me), *allowed}, self._check) as is_ours:
+                return self._with_gpus(seen, me, allowed) if is_ours else ()
 
-    def _wake(self, seen: Seen, evicted: tuple[str, ...]) -> Woken | tuple[str, ...]:
-        self._on_wake()
+    def _with_gpus(self, seen: Seen, me: Contender, allowed: Collection[str]) -> Woken | tuple[str, ...]:
+        here = list_gpus()
+        total = {gpu.uuid: gpu.memory_total_bytes for gpu in here}
+        free = {gpu.uuid: gpu.memory_free_bytes for gpu in here}
+        models = {gpu.uuid: gpu.name for gpu in here if not gpu.mig_enabled}
+        where, others_first = [], tuple[str, ...]()
+        for place in policy.places(me, models, allowed, free):
+            borrowers = _borrowers(place.values() or policy.gpus_of(me), self._job.name)
+            others_first = others_first or borrowers
+            if not borrowers:
+                where.append(place)
+        if not where:
+            return others_first
+        around = list(neighbours(self._silent))
+        place, decided = policy.choose(me, where, [each.job for each in around], total, free, time.monotonic())
+        if isinstance(decided, Never):
+            raise too_large(self._job.name, decided)
+        there = policy.at(me, place)
+        if isinstance(decided, Wait):
+            for each in _named(decided.drain, around):
+                _ask(each, "drain", there)
+            return decided.for_what
+        for each in _named(decided.victims, around):
+            self._check()
+            if not _ask(each, "sleep", there):
+                return (each.job.name,)
+        return self._wake(seen, me, place, decided.victims)
+
+    def _wake(
+        self, seen: Seen, me: Contender, place: policy.Place, evicted: tuple[str, ...]
+    ) -> Woken | tuple[str, ...]:
+        self._on_phase("waking", policy.at(me, place).needs)
         begun_s = time.monotonic()
         try:
-            self._job.wake(seen, self._cancel)
+            self._job.wake(seen, place, self._cancel)
         except GpucrError as e:
+            self._on_phase("waiting", me.needs)  # others need not wait for it to take its memory
             if e.code == GpuFull.code or isinstance(e, Busy):  # another program was faster, or works on it
                 return (policy.OTHERS,)
+            if isinstance(e, Unsupported) and any(old != new for old, new in place.items()):
+                self._may_move = False  # the driver cannot take it there: its own GPUs are left
+                self._job.journal.tell("move-failed", why=reason_of(e), code=e.code)
+                return (policy.OTHERS,)
             raise
-        return Woken(seen.where, evicted, time.monotonic() - begun_s)
+        moved = tuple(place.values()) if any(old != new for old, new in place.items()) else ()
+        return Woken(seen.where, evicted, time.monotonic() - begun_s, moved)
 
 
 def too_large(name: str, found: Never) -> Unsupported:
     """The error of a job that can never be woken here."""
     if not found.total_bytes:
         why = f"the GPU {found.gpu} is not here any more"
+        hint = f"repair it, or restore the job on a machine with as many: `gpucr dump {name} --to DIR`"
     else:
         needed, total = format_bytes(found.needed_bytes), format_bytes(found.total_bytes)
         why = f"it needs {needed} of {found.gpu}, which has {total}"
-    return Unsupported(
-        f"the job {name} cannot be woken: {why}",
-        hint=f"`gpucr resume {name} --gpu auto` brings it to another GPU",
-        code="GPUCR-ON-DEMAND-TOO-LARGE",
-    )
+        hint = f"`gpucr resume {name} --gpu auto` brings it to another GPU"
+    return Unsupported(f"the job {name} cannot be woken: {why}", hint=hint, code="GPUCR-ON-DEMAND-TOO-LARGE")
 
 
 def sleep_with_room(job: ServedJob, cancel: Cancellation) -> None:

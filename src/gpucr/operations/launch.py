@@ -251,12 +251,17 @@ def list_jobs(*, all_users: bool = False) -> tuple[ListedJob, ...]:
     ``all_users``, for root only: also other users' running jobs, named ``USER/JOB``. Raises Unsupported if the registry
     cannot be read, InvalidRequest if another user than root passes ``all_users``.
     """
+    theirs = others.running_jobs() if all_users else ()
+    with registry_in_use():
+        return with_cuda_states((*registry().jobs(), *theirs))
+
+
+def with_cuda_states(jobs: Iterable[ListedJob]) -> tuple[ListedJob, ...]:
+    """The same, but ``suspended`` where a job runs without its device memory."""
     driver: Driver | None = None
     with contextlib.suppress(DriverUnavailable):
         driver = load_driver()
-    theirs = others.running_jobs() if all_users else ()
-    with registry_in_use():
-        return tuple(_with_cuda_state(job, driver) for job in (*registry().jobs(), *theirs))
+    return tuple(_with_cuda_state(job, driver) for job in jobs)
 
 
 def forget_job(name: str, *, force: bool = False, cancel: Cancellation | None = None) -> ListedJob:

@@ -14,12 +14,17 @@ from gpucr.linux import durable
 from gpucr.supervise.folder import SupervisedFolder, SupervisedState
 
 _FILES = Path(__file__).parent / "prometheus"
+_RESULTS = ("success", "failed")
 _COUNTERS = (
-    ("checkpoints", "result", "gpucr_checkpoints", "Checkpoints that were taken, or failed."),
-    ("rehearsals", "result", "gpucr_rehearsals", "Rehearsals of checkpoints: came back, failed, or could not be held."),
-    ("restores", "result", "gpucr_restores", "Restores after a failure."),
-    ("restarts", "reason", "gpucr_restarts", "Failures that the job was restarted after."),
-)
+    ("checkpoints", "result", "gpucr_checkpoints", "Checkpoints that were taken, or failed.", _RESULTS),
+    (
+        "rehearsals", "result", "gpucr_rehearsals",
+        "Rehearsals of checkpoints: came back, failed, or could not be held.", (*_RESULTS, "not-held"),
+    ),
+    ("restores", "result", "gpucr_restores", "Restores after a failure.", _RESULTS),
+    ("restarts", "reason", "gpucr_restarts", "Failures that the job was restarted after.", ()),
+)  # fmt: skip
+"""Results are shown before there is one: a counter that begins with 1 has not increased, to Prometheus."""
 _GAUGES = (
     ("downtime_s", "gpucr_downtime_seconds", "How long the job stands still for a checkpoint, smoothed."),
     ("checkpoint_s", "gpucr_checkpoint_duration_seconds", "How long a checkpoint takes in all, smoothed."),
@@ -58,10 +63,10 @@ class JobsCollector:
             lent.add_metric([folder.name], _is_lent(folder.name))
         yield from (info, up, lent)
         known = [(folder.name, state) for folder, state, _ in jobs if state is not None]
-        for member, label, name, text in _COUNTERS:
+        for member, label, name, text, words in _COUNTERS:
             counter = core.CounterMetricFamily(name, text, labels=["job", label])
             for job, state in known:
-                for word, count in getattr(state, member).items():
+                for word, count in {**dict.fromkeys(words, 0), **getattr(state, member)}.items():
                     counter.add_metric([job, word], count)
             yield counter
         for member, name, text in _GAUGES:
@@ -110,7 +115,7 @@ def as_text(more: Sequence[Collector] = ()) -> bytes:
 
 
 def alerts() -> str:
-    """Prometheus alert rules for supervised jobs."""
+    """Prometheus alert rules for supervised jobs, and for those that are served on demand."""
     return (_FILES / "alerts.yml").read_text()
 
 

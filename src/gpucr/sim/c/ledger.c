@@ -154,7 +154,7 @@ static int write_own(const struct machine *machine, int folder, const uint64_t b
     if (!process_start_ms(getpid(), &start))
         return -ESRCH;
     entry_name(name, sizeof name, own_pid_namespace(), getpid());
-    int fd = openat(folder, "new", O_WRONLY | O_CREAT | O_TRUNC | O_NOFOLLOW | O_CLOEXEC, 0600);
+    int fd = openat(folder, "new", O_WRONLY | O_CREAT | O_TRUNC | O_NOFOLLOW | O_CLOEXEC, 0644);
     FILE *file = fd < 0 ? NULL : fdopen(fd, "w");
     if (file == NULL)
         return -errno;
