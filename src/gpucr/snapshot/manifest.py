@@ -328,6 +328,7 @@ class Manifest(Record, frozen=True):
     its sockets, if it may have others.
     ``kept`` names the record of these connections, if the machine of the dump keeps them for a restore.
     ``shares``: the blocks of device memory that its processes share, by pid and their interposers' numbers.
+    ``users``: the names of the users that its processes were of, by uid; without root.
     """
 
     created: str
@@ -362,6 +363,7 @@ class Manifest(Record, frozen=True):
     databases: tuple[SavedDatabase, ...] = ()
     locks: tuple[FileLock, ...] = ()
     terminals: tuple[Count, ...] = ()
+    users: Mapping[Count, Text] = {}
 
     @property
     def root_pids(self) -> tuple[int, ...]:
