@@ -43,6 +43,7 @@ from gpucr.snapshot.manifest import (
     OverruledFinding,
     Peer,
     ProcessRecord,
+    UserRecord,
 )
 from gpucr.surroundings.folders import socket_folders
 from gpucr.surroundings.observe import Outside, TreeFiles, look_at_files, look_outside, remove_names
@@ -530,7 +531,7 @@ def draft_of_gang(
         left_running=context.leave_running,
         shares=cuda.interposers.shares if cuda is not None else (),
         overruled=context.overruled,
-        users=preflight.users_named(each.uid for each in tree),
+        users=tuple(UserRecord(*each) for each in preflight.users_named(each.uid for each in tree).items()),
     )
 
 
