@@ -6,6 +6,10 @@ from tests.machines.conftest import Boot
 from tests.machines.jobs import COUNTS, last_count
 from tests.machines.machine import Machine
 
+_MAKE = (
+    f"mkdir app mounted; cp $(readlink -f /usr/bin/python3) app/python; cat >app/counts.py <<'END'\n{COUNTS}END\n"
+    "mksquashfs app app.squashfs -quiet -no-progress"
+)
 _MOUNT = "squashfuse ~/app.squashfs ~/mounted"
 _MOUNT_AND_RUN = f"sh -c '{_MOUNT} && exec ~/mounted/python ~/mounted/counts.py'"
 _RUN = "mounted/python mounted/counts.py"
@@ -16,10 +20,7 @@ def _made(boot: Boot) -> Machine:
     machine = boot()
     machine.gpucr("helper", "install")
     for user in ("root", "user"):
-        machine.run(
-            f"mkdir app mounted; cp $(readlink -f /usr/bin/python3) app/python; cat >app/counts.py <<'END'\n{COUNTS}END\nmksquashfs app app.squashfs -quiet -no-progress",
-            user=user,
-        )
+        machine.run(_MAKE, user=user)
     return machine
 
 
@@ -49,4 +50,11 @@ def test_a_program_on_squashfuse(boot: Boot) -> None:
     machine.gpucr("kill", "outside")
     machine.run(_MOUNT, user="user")
     _start(machine, "users", _RUN, "user")
-    _is_refused(machine, "users", "user", "GPUCR-")
+    _is_refused(machine, "users", "user", "a program that root may not look at")
+    machine.run("cd mounted && gpucr run --name there -- python3 -u counts.py", user="user")
+    machine.wait("test $(gpucr logs there | wc -l) -gt 5", user="user")
+    machine.gpucr("dump", "there", "--to", "there", user="user")
+    before = int(machine.gpucr("logs", "there", user="user").stdout.split()[-1])
+    machine.gpucr("restore", "there", user="user")
+    machine.wait(f"test $(gpucr logs there | tail -n 1) -gt {before}", user="user")
+    machine.gpucr("kill", "there", user="user")
