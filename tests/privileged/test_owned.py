@@ -1,4 +1,4 @@
-"""What the helper says of processes that it cannot judge."""
+"""What the helper says about processes that it cannot judge."""
 
 from __future__ import annotations
 

@@ -195,7 +195,7 @@ FUSE = Fact(
     code="GPUCR-FUSE",
 )
 FUSE_LEFT_OUT = Fact(
-    what="{process} serves a FUSE file system in the job's {place}, but is no part of the job",
+    what="{process} serves a FUSE file system in the job's {place}, but does not belong to the job",
     consequence="it ends with the job, and a restore misses what the job has on that file system",
     remedy="mount it from outside the job, before the job starts",
     code="GPUCR-FUSE",
