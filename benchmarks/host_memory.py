@@ -44,14 +44,14 @@ class Cgroup:
     """A cgroup of this benchmark's own, of version 1 or 2."""
 
     def __init__(self) -> None:
-        for version, folder, _ in cgroups._cgroups_of(None, "memory"):  # noqa: SLF001
-            limit = folder / ("memory.max" if version == 2 else "memory.limit_in_bytes")
-            if limit.exists():
-                self.path = folder / f"gpucr-benchmark-{os.getpid()}"
-                self.path.mkdir()
-                self.limit = self.path / limit.name
-                self.version = version
+        for version, _, top in cgroups._cgroups_of(None, "memory"):  # noqa: SLF001
+            self.path = top / f"gpucr-benchmark-{os.getpid()}"  # version 2 has no limits below a cgroup with processes
+            self.path.mkdir()
+            self.limit = self.path / ("memory.max" if version == 2 else "memory.limit_in_bytes")
+            self.version = version
+            if self.limit.exists():
                 return
+            self.path.rmdir()
         raise click.ClickException("no cgroup of this machine has a limit of memory")
 
     def enter(self) -> None:

@@ -27,6 +27,7 @@ from gpucr.model import CudaState
 from gpucr.operations import sandbox_steps
 from gpucr.operations.sandbox_steps import plan_sandbox
 from tests.command import run, run_json
+from tests.conftest import require_devices
 from tests.counter import CounterFactory, processes_in, state_in, wait_until
 from tests.memory_cgroup import limited
 from tests.ports import lasting_port
@@ -321,6 +322,32 @@ def test_a_second_restore_is_refused_during_the_first(
         assert first.end()
     gpucr.restore(tmp_path / "s")
     job.assert_goes_on()
+
+
+SERVES = """
+import os, time
+between = os.fork()
+if between == 0:
+    if os.fork():
+        os._exit(0)
+    served = os.open("/dev/fuse", os.O_RDWR)  # as the server of an AppImage, which has left its parent
+    open("serves", "w").close()
+else:
+    os.waitpid(between, 0)
+while True:
+    time.sleep(1)
+"""
+
+
+def test_a_dump_is_refused_that_would_lose_a_fuse_file_system(folder: Path, tmp_path: Path) -> None:
+    """The server ends with the sandbox, and is in no snapshot."""
+    require_devices(SERVES)
+    job = gpucr.run_job([sys.executable, "-c", SERVES], cwd=folder, name="job").record
+    wait_until((folder / "serves").exists, "the server")
+    with pytest.raises(Unsupported, match="serves a FUSE file system in the job's pid namespace") as caught:
+        gpucr.dump("job", tmp_path / "s")
+    assert caught.value.code == "GPUCR-FUSE"
+    assert processes.is_alive(job.root)
 
 
 def test_a_clone_of_a_job_without_a_sandbox_is_refused(folder: Path, tmp_path: Path) -> None:

@@ -159,13 +159,13 @@ class Machine:
 
     def reboot(self) -> None:
         """As ``systemctl reboot`` does, and wait until it is up again."""
-        self._begin("systemctl --no-block reboot")
+        self.begin("systemctl --no-block reboot")
         self._wait_for_agent(is_open=False)
         self._wait_for_agent()
 
     def power_off(self) -> None:
         """As ``systemctl poweroff`` does."""
-        self._begin("systemctl --no-block poweroff")
+        self.begin("systemctl --no-block poweroff")
         self._wait_for_end()
 
     def cut_power(self) -> None:
@@ -182,9 +182,12 @@ class Machine:
 
     def join(self, wire: int, address: str) -> None:
         """Give the card on this wire an address, in a network of 256, and take it up."""
-        mac = self._mac(wire)
-        card = f"$(basename $(dirname $(grep -l {mac} /sys/class/net/*/address)))"
+        card = self.card(wire)
         self.run(f"ip address add {address}/24 dev {card} && ip link set dev {card} up")
+
+    def card(self, wire: int) -> str:
+        """The name of the card on this wire."""
+        return self.run(f"basename $(dirname $(grep -l {self._mac(wire)} /sys/class/net/*/address))").stdout.strip()
 
     def plug(self, wire: int, is_in: bool) -> None:
         """Plug the cable in or out; the machine sees its link go down."""
@@ -202,11 +205,33 @@ class Machine:
         **variables: str,
     ) -> subprocess.CompletedProcess[str]:
         """Run a shell script as root, or in a login of ``user``'s. Raises CalledProcessError, MachineDied."""
-        pid = self._begin(script, user, variables)
+        return self.ended(script, self.begin(script, user=user, **variables), check=check, limit_s=limit_s)
+
+    def begin(self, script: str, *, user: str | None = None, **variables: str) -> int:
+        """Start a shell script as root, or in a login of ``user``'s. Returns its pid, for `ended`."""
+        command = ["/bin/bash", "-c", script]
+        environment = {"PATH": _PATH, "HOME": "/root", **variables}
+        if user is not None:
+            command = _logged_in(user, script, variables)
+        arguments = {
+            "path": command[0],
+            "arg": command[1:],
+            "env": [f"{k}={v}" for k, v in environment.items()],
+            "capture-output": True,
+        }
+        return int(self._ask("guest-exec", arguments)["pid"])
+
+    def ended(
+        self, script: str, pid: int, *, check: bool = True, limit_s: float = _COMMAND_LIMIT_S
+    ) -> subprocess.CompletedProcess[str]:
+        """Wait for what `begin` has started. Raises CalledProcessError, TimeoutExpired, MachineDied."""
         deadline = time.monotonic() + limit_s
         pause = _POLL_S
         while True:
-            status = self._ask("guest-exec-status", {"pid": pid})
+            try:
+                status = self._ask("guest-exec-status", {"pid": pid})
+            except OSError as e:  # the agent knows nothing of it
+                raise MachineDied(f"the machine has started again: {self._end_of_console()}") from e
             if status["exited"]:
                 break
             if time.monotonic() > deadline:
@@ -219,19 +244,6 @@ class Machine:
         if check:
             done.check_returncode()
         return done
-
-    def _begin(self, script: str, user: str | None = None, variables: dict[str, str] | None = None) -> int:
-        command = ["/bin/bash", "-c", script]
-        environment = {"PATH": _PATH, "HOME": "/root", **(variables or {})}
-        if user is not None:
-            command = _logged_in(user, script, variables or {})
-        arguments = {
-            "path": command[0],
-            "arg": command[1:],
-            "env": [f"{k}={v}" for k, v in environment.items()],
-            "capture-output": True,
-        }
-        return int(self._ask("guest-exec", arguments)["pid"])
 
     def gpucr(self, *arguments: str, check: bool = True, **options: Any) -> subprocess.CompletedProcess[str]:
         """Run gpucr as root, or as ``user=``."""

@@ -9,6 +9,7 @@ import pytest
 
 from tests.machines import images
 from tests.machines.images import MachinesMissing
+from tests.machines.machine import Machine, MachineDied
 from tests.machines.results import Results
 
 
@@ -45,6 +46,20 @@ def test_a_build_without_network_ends_in_one_sentence(monkeypatch: pytest.Monkey
     monkeypatch.setattr("os.geteuid", lambda: 0)
     with pytest.raises(MachinesMissing, match=r"^an image cannot be built: mmdebstrap: no route to the mirror$"):
         images.build_images()
+
+
+def test_a_machine_that_panicked_during_a_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It starts again at once, and its agent knows nothing of the command."""
+
+    def unknown(*_: object) -> None:
+        raise OSError("PID ld does not exist")
+
+    machine = Machine.__new__(Machine)  # without QEMU
+    machine.console = tmp_path / "console"
+    machine.console.write_text("Kernel panic - not syncing\n")
+    monkeypatch.setattr(machine, "_ask", unknown)
+    with pytest.raises(MachineDied, match="the machine has started again: Kernel panic"):
+        machine.ended("true", 1)
 
 
 def test_a_row_is_replaced_and_a_failure_removes_it(tmp_path: Path) -> None:

@@ -73,3 +73,27 @@ def test_a_job_continues_on_another_node(nodes: tuple[Machine, Machine]) -> None
             second.run(f"{_ACCOUNT} gpucr restore {place}")
             second.wait(f"test $(gpucr logs {name} | tail -n 1) -gt {before[name]}")
             second.gpucr("kill", name)
+
+
+def test_a_user_with_another_number(nodes: tuple[Machine, Machine]) -> None:
+    """A user's snapshot, on a machine where the user has another number, and somebody else has the one of before."""
+    first, second = nodes
+    second.run(
+        "usermod --uid 2000 user && groupmod --gid 2000 user && chown -R user: /home/user && useradd --uid 1000 other"
+    )
+    for machine in nodes:
+        machine.gpucr("helper", "install")
+        machine.run(f"cat >counts.py <<'END'\n{COUNTS}END", user="user")
+    first.gpucr("run", "--name", "counts", "--", "python3", "counts.py", user="user")
+    first.wait("test $(gpucr logs counts | wc -l) -gt 5", user="user")
+    first.gpucr("dump", "counts", "--to", "snapshot", user="user")
+    before = int(first.gpucr("logs", "counts", user="user").stdout.split()[-1])
+    second.run(f"rsync -a {_FIRST}:/etc/gpucr/helper/own.key /etc/gpucr/helper/first.key")
+    for user, home in (("user", "/home/user"), ("root", "/root")):
+        second.run(f"rsync -a --chown={user}:{user} {_FIRST}:/home/user/snapshot {home}/")
+        refused = second.gpucr("restore", f"{home}/snapshot", user=user, check=False)
+        assert refused.returncode == 3, refused.stderr
+        assert "the job was user's, with uid 1000, which is other's on this machine" in refused.stderr
+    second.wait("userdel other; usermod --uid 1000 user && groupmod --gid 1000 user && chown -R user: /home/user")
+    second.gpucr("restore", "snapshot", user="user")
+    second.wait(f"test $(gpucr logs counts | tail -n 1) -gt {before}", user="user")

@@ -22,6 +22,7 @@ from gpucr.snapshot.manifest import (
     SandboxRecord,
     SharedFileRecord,
     ThreadRecord,
+    UserRecord,
 )
 
 GPU_A = "GPU-6b1e4d2c-0f3a-4c52-9c53-0a6f5a1d7e88"
@@ -106,6 +107,7 @@ def manifest(*, files: tuple[FileRecord, ...] = (), device_data: DeviceData | No
         overruled=(OverruledFinding("process 100 shares GPU memory (P2P)", "it would be lost"),),
         locks=(FileLock("/srv/töst.log", "POSIX", True, 8, None),),
         terminals=(3,),
+        users=(UserRecord(1000, "änne"),),
         files=files,
         **more,
     )

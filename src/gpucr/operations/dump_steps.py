@@ -19,6 +19,7 @@ from gpucr import gang as gangs
 from gpucr.criu.engine import Criu
 from gpucr.criu.options import DumpOptions
 from gpucr.criu.recovery import EndDump
+from gpucr.diagnosis import preflight
 from gpucr.driver.gpus import driver_version
 from gpucr.errors import CriuError, CudaStarted, DeadlineExceeded, GpucrError, JobChanged, JobDamaged
 from gpucr.gpu_state.source import NamesItself
@@ -42,6 +43,7 @@ from gpucr.snapshot.manifest import (
     OverruledFinding,
     Peer,
     ProcessRecord,
+    UserRecord,
 )
 from gpucr.surroundings.folders import socket_folders
 from gpucr.surroundings.observe import Outside, TreeFiles, look_at_files, look_outside, remove_names
@@ -529,6 +531,7 @@ def draft_of_gang(
         left_running=context.leave_running,
         shares=cuda.interposers.shares if cuda is not None else (),
         overruled=context.overruled,
+        users=tuple(UserRecord(*each) for each in preflight.users_named(each.uid for each in tree).items()),
     )
 
 

@@ -51,7 +51,11 @@ def _threads(pid: int, peer: Peer, sandbox: Sandbox | None) -> Mapping[int, Righ
     # The kernel makes these root's where the owner must not read its memory: setuid, unreadable, PR_SET_DUMPABLE.
     if os.lstat(f"/proc/{pid}/exe").st_uid != peer.uid:
         raise Refused(f"{name} does not let its own user look into it")
-    if os.stat(f"/proc/{pid}/exe").st_mode & _SET_IDS:
+    try:
+        mode = os.stat(f"/proc/{pid}/exe").st_mode
+    except PermissionError as e:  # seen with squashfuse, mounted by the user
+        raise Refused(f"{name} runs a program that root may not look at: it is on FUSE without allow_root") from e
+    if mode & _SET_IDS:
         raise Refused(f"{name} runs a setuid or setgid program")
     if label_of(pid) != peer.label:
         raise Refused(f"{name} has another security label than the caller")

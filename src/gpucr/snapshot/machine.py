@@ -62,6 +62,7 @@ def findings_of_machine(
             uids |= uids_of_tree
         findings += preflight.check_capabilities(wanted, capabilities.own().after_exec())
     findings += preflight.check_restore_by_user(install, uids)
+    findings += preflight.check_users({each.uid: each.name for each in manifest.users})
     findings += findings_of_room(
         manifest, choice, here, private_bytes=private_bytes_of(manifest), buffers_bytes=source.buffers_bytes
     )

@@ -308,6 +308,13 @@ class OverruledFinding(Record, frozen=True):
     consequence: str
 
 
+class UserRecord(Record, frozen=True):
+    """A user of the machine of the dump."""
+
+    uid: Owner
+    name: Text
+
+
 class Peer(Record, frozen=True):
     """A connection to another part of the same job, on ``node`` of its set."""
 
@@ -328,6 +335,7 @@ class Manifest(Record, frozen=True):
     its sockets, if it may have others.
     ``kept`` names the record of these connections, if the machine of the dump keeps them for a restore.
     ``shares``: the blocks of device memory that its processes share, by pid and their interposers' numbers.
+    ``users``: those that its processes were of, if they have names; without root.
     """
 
     created: str
@@ -362,6 +370,7 @@ class Manifest(Record, frozen=True):
     databases: tuple[SavedDatabase, ...] = ()
     locks: tuple[FileLock, ...] = ()
     terminals: tuple[Count, ...] = ()
+    users: tuple[UserRecord, ...] = ()
 
     @property
     def root_pids(self) -> tuple[int, ...]:

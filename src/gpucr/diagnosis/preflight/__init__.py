@@ -53,6 +53,7 @@ from gpucr.diagnosis.preflight.tree import (
     require_privileges,
 )
 from gpucr.diagnosis.preflight.unprivileged import check_dump_by_user, check_ptrace, check_restore_by_user
+from gpucr.diagnosis.preflight.users import check_users, users_named
 
 if TYPE_CHECKING:
     from gpucr.diagnosis.preflight.between_nodes import check_between_nodes
@@ -128,6 +129,7 @@ __all__ = [
     "check_ties",
     "check_tracers",
     "check_traps",
+    "check_users",
     "check_watches",
     "kept_bytes",
     "look",
@@ -139,6 +141,7 @@ __all__ = [
     "require_privileges",
     "spared_by_rewind",
     "undecided",
+    "users_named",
 ]
 
 _LATE = {

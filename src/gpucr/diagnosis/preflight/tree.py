@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Sequence
 from gpucr.diagnosis.preflight.findings import Finding
 from gpucr.diagnosis.preflight.support import processes as facts
 from gpucr.diagnosis.preflight.support.fact import Fact
-from gpucr.diagnosis.preflight.undumpable import Judged, check_kinds
+from gpucr.diagnosis.preflight.undumpable import Judged, check_kinds, serves_fuse
 from gpucr.errors import NotPermitted, ProcessNotFound
 from gpucr.helper.access import whose_criu
 from gpucr.linux import processes
@@ -198,7 +198,13 @@ def check_left_out(others: Sequence[ProcessInfo], with_cuda: Collection[int], pl
         for each in others
         if each.pid in with_cuda
     ]
-    plain = [each for each in others if each.pid not in with_cuda]
+    serving = {each.pid: evidence for each in others if (evidence := serves_fuse(each))}
+    found += [
+        facts.FUSE_LEFT_OUT.seen(serving[each.pid], each.pid, process=_name(each), place=place)
+        for each in others
+        if each.pid in serving
+    ]
+    plain = [each for each in others if each.pid not in with_cuda and each.pid not in serving]
     if plain:
         named = ", ".join(f"{each.pid} ({each.name})" for each in plain[:_SHOWN])
         more = f" and {len(plain) - _SHOWN} more" if len(plain) > _SHOWN else ""

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from gpucr.diagnosis.preflight.findings import Finding
 from gpucr.diagnosis.preflight.support import processes as facts
 from gpucr.diagnosis.preflight.support.fact import Fact
-from gpucr.linux import memory, proc_text
+from gpucr.linux import memory, proc_text, processes
 from gpucr.linux.inherited import NVIDIA_DEVICE
 from gpucr.linux.one_look import OneLook
 from gpucr.linux.processes import PROC, OpenFile
@@ -71,6 +71,16 @@ def check_kinds(
         )
         for fact, found in seen.values()
     ]
+
+
+def serves_fuse(process: ProcessInfo) -> str | None:
+    """The descriptor by which it serves a FUSE file system."""
+    judged: Judged = {}
+    with contextlib.suppress(OSError):  # it has ended
+        for fact, evidence in _files(process, processes.open_files(process.pid), judged, in_gang=False):
+            if fact is facts.FUSE:
+                return evidence
+    return None
 
 
 def _files(

@@ -118,6 +118,14 @@ MORE_REGISTERS = Fact(
     warning_consequence="code that is loaded or compiled from now on may use them, and glibc's dynamic linker has no "
     "room for them on the stack when a function is called for the first time",
 )
+OTHER_USER = Fact(
+    what="the job was {name}'s, with uid {uid}, which is {here}'s on this machine",
+    consequence="{here} could read and change its memory, and it could change {here}'s files",
+    remedy="restore it where {name} has that number",
+    code="GPUCR-OTHER-USER",
+    warning_if="no user of this machine has the number",
+    warning_consequence="it runs as a user that does not exist here",
+)
 OTHER_VENDOR = Fact(
     what="the processor of the dump was of another maker ({vendor})",
     consequence="libraries keep what they chose for it, and approximate instructions (RSQRTPS, RCPPS) give other last "

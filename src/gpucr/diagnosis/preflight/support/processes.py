@@ -194,6 +194,12 @@ FUSE = Fact(
     remedy="mount it from outside the job, before the job starts",
     code="GPUCR-FUSE",
 )
+FUSE_LEFT_OUT = Fact(
+    what="{process} serves a FUSE file system in the job's {place}, but does not belong to the job",
+    consequence="it ends with the job, and a restore misses what the job has on that file system",
+    remedy="mount it from outside the job, before the job starts",
+    code="GPUCR-FUSE",
+)
 SYSTEM_V = Fact(
     what="{process} uses shared memory of System V",
     consequence="CRIU dumps that only if the job has an IPC namespace of its own",
