@@ -135,7 +135,7 @@ def test_a_part_that_fails_gives_the_others_a_moment() -> None:
     assert job.orders(0.5) == [Order("over", 7, by_itself=True)], "with the code of the first that has failed"
 
 
-def test_who_cannot_go_on_ends_it_for_all() -> None:
+def test_one_node_ends_it_for_all() -> None:
     job = running()
     job.tell(1, "over", 3, "there is no GPU here")
     job.tell(0, "over", 5, "later")

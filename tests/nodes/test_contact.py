@@ -55,7 +55,7 @@ def wait_to_hear(contact: gpucr.Contact, count: int) -> list[tuple[int, str]]:
     return found
 
 
-def test_what_a_node_says_node_0_hears_and_what_that_says_all_hear(contacts: list[gpucr.Contact]) -> None:
+def test_nodes_speak_to_node_0_and_that_to_all(contacts: list[gpucr.Contact]) -> None:
     contacts[1].tell("one")
     contacts[1].tell("two")
     assert wait_to_hear(contacts[0], 2) == [(1, "one"), (1, "two")]

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from gpucr import Rendezvous
 from gpucr.errors import InvalidRequest
+from gpucr.jobs.spanning import why_several_nodes
 from gpucr.quantities import whole_number
 
 _FIRST_PORT, _PORTS = 20_000, 5_000
@@ -80,6 +81,15 @@ class OneJob:
         except OSError:
             found = []
         return frozenset({self.host, *(str(each[4][0]) for each in found)})
+
+
+def why_more_nodes(command: Sequence[str], environment: Mapping[str, str]) -> str | None:
+    """What says that a job of this one task has parts on other nodes; None if nothing does.
+
+    Several tasks of a step may be jobs of their own.
+    """
+    are_several = environment.get("SLURM_STEP_NUM_TASKS", "1") != "1"
+    return why_several_nodes(command, {} if are_several else environment)
 
 
 def first_host(nodes: str) -> str:

@@ -15,7 +15,6 @@ from gpucr.batch.relay import Relay
 from gpucr.batch.snapshots import JobSnapshots
 from gpucr.jobs.record import JobRecord
 from gpucr.jobs.registered import registry, registry_in_use
-from gpucr.jobs.spanning import NODES_VARIABLE
 from gpucr.linux import durable
 from gpucr.linux.private_folders import state_folder
 from gpucr.operations.dump import DumpReport, dump
@@ -88,12 +87,11 @@ class Part:
                 f"warning: the job runs in {Path.cwd()}, which only this place has: it can be restored in no other"
             )
         environment = {**os.environ, ENVIRONMENT_VARIABLE: str(environment_file)}
-        if self._for_sets is not None:
-            environment[NODES_VARIABLE] = str(self._for_sets.node_count)
         started = run_job(
             self._command,
             name=self._snapshots.job_name,
             environment=environment,
+            several_nodes=self._for_sets is not None,
             ends_with_caller=True,
             cancel=cancel,
             **self._run_options,

@@ -26,7 +26,7 @@ class News(Record, frozen=True):
 
     ``runs``: its part was started. ``leave``: its place is about to end (``text``), by a signal if ``number``.
     ``dumped``, ``failed``: attempt ``number`` is over there. ``ended``: its part has, with this exit code. ``over``: it
-    cannot go on, and ends with this code.
+    has to end, with this code.
     """
 
     kind: Kind

@@ -22,7 +22,7 @@ _RULES_OF_TRAVEL = PruneRules(grace_s=0, dead_after_s=0, repack_below=0.5)
 class JobSnapshots:
     """The snapshots of ``job_id`` in ``store``, a URL or a folder, which is created if missing and ``may_make``.
 
-    ``one_job``: sets of several nodes, of which this is one. ``travels``: nobody else uses this store, and the batch
+    ``one_job``: sets of several nodes; this is one of them. ``travels``: nobody else uses this store, and the batch
     system copies it between allocations: removed data is pruned at once. ``known``: of a set, the part of node 0.
     """
 
@@ -102,7 +102,7 @@ class JobSnapshots:
             elif not self._may_make:
                 raise self._missing("is missing, and this is not the first start of the job")
             if time.monotonic() > end_s:
-                raise self._missing(f"was not made by node 0 within {wait_s:.0f} s, as far as this node sees")
+                raise self._missing(f"was not made by node 0 within {wait_s:.0f} s, or this node does not see it")
             check()
             time.sleep(_LOOK_EVERY_S)
 

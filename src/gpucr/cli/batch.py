@@ -14,7 +14,7 @@ from msgspec import Struct
 from gpucr.batch.allocation import Allocation
 from gpucr.batch.contract import REQUEUE_EXIT, BatchJob, run_batch
 from gpucr.batch.notice import EndNotice
-from gpucr.batch.one_job import OneJob
+from gpucr.batch.one_job import OneJob, why_more_nodes
 from gpucr.batch.snapshots import require_store
 from gpucr.cli.durations import Duration
 from gpucr.cli.keys import given_key, key_file_option
@@ -22,7 +22,6 @@ from gpucr.cli.options import as_one, complete_file, complete_place
 from gpucr.cli.output import printable, say
 from gpucr.errors import InvalidRequest
 from gpucr.jobs.record import Network
-from gpucr.jobs.spanning import why_several_nodes
 
 _SIGNALS = ("USR1", "USR2", "HUP", "INT", "XCPU", "URG", "CONT")
 
@@ -136,7 +135,7 @@ def command(
       #SBATCH --requeue --signal=B:USR1@120
       trap '' USR1
       exec gpucr batch --to "/shared/$USER/snapshots" -- python3 train.py
-      exec srun gpucr batch --one-job --on URG --to /shared/s -- torchrun --nnodes 2 train.py
+      exec srun gpucr batch --one-job --on URG --to /shared/s -- ./train.sh
     """
     signals = {*(signal.Signals[f"SIG{name}"] for name in on or ("USR1",)), signal.SIGTERM}
     with EndNotice(signals) as notice:
@@ -175,11 +174,10 @@ def _one_job(nodes: _Nodes, allocation: Allocation, times: _Times, run: _Run) ->
     if not nodes.one_job:
         if given != (None, None, None):
             raise click.UsageError("--node, --nodes and --rendezvous need --one-job")
-        # Tasks of one step may be jobs of their own; a launcher of one process for all nodes is none.
-        if (why := why_several_nodes(run.command_line, {})) is not None:
+        if (why := why_more_nodes(run.command_line, os.environ)) is not None:
             say(
                 f"warning: {why} says that the program has parts on other nodes, and only this one is dumped: "
-                "--one-job on each dumps all together"
+                "`srun gpucr batch --one-job` dumps all together"
             )
         return None
     if times["checkpoint_exit"] is not None:

@@ -7,9 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from gpucr.quantities import whole_number
 
-NODES_VARIABLE = "GPUCR_JOB_NODES"
-"""Set by `gpucr batch` to the number of nodes where its tasks are one job."""
-_COUNTS = (NODES_VARIABLE, "SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
+_COUNTS = ("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
 """The first that is set counts: a step may have fewer nodes than its job."""
 _LAUNCHERS = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
 _OPTION = "--nnodes"
