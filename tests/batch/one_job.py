@@ -17,6 +17,7 @@ from tests.counter import DEADLINE_S, kill_at_once, processes_in, wait_until
 from tests.nodes.full_load import LOAD, LoadedNodes
 
 CONNECTIONS = 8
+_ESTABLISHED = "01"
 
 
 class OneJob(LoadedNodes):
@@ -90,6 +91,16 @@ class OneJob(LoadedNodes):
     def wait_for(self, text: str, times: int = 1, part: int | None = None) -> None:
         """Wait until it has said this so often."""
         wait_until(lambda: self.said(part).count(text) >= times, lambda: f"{text!r} in {self.said(part)}")
+
+    def in_contact(self) -> bool:
+        """Whether another node has a connection to node 0's `gpucr batch`."""
+
+        def look() -> bool:
+            lines = Path("/proc/thread-self/net/tcp6").read_text().splitlines()[1:]
+            ends = [(int(line.split()[1].rpartition(":")[2], 16), line.split()[3]) for line in lines]
+            return any(20_000 <= port < 30_000 and state == _ESTABLISHED for port, state in ends)
+
+        return bool(self.machines[self.at[0]].run_inside(look))
 
     def signal(self, *parts: int, number: signal.Signals = signal.SIGURG) -> None:
         """Send it to the `gpucr batch` of these parts, or of all."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import os
+import random
 import shutil
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -241,6 +243,36 @@ def _listens(pid: int) -> bool:
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     caught = next((int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:")), 0)
     return bool(caught >> (signal.SIGURG - 1) & 1)
+
+
+@long
+@pytest.mark.parametrize("seed", range(10))
+def test_events_at_random_moments(opened: ExitStack, tmp_path: Path, seed: int) -> None:
+    """Signals and deaths, during starts, sets and restores; each start is on other nodes. No byte is lost."""
+    chance = random.Random(seed)  # noqa: S311 - not for secrets
+    job = one_job(opened, tmp_path, spare=1)
+    for _ in range(6):
+        job.start("--every", "300ms", "--grace", "20s", at=chance.sample(range(3), 2))
+        wait_until(job.in_contact, job.said)
+        time.sleep(chance.uniform(0, 4))
+        what = chance.choice(("a signal to all", "a signal to one", "a killed gpucr", "all killed"))
+        victim = chance.randrange(2)
+        if what == "a signal to all":
+            job.signal(number=chance.choice((signal.SIGURG, signal.SIGTERM)))
+        elif what == "a signal to one":
+            job.signal(victim)
+        else:
+            for part in range(2) if what == "all killed" else (victim,):
+                job.tasks[part].kill()
+        codes = job.codes()
+        assert set(codes) <= {99, -signal.SIGKILL, 1}, (what, job.said())
+        assert 99 in codes or what != "a signal to all", job.said()
+        job.nothing_runs()
+    job.start(at=[0, 1])
+    job.goes_on()
+    job.finish()
+    assert job.codes() == [0, 0], job.said()
+    assert not any(complete for _, complete in job.sets())
 
 
 # --- what a start finds ------------------------------------------------------------------------------------------
