@@ -252,7 +252,9 @@ def test_events_at_random_moments(opened: ExitStack, tmp_path: Path, seed: int) 
     chance = random.Random(seed)  # noqa: S311 - not for secrets
     job = one_job(opened, tmp_path, spare=1)
     for _ in range(6):
-        job.start("--every", "300ms", "--grace", "20s", at=chance.sample(range(3), 2))
+        can_move = job.store.exists() and any(complete for _, complete in job.sets())
+        at = chance.sample(range(3), 2) if can_move else [0, 1]  # it begins at the addresses that it is given
+        job.start("--every", "300ms", "--grace", "20s", at=at)
         wait_until(job.in_contact, job.said)
         time.sleep(chance.uniform(0, 4))
         what = chance.choice(("a signal to all", "a signal to one", "a killed gpucr", "all killed"))
@@ -265,8 +267,8 @@ def test_events_at_random_moments(opened: ExitStack, tmp_path: Path, seed: int) 
             for part in range(2) if what == "all killed" else (victim,):
                 job.tasks[part].kill()
         codes = job.codes()
-        assert set(codes) <= {99, -signal.SIGKILL, 1}, (what, job.said())
-        assert 99 in codes or what != "a signal to all", job.said()
+        assert set(codes) <= {99, -signal.SIGKILL}, (what, job.said())
+        assert (codes == [99, 99]) or "kill" in what, job.said()
         job.nothing_runs()
     job.start(at=[0, 1])
     job.goes_on()

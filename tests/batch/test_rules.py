@@ -82,7 +82,8 @@ def test_a_set_that_leaves_the_job_running_makes_way() -> None:
     assert job.orders() == [], "node 1 still undoes it"
     job.tell(1, "failed", 1)
     assert job.orders() == []
-    assert job.orders(PAUSE_S)[0].number == 2
+    (order,) = job.orders()
+    assert (order.number, order.leave_running) == (2, False)
 
 
 def test_attempts_until_the_grace_is_over() -> None:

@@ -26,9 +26,11 @@ class Company:
         self._is_over = False
 
     def say(self, news: News) -> None:
-        """Let node 0 know."""
+        """Let node 0 know. That it is over all know at once."""
         if self._rules is not None:
             self._rules.take(self.node, news, time.monotonic())
+            if news.kind == "over":
+                self._look()
         elif self._contact is not None:
             self._contact.tell(encode(news).decode())
 

@@ -44,6 +44,7 @@ REQUEUE_EXIT = 99
 
 _LOOK_EVERY_S = 0.2
 _LAST_WORD_S = 5.0
+"""How long a node whose restore has failed because of another one waits for what all end with."""
 _MEET_S = 120.0
 """How long nodes wait for each other at the start: a batch system starts its tasks one after the other."""
 
@@ -128,7 +129,8 @@ class _Run:
         """Of the last attempt that succeeded here."""
         self._has_ended = False
         """The part here: by itself, or dumped."""
-        self._has_told: set[int] = set()
+        self._told_leave: set[int] = set()
+        """By the time limit (0), by a signal (1)."""
         self._leaves = False
 
     def _say(self, line: str) -> None:
@@ -157,12 +159,11 @@ class _Run:
                     raise
                 self._tell("over", self._job.requeue_exit, f"{reason} came before its part ran")
                 return self._not_begun(reason)
-            except GpucrError as e:
+            except (GpucrError, OSError) as e:
                 if isinstance(e, NodeFailed) and (last := self._last_word(self._company)) is not None:
                     return self._over_before_it_ran(last)
-                self._tell("over", e.exit_code, e.message)
-                if self._company is not None:
-                    self._company.over  # noqa: B018
+                code, message = (e.exit_code, e.message) if isinstance(e, GpucrError) else (1, str(e))
+                self._tell("over", code, message)
                 raise
             with relay:
                 try:
@@ -210,7 +211,7 @@ class _Run:
                 raise KeyboardInterrupt(cancel.reason)
 
         secret = self._snapshots.secret(_MEET_S, check)
-        contact = Contact(here.rendezvous(secret, meet_s=_MEET_S), self._snapshots.place, cancel=cancel)
+        contact = Contact(here.rendezvous(secret, meet_s=_MEET_S), self._job.allocation.id, cancel=cancel)
         try:
             contact.__enter__()
         except NodeFailed as e:
@@ -288,8 +289,8 @@ class _Run:
             self._end_attempt(self._attempt)
         told = self._notice.reason
         for reason, is_signal in ((told, 1), (self._near_limit(), 0)):
-            if reason is not None and is_signal not in self._has_told:
-                self._has_told.add(is_signal)
+            if reason is not None and is_signal not in self._told_leave:
+                self._told_leave.add(is_signal)
                 self._tell("leave", is_signal, reason)
         if self._is_lost():
             self._tell("over", self._job.requeue_exit, "the place is lost, and the job is ended")
@@ -373,6 +374,8 @@ class _Run:
         if over.text and not over.by_itself:
             self._say(over.text)
         if not self._has_ended:
+            if over.by_itself:
+                self._say("another part has failed, and this one is ended")
             end_processes(record)
         return self._ended(over.number, over.text or None, part) if over.by_itself else over.number
 

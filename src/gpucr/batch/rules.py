@@ -135,8 +135,8 @@ class Rules:
             return [Order("stop", attempt.number, self._leaving)]
         self._attempt = None
         self._due = now + (self._every_s or 0)
-        self._not_before = now + PAUSE_S
         if not any(attempt.results.values()):
+            self._not_before = now if attempt.leave_running else now + PAUSE_S
             return []
         if not attempt.leave_running:  # if one could not end its part, its processes are ended now
             code = self._checkpoint_exit if self._leaving is None else None
