@@ -32,6 +32,7 @@ class OneJob(LoadedNodes):
         shutil.rmtree(self.store)  # the first start makes it
         for node in self.parts():
             node.output = folder / f"out-{node.number}"
+        self.python: Sequence[str] = (sys.executable, "-I", "-S")
         self.starts = 0
         self.tasks: dict[int, subprocess.Popen[str]] = {}
         addresses = {"4": [node.addresses["4"] for node in self.parts()]}
@@ -69,7 +70,7 @@ class OneJob(LoadedNodes):
             **self.changed,
         }
         words = ["--one-job", "--to", self.store, "--on", "URG", *options, "--"]
-        program = [sys.executable, "-I", "-S", *self.programs[part]]
+        program = [*self.python, *self.programs[part]]
         with self.parts()[part].output.open("ab") as out, (self.folder / f"errors-{part}").open("ab") as errors:
             return subprocess.Popen(
                 [*machine.enter(), *command.command("batch", *words, *program)],
