@@ -39,6 +39,8 @@ class OneJob(LoadedNodes):
         self.programs: list[Sequence[str]] = [
             ("-c", LOAD, str(part), str(count), str(CONNECTIONS), json.dumps(addresses)) for part in range(count)
         ]
+        self.stores = dict.fromkeys(range(count), self.store)
+        """Which one each part is told."""
         self.changed: dict[str, str | None] = {}
         """Slurm's variables that are not as they should be."""
 
@@ -69,7 +71,7 @@ class OneJob(LoadedNodes):
             "XDG_STATE_HOME": str(machine.folder / "state"),
             **self.changed,
         }
-        words = ["--one-job", "--to", self.store, "--on", "URG", *options, "--"]
+        words = ["--one-job", "--to", self.stores.get(part, self.store), "--on", "URG", *options, "--"]
         program = [*self.python, *self.programs[part]]
         with self.parts()[part].output.open("ab") as out, (self.folder / f"errors-{part}").open("ab") as errors:
             return subprocess.Popen(

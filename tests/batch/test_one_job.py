@@ -20,9 +20,10 @@ from gpucr.batch.allocation import Allocation
 from gpucr.batch.contract import BatchJob, run_batch
 from gpucr.batch.one_job import OneJob as OneJobHere
 from gpucr.batch.one_job import first_host, is_same
+from gpucr.batch.snapshots import JobSnapshots
 from tests import command
 from tests.batch.one_job import OneJob
-from tests.counter import processes_in, wait_until
+from tests.counter import DEADLINE_S, processes_in, wait_until
 from tests.nodes.conftest import require_networks
 from tests.storm import later, long
 
@@ -330,6 +331,34 @@ def test_starts_that_do_not_fit_the_last_set(opened: ExitStack, tmp_path: Path) 
     assert job.codes() == [5, 5], job.said()
     assert job.said().count("GPUCR-BATCH-NO-STORE") == 2
     assert not job.store.exists()
+
+
+def test_nodes_that_see_different_stores(opened: ExitStack, tmp_path: Path) -> None:
+    job = one_job(opened, tmp_path)
+    job.stores[1] = tmp_path / "other"
+    gpucr.init_store(job.stores[1])
+    gpucr.secret_of_store(job.stores[1], make=True)
+    job.start()
+    assert job.tasks[1].wait(DEADLINE_S) == 1
+    assert "GPUCR-NODES-SECRET" in job.said(1)
+    assert "do all nodes see the same store?" in job.said(1)
+    job.signal(0)
+    assert job.codes() == [99, 1], job.said()
+    job.nothing_runs()
+
+
+def test_a_node_that_does_not_see_the_store_of_node_0(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    first, other = (JobSnapshots(str(store), "x", None, one_job=OneJobHere(node, 2, "n1", 20000)) for node in range(2))
+    with pytest.raises(gpucr.StoreError, match="was not made by node 0 within 0 s, or this node does not see it") as e:
+        other.secret(0, lambda: None)
+    assert e.value.code == "GPUCR-BATCH-NO-STORE"
+    assert not store.exists()
+    made = first.secret(0, lambda: None)
+    assert other.secret(0, lambda: None) == made
+    assert other.latest() is None
+    with pytest.raises(gpucr.StoreError, match="has no set 0123456789abcdef here, which node 0 has found"):
+        other.open("0123456789abcdef", ["true"])
 
 
 def test_refused_before_nodes_meet() -> None:

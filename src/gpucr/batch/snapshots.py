@@ -91,13 +91,13 @@ class JobSnapshots:
 
         Raises StoreError, and as `make_store`.
         """
-        if self._one_job is None or self._one_job.node == 0:
+        leads = self._one_job is None or self._one_job.node == 0
+        if leads:
             self.make_store()
-            return secret_of_store(self._store, make=True, key=self.key) or b""
         end_s = time.monotonic() + wait_s
         while True:
             if "://" in self._store or is_store(self._store):
-                if (found := secret_of_store(self._store, key=self.key)) is not None:
+                if (found := secret_of_store(self._store, make=leads, key=self.key)) is not None:
                     return found
             elif not self._may_make:
                 raise self._missing("is missing, and this is not the first start of the job")
