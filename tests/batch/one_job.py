@@ -40,7 +40,7 @@ class OneJob(LoadedNodes):
             ("-c", LOAD, str(part), str(count), str(CONNECTIONS), json.dumps(addresses)) for part in range(count)
         ]
         self.stores = dict.fromkeys(range(count), self.store)
-        """Which one each part is told."""
+        """That of each part."""
         self.changed: dict[str, str | None] = {}
         """Slurm's variables that are not as they should be."""
 
