@@ -88,9 +88,11 @@ def run_batch(
     ``notice``: the caller is listening already.
 
     Needs what `gpucr.run_job`, `gpucr.dump` and `gpucr.restore` need, for one job on several nodes `gpucr.dump_part`
-    and `gpucr.restore_part`. Raises as they do, and InvalidRequest for a snapshot of another command line, or of
-    another number of nodes.
+    and `gpucr.restore_part`, as root. Raises as they do, and InvalidRequest for a snapshot of another command line, or
+    of another number of nodes.
     """
+    if job.one_job is not None:
+        _require_root()
     with contextlib.ExitStack() as opened:
         notice = notice or opened.enter_context(EndNotice(job.signals))
         place = job.allocation
@@ -189,7 +191,6 @@ class _Run:
         contact: Contact | None = None
         for_sets: Rendezvous | None = None
         if job.one_job is not None:
-            _require_root()
             here = job.one_job
             contact, for_sets = self._aside(lambda cancel: self._in_contact(here, cancel))
             opened.push(contact)
