@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from gpucr.batch.rules import PAUSE_S, News, Order, Rules
+import pytest
+
+from gpucr.batch.rules import PAUSE_S, News, Order, Rules, cut
+from gpucr.records import decode, encode
 
 
 class Job:
@@ -145,6 +148,16 @@ def test_one_node_ends_it_for_all() -> None:
     job.orders(60)
     job.rules.requeue("node 1 is gone")
     assert job.orders() == [Order("over", 99, "node 1 is gone: it starts over")], "also in the middle of a set"
+
+
+@pytest.mark.parametrize("character", ["x", "\0", "\udc80", '"', "\u00e9", "\U0001f600"])
+def test_any_text_fits_into_a_message(character: str) -> None:
+    job = running()
+    job.tell(1, "over", 3, cut(character * 5000))
+    (order,) = job.orders()
+    text = encode(order).decode()
+    assert len(text) <= 2000
+    assert decode(text, Order) == order
 
 
 def test_a_code_for_checkpoints_ends_the_job() -> None:

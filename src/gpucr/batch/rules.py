@@ -5,18 +5,19 @@ Nodes tell what happens to them (`News`), and all get the same `Order`. Nothing 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from gpucr.records import Record
+from gpucr.records import Count, Record
 
 PAUSE_S = 2.0
 """Between a failed dump and the next attempt."""
 _OTHERS_S = 30.0
 """How long the other nodes' parts may take to end by themselves, once one has failed."""
-_MOST_TEXT = 300
-"""Of a message, which may become six times as long on its way."""
+_MOST_TEXT = 1600
+"""Of a message as it is sent, with the rest of which it has 2000 characters at most."""
 
 Kind = Literal["runs", "leave", "dumped", "failed", "ended", "over"]
 
@@ -30,7 +31,7 @@ class News(Record, frozen=True):
     """
 
     kind: Kind
-    number: int = 0
+    number: Count = 0
     text: str = ""
 
 
@@ -43,7 +44,7 @@ class Order(Record, frozen=True):
     """
 
     kind: Literal["start", "dump", "stop", "made", "over"]
-    number: int = 0
+    number: Count = 0
     text: str = ""
     leave_running: bool = False
     limit_s: float | None = None
@@ -167,5 +168,8 @@ class Rules:
 
 
 def cut(text: str) -> str:
-    """Short enough for a message."""
-    return text[:_MOST_TEXT]
+    """Short enough for a message, and without what UTF-8 cannot have, such as the bytes of a file's name."""
+    found = text[:_MOST_TEXT].encode(errors="backslashreplace").decode()
+    while len(json.dumps(found)) > _MOST_TEXT:
+        found = found[: len(found) * 3 // 4]
+    return found
