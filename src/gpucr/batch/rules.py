@@ -17,7 +17,7 @@ PAUSE_S = 2.0
 _OTHERS_S = 30.0
 """How long the other nodes' parts may take to end by themselves, once one has failed."""
 _MOST_TEXT = 1600
-"""Of a message as it is sent, with the rest of which it has 2000 characters at most."""
+"""Of a message as it is sent. All of it has 2000 characters at most."""
 
 Kind = Literal["runs", "leave", "dumped", "failed", "ended", "over"]
 
