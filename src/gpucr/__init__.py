@@ -70,11 +70,13 @@ if TYPE_CHECKING:
     from gpucr.jobs.sidecar import StoredLaunch
     from gpucr.jobs.sidecar_process import SidecarStarted
     from gpucr.model import CudaState, GangLock, Gpu, GpuMap, ProcessId, ProcessInfo
+    from gpucr.nodes.contact import Contact
     from gpucr.nodes.dump import dump_part
     from gpucr.nodes.parts import PartReport
     from gpucr.nodes.places import AddressMap
     from gpucr.nodes.rendezvous import Rendezvous
     from gpucr.nodes.restore import restore_part
+    from gpucr.nodes.store_secret import secret_of_store
     from gpucr.on_demand.folder import OnDemandCounts
     from gpucr.on_demand.listing import OnDemandJob, list_on_demand
     from gpucr.on_demand.settings import OnDemand
@@ -171,11 +173,13 @@ _HOMES = {
     "gpucr.jobs.sidecar": ("StoredLaunch",),
     "gpucr.jobs.sidecar_process": ("SidecarStarted",),
     "gpucr.model": ("CudaState", "GangLock", "Gpu", "GpuMap", "ProcessId", "ProcessInfo"),
+    "gpucr.nodes.contact": ("Contact",),
     "gpucr.nodes.dump": ("dump_part",),
     "gpucr.nodes.parts": ("PartReport",),
     "gpucr.nodes.places": ("AddressMap",),
     "gpucr.nodes.rendezvous": ("Rendezvous",),
     "gpucr.nodes.restore": ("restore_part",),
+    "gpucr.nodes.store_secret": ("secret_of_store",),
     "gpucr.on_demand.folder": ("OnDemandCounts",),
     "gpucr.on_demand.listing": ("OnDemandJob", "list_on_demand"),
     "gpucr.on_demand.settings": ("OnDemand",),
@@ -241,6 +245,7 @@ __all__ = [
     "Cancellation",
     "ChangeReport",
     "Compress",
+    "Contact",
     "CopiedSnapshot",
     "CriuError",
     "CriuUnavailable",
@@ -400,6 +405,7 @@ __all__ = [
     "resume_jobs",
     "run_job",
     "run_supervised",
+    "secret_of_store",
     "serve_on_demand",
     "start_missing_forwarders",
     "start_missing_supervisors",

@@ -1,6 +1,7 @@
 """Machines made of namespaces of this one: a controller, and nodes that can lose power.
 
-They share all but pids, host names, System V objects, and what the nodes mount for themselves.
+They share all but pids, host names, System V objects, and what the nodes mount for themselves; and their network, if
+they are not to have one each.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tests.containers.runtimes import RuntimeMissing
-from tests.counter import DEADLINE_S
+from tests.counter import DEADLINE_S, wait_until
 
 _NODE = """
 mount -t proc proc /proc
@@ -26,6 +27,17 @@ _HELPER = """
 mkdir /run/gpucr-helper
 "$HELPED_BY" -m gpucr helper listen --keys /opt/gpucr-keys --work /run/gpucr-work >"$1/helper-$2.out" 2>&1 &
 until [ -S /run/gpucr-helper/socket ]; do sleep 0.05; done
+"""
+
+_SWITCH = """
+ip link add switch type bridge
+ip addr add 10.98.0.254/24 dev switch
+ip link set switch up
+"""
+_PLUGGED_IN = """
+ip link set lo up
+until ip addr add "{address}/24" dev eth 2>/dev/null; do sleep 0.02; done
+ip link set eth up
 """
 
 # A loopback address beside 127.0.0.1, without which getaddrinfo finds nothing.
@@ -42,23 +54,33 @@ class Machines:
     """The machines of one batch system, in ``folder``. Their scripts get the folder and, on a node, its name.
 
     ``enter``: the command that leads to the mounts that they see, where these are not the caller's: those of an
-    ordinary user, for whom each node has root's helper.
+    ordinary user, for whom each node has root's helper. ``networks``: each node has a network of its own.
     """
 
     def __init__(
-        self, folder: Path, nodes: Sequence[str], environment: Mapping[str, str], enter: Sequence[str] = ()
+        self,
+        folder: Path,
+        nodes: Sequence[str],
+        environment: Mapping[str, str],
+        enter: Sequence[str] = (),
+        *,
+        networks: bool = False,
     ) -> None:
         self.folder = folder
         self._environment = {**os.environ, **environment, "HELPED_BY": sys.executable}
         self._enter = list(enter)
         self._control: subprocess.Popen[bytes] | None = None
         self._nodes: dict[str, subprocess.Popen[bytes]] = {}
-        (folder / "hosts").write_text(f"127.0.0.1 localhost control {' '.join(nodes)}\n")
+        self.addresses = {name: f"10.98.0.{number}" for number, name in enumerate(nodes, 1)} if networks else {}
+        own = "".join(f"{address} {name}\n" for name, address in self.addresses.items())
+        shared = "" if networks else f" control {' '.join(nodes)}"
+        control = "10.98.0.254 control\n" if networks else ""
+        (folder / "hosts").write_text(f"127.0.0.1 localhost{shared}\n{control}{own}")
 
     def start_control(self, script: str) -> None:
         """Start the controller. Raises RuntimeMissing if its script fails before its daemons run."""
         alone = ["unshare", "--mount", "--pid", "--net", "--ipc", "--uts", "--fork", "--kill-child"]
-        script = f"{_CONTROL}{script}\necho ready\nwait\n"
+        script = f"{_CONTROL}{_SWITCH if self.addresses else ''}{script}\necho ready\nwait\n"
         self._control = self._start([*self._enter, *alone, "sh", "-ec", script, "sh", str(self.folder)], "control.out")
         assert self._control.stdout is not None
         if self._control.stdout.readline() != b"ready\n":
@@ -68,9 +90,15 @@ class Machines:
         """Power a node on. ``arguments``: further ones for its script."""
         inside = ["nsenter", f"--target={self._pid()}", "--mount", "--net"]
         alone = ["unshare", "--mount", "--pid", "--ipc", "--uts", "--fork", "--kill-child"]
+        address = self.addresses.get(name)
+        if address is not None:
+            alone.append("--net")
+            script = _PLUGGED_IN.format(address=address) + script
         script = f"{_NODE}{_HELPER if self._enter else ''}{script}\nwait\n"
         given = (str(self.folder), name, *map(str, arguments))
         self._nodes[name] = self._start([*inside, *alone, "sh", "-ec", script, "sh", *given], f"{name}.out")
+        if address is not None:
+            self._plug_in(name)
 
     def kill_node(self, name: str) -> None:
         """Power it off: all its processes die."""
@@ -102,10 +130,26 @@ class Machines:
                 command, env=self._environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=stderr
             )
 
+    def _plug_in(self, name: str) -> None:
+        """Give a node its cable to the switch, which vanishes with it."""
+        node = self._nodes[name]
+        wait_until(lambda: _child(node) is not None, f"{name} to start")
+        ip = ["nsenter", f"--target={self._pid()}", "--net", "ip", "link"]
+        cable = ["add", f"to-{name}", "type", "veth", "peer", "name", "eth", "netns", str(_child(node))]
+        for words in (cable, ["set", f"to-{name}", "master", "switch", "up"]):
+            subprocess.run([*ip, *words], check=True, timeout=DEADLINE_S)
+
     def _pid(self) -> int:
         assert self._control is not None
-        children = Path(f"/proc/{self._control.pid}/task/{self._control.pid}/children")
-        return int(children.read_text().split()[0])
+        found = _child(self._control)
+        assert found is not None
+        return found
+
+
+def _child(process: subprocess.Popen[bytes]) -> int | None:
+    """The first process in its namespaces."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return int(children[0]) if children else None
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

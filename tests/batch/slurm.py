@@ -64,11 +64,12 @@ RequeueExit=99
 SlurmdParameters=config_overrides
 GresTypes=gpu
 {epilog}
-NodeName=n1 NodeHostname=n1 NodeAddr=127.0.0.1 Port={port_1} CPUs=8 Gres=gpu:{gpus} State=UNKNOWN
-NodeName=n2 NodeHostname=n2 NodeAddr=127.0.0.1 Port={port_2} CPUs=8 Gres=gpu:{gpus} State=UNKNOWN
-PartitionName=low Nodes=n1,n2 Default=YES PriorityTier=1 PreemptMode=REQUEUE GraceTime=30 MaxTime=INFINITE State=UP
-PartitionName=high Nodes=n1,n2 PriorityTier=10 PreemptMode=OFF MaxTime=INFINITE State=UP
+{nodes}
+PartitionName=low Nodes=ALL Default=YES PriorityTier=1 PreemptMode=REQUEUE GraceTime=30 MaxTime=INFINITE State=UP
+PartitionName=high Nodes=ALL PriorityTier=10 PreemptMode=OFF MaxTime=INFINITE State=UP
 """
+
+_OF_NODE = "NodeName={name} NodeHostname={name} NodeAddr={address} Port={port} CPUs=8 Gres=gpu:{gpus} State=UNKNOWN"
 
 _CONTROL = """
 "$1/bin/munged" --force --key-file "$1/munge/key" --socket "$1/munge/socket" --pid-file "$1/munge/pid" \
@@ -154,28 +155,40 @@ def _path_in(root: Path, name: str) -> str:
 
 
 class Slurm:
-    """A cluster in ``folder``: a controller and two nodes that share all but pids, names in /dev/shm, and /run.
+    """A cluster in ``folder``: a controller and nodes that share all but pids, names in /dev/shm, and /run.
 
     ``enter``: the command that leads to the mounts that it sees, where these are not the caller's. ``in_cgroups``: what
     belongs to a job's step is what is in the step's cgroup (of version 1), and no epilog ends what is left; else what
-    descends from it. Raises RuntimeMissing where it cannot be started.
+    descends from it. ``networks``: each node has a network of its own.
+
+    Raises RuntimeMissing where it cannot be started.
     """
 
     def __init__(
-        self, folder: Path, programs: Programs, enter: Sequence[str] = (), *, in_cgroups: bool = False
+        self,
+        folder: Path,
+        programs: Programs,
+        enter: Sequence[str] = (),
+        *,
+        in_cgroups: bool = False,
+        nodes: Sequence[str] = NODES,
+        networks: bool = False,
     ) -> None:
         self.folder = folder
         self._in_cgroups = in_cgroups
         self._cgroups = _Cgroups(folder, _CONTROLLERS if in_cgroups else ())
-        self._write(programs)
+        self._nodes = tuple(nodes)
         path = f"{folder}/bin:{os.environ.get('PATH', '')}"
         environment = {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": path}
-        self._machines = Machines(folder, NODES, environment, enter)
+        self._machines = Machines(folder, nodes, environment, enter, networks=networks)
+        self.addresses = self._machines.addresses
+        """Of the nodes, if they have networks."""
+        self._write(programs)
         try:
             self._machines.start_control(self._cgroups.mounts() + _CONTROL)
-            for name in NODES:
+            for name in nodes:
                 self.start_node(name)
-            all_idle = dict.fromkeys(NODES, "idle")
+            all_idle = dict.fromkeys(nodes, "idle")
             wait_until(lambda: self.states() == all_idle, lambda: f"{self.states()}: {self.logs()}", _LIMIT_S, _POLL_S)
         except BaseException:
             self.close()
@@ -183,7 +196,7 @@ class Slurm:
 
     def _write(self, programs: Programs) -> None:
         folder = self.folder
-        for name in ("bin", "munge", "state", *(f"spool-{node}" for node in NODES)):
+        for name in ("bin", "munge", "state", *(f"spool-{node}" for node in self._nodes)):
             (folder / name).mkdir(mode=0o755)
         for name, command in programs.commands.items():
             script = folder / "bin" / (f"{name}.sh" if name == "slurmd" else name)
@@ -198,9 +211,15 @@ class Slurm:
                 plugins=programs.plugins,
                 epilog="" if self._in_cgroups else f"Epilog={TEMPLATES}/epilog",
                 port=_FIRST_PORT,
-                port_1=_FIRST_PORT + 1,
-                port_2=_FIRST_PORT + 2,
-                gpus=GPUS_PER_NODE,
+                nodes="\n".join(
+                    _OF_NODE.format(
+                        name=name,
+                        address=self.addresses.get(name, "127.0.0.1"),
+                        port=_FIRST_PORT + number,
+                        gpus=GPUS_PER_NODE,
+                    )
+                    for number, name in enumerate(self._nodes, 1)
+                ),
                 preempt=parameters,
                 tracking="cgroup" if self._in_cgroups else "linuxproc",
                 task="cgroup" if self._in_cgroups else "none",
@@ -212,7 +231,7 @@ class Slurm:
         for number in range(GPUS_PER_NODE):  # a driver's that is not here; the simulator needs none
             os.mknod(folder / f"gpu{number}", stat.S_IFCHR | 0o666, os.makedev(_NVIDIA_MAJOR, number))
         files = f"{folder}/gpu[0-{GPUS_PER_NODE - 1}]"
-        (folder / "gres.conf").write_text("".join(f"NodeName={node} Name=gpu File={files}\n" for node in NODES))
+        (folder / "gres.conf").write_text("".join(f"NodeName={node} Name=gpu File={files}\n" for node in self._nodes))
         subprocess.run([folder / "bin" / "mungekey", "-c", "-k", folder / "munge" / "key"], check=True)
 
     def start_node(self, name: str) -> None:

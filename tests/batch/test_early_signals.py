@@ -51,6 +51,7 @@ def end_of(module: str, number: signal.Signals, *arguments: object) -> tuple[int
         ("gpucr.batch.contract", TERM, ("--requeue-exit", 75), 75),
         later("gpucr.batch.contract", USR1, (), 99),
         ("gpucr.store.local", HUP, ("--on", "HUP"), 99),
+        ("gpucr.store.local", TERM, ("--one-job", "--node", 0, "--nodes", 2, "--rendezvous", "n1:7788"), 99),
         ("gpucr.batch.contract", INT, (), 130),
     ],
 )

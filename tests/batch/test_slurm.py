@@ -172,7 +172,7 @@ def _cgroups_of(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/cgroup").read_text().splitlines()
 
 
-@pytest.mark.parametrize("name", ["job.sh", "steps.sh"])
+@pytest.mark.parametrize("name", ["job.sh", "steps.sh", "nodes.sh"])
 def test_the_pages_scripts_are_files(name: str) -> None:
     assert f"```sh\n{(TEMPLATES / name).read_text()}```" in (TEMPLATES.parent / "slurm.md").read_text()
 

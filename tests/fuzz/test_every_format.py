@@ -29,6 +29,8 @@ NOT_READ = "a canary's own numbers on a GPU; packages, which dpkg reads; what th
 
 _IMAGES = "fuzz/test_snapshots.py test_damaged_images"
 _READERS: Mapping[str, str] = {
+    "batch/company.py _hear": "nodes_order",
+    "batch/company.py _look": "nodes_news",
     "batch/place.py main": "ray_start",
     "borrow/ledger.py _read": "borrower",
     "containers/meeting.py call": "attendants_answer",

@@ -18,6 +18,7 @@ import msgspec
 
 from gpucr.batch import ray_agent
 from gpucr.batch.place import Start
+from gpucr.batch.rules import News, Order, Rules
 from gpucr.containers import meeting
 from gpucr.errors import (
     BrokenInstall,
@@ -44,7 +45,7 @@ from gpucr.nodes import peers, places, wire
 from gpucr.nodes.wire import Channel, WrongSecret
 from gpucr.on_demand import listing, neighbours, policy
 from gpucr.on_demand.policy import Contender
-from gpucr.records import UNREADABLE, RecordError, decode, decoder
+from gpucr.records import UNREADABLE, RecordError, decode, decoder, encode
 from gpucr.undo.guard import Guard
 from gpucr.undo.guard_process import Post
 from tests.fuzz.damage import Target, refused
@@ -357,6 +358,29 @@ def forwarders_message(data: bytes) -> bool:
     return True
 
 
+def nodes_news(data: bytes) -> bool:
+    """What a node tells node 0 of a batch job; node 0 decides something, or nothing."""
+    try:
+        news = decode(data, News)
+    except RecordError:
+        return False
+    rules = Rules(2, every_s=1, grace_s=1, checkpoint_exit=None, requeue_exit=99, next_start=lambda: "it starts over")
+    rules.take(1, news, 0)
+    for order in rules.decide(100):
+        assert decode(encode(order), Order) == order
+    return True
+
+
+def nodes_order(data: bytes) -> bool:
+    """What node 0 of a batch job has all do."""
+    try:
+        found = decode(data, Order)
+    except RecordError:
+        return False
+    assert found.number >= 0
+    return True
+
+
 def forwarders_status(data: bytes) -> bool:
     try:
         found = listing._served("llama", None, (), neighbours.message_in(data))
@@ -369,8 +393,8 @@ def forwarders_status(data: bytes) -> bool:
 TARGETS: dict[str, Target] = {
     each.__name__: each
     for each in (
-        nodes_message, nodes_handshake, nodes_ends, nodes_place, keepers_word, word_to_a_keeper,
-        guards_answer, word_to_the_guard, agents_answer,
+        nodes_message, nodes_handshake, nodes_ends, nodes_place, nodes_news, nodes_order,
+        keepers_word, word_to_a_keeper, guards_answer, word_to_the_guard, agents_answer,
         shares_kept, carriers_answer, request_to_a_carrier, attendants_answer, ray_start, ray_answers, helpers_message,
         forwarders_message, forwarders_status,
     )

@@ -21,7 +21,7 @@ from gpucr.version import __version__
 
 _NAMES = """
 AddressMap BorrowPhase BorrowPlan Borrowed Borrower BrokenInstall Busy CanaryOutcome CanaryResult Cancellation
-ChangeReport Compress CopiedSnapshot CriuError CriuUnavailable CudaStarted CudaState DeadlineExceeded Difference
+ChangeReport Compress Contact CopiedSnapshot CriuError CriuUnavailable CudaStarted CudaState DeadlineExceeded Difference
 DoctorReport DriverError DriverUnavailable DumpCounts DumpReport EnvironmentChange Event FilesMode Finding FrozenJob
 GangLock Gpu GpuFull GpuJob GpuMap GpuState GpucrError IllegalState InterposerError Interrupted InvalidRequest
 JobChanged JobDamaged JobOutcome JobOutlook JobRecord JobSelector JobSnapshot JobState LaterSpace LaunchPlan Lent
@@ -37,8 +37,8 @@ copy_snapshots diff_snapshots doctor dump dump_part end_forwarders end_superviso
 init_store inspect job_states last_probe list_borrowed list_cuda_processes list_gpu_jobs list_jobs list_on_demand
 list_snapshots move open_snapshot plan_borrow plan_dump plan_freeze plan_job plan_move plan_on_demand plan_restore
 plan_resume plan_suspend probe prune_store recover_borrowed rehearse remove_snapshot restore restore_part resume
-resume_jobs run_job run_supervised serve_on_demand start_missing_forwarders start_missing_supervisors stop_job
-store_keys subscribe supervise_job suspend suspend_jobs verify_snapshots wait_job
+resume_jobs run_job run_supervised secret_of_store serve_on_demand start_missing_forwarders start_missing_supervisors
+stop_job store_keys subscribe supervise_job suspend suspend_jobs verify_snapshots wait_job
 """
 NAMES = _NAMES.split()
 
@@ -211,6 +211,7 @@ _NO_NAMES_OF_OURS = frozenset(
     (
         *("None", "Any", "BaseException", "Callable", "Iterable", "Iterator", "Literal", "Mapping", "Path", "Self"),
         "PathLike",
+        "Report",  # DumpReport or RestoreReport
         "Sequence",
         *("bool", "bytes", "dict", "float", "frozenset", "int", "list", "object", "os", "str", "tuple", "type"),
         "preflight",

@@ -35,10 +35,20 @@ class Allocation:
     scratch: Path | None = None
 
     @classmethod
-    def of(cls, environment: Mapping[str, str], given_id: str | None = None, *, asks_slurm: bool = True) -> Allocation:
-        """Read the environment, and ask Slurm what it does not tell. Raises InvalidRequest if there is no usable id."""
+    def of(
+        cls,
+        environment: Mapping[str, str],
+        given_id: str | None = None,
+        *,
+        one_job: bool = False,
+        asks_slurm: bool = True,
+    ) -> Allocation:
+        """Read the environment, and ask Slurm what it does not tell. Raises InvalidRequest if there is no usable id.
+
+        ``one_job``: all tasks of a step have the same id.
+        """
         condor = _numbers_of_condor(environment)
-        found = given_id or _id_in(environment, condor)
+        found = given_id or _id_in(environment, condor, one_job=one_job)
         if found is None:
             raise InvalidRequest(
                 "no batch system has started this, so the job has no id",
@@ -86,10 +96,10 @@ def _numbers_of_condor(environment: Mapping[str, str]) -> dict[str, int]:
     return {name: int(number) for name, number in _OF_CONDOR.findall(text)}
 
 
-def _id_in(environment: Mapping[str, str], condor: Mapping[str, int]) -> str | None:
+def _id_in(environment: Mapping[str, str], condor: Mapping[str, int], *, one_job: bool) -> str | None:
     """Slurm keeps a requeued job's id; an array has one per task, `srun` a step per command.
 
-    Several processes of a step are distinguished by rank.
+    Several processes of a step are distinguished by rank, unless they are one job.
     """
     if array := environment.get("SLURM_ARRAY_JOB_ID"):
         job = f"slurm-{array}_{environment.get('SLURM_ARRAY_TASK_ID', '')}"
@@ -103,5 +113,6 @@ def _id_in(environment: Mapping[str, str], condor: Mapping[str, int]) -> str | N
     number = whole_number(step)
     if number is None or number >= _NOT_OF_SRUN:
         return job
-    rank = environment.get("SLURM_PROCID", "0") if environment.get("SLURM_STEP_NUM_TASKS", "1") != "1" else None
+    are_several = not one_job and environment.get("SLURM_STEP_NUM_TASKS", "1") != "1"
+    rank = environment.get("SLURM_PROCID", "0") if are_several else None
     return f"{job}.{step}" if rank is None else f"{job}.{step}.{rank}"

@@ -1,5 +1,6 @@
 """Run a job under a batch system: start or restore it, and dump it when its allocation ends.
 
+On several nodes each has its part of the job, and node 0 decides what all do (rules.py); on one node, this one does.
 The operations run in a separate thread, so that signals reach only `EndNotice`: a second SIGTERM from an impatient
 batch system must not interrupt the dump that the first one requested.
 """
@@ -10,43 +11,42 @@ import contextlib
 import os
 import select
 import signal
-import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from gpucr import Cancellation
+from gpucr import Cancellation, Contact
 from gpucr.batch.allocation import Allocation
+from gpucr.batch.aside import Aside
+from gpucr.batch.company import Company
+from gpucr.batch.notice import EndNotice
+from gpucr.batch.one_job import OneJob
+from gpucr.batch.part import Part
 from gpucr.batch.relay import Relay
+from gpucr.batch.rules import Kind, News, Order, Rules, cut
 from gpucr.batch.snapshots import JobSnapshots
-from gpucr.errors import GpucrError, Interrupted
+from gpucr.errors import GpucrError, Interrupted, NodeFailed, NotPermitted
 from gpucr.jobs.record import JobRecord
 from gpucr.jobs.registered import registry, registry_in_use
-from gpucr.linux import durable, libc
-from gpucr.linux.private_folders import state_folder
-from gpucr.operations.dump import dump
+from gpucr.linux import libc
+from gpucr.operations.dump import DumpReport
 from gpucr.operations.end_job import end_processes
-from gpucr.operations.launch import forget_job, list_jobs, run_job
-from gpucr.operations.places import count_used_gpus, in_store
-from gpucr.operations.restore import restore
+from gpucr.operations.places import in_store
 
 if TYPE_CHECKING:
-    from gpucr import Manifest, Secret
+    from gpucr import Rendezvous, Secret, StoredSnapshot
 
 T = TypeVar("T")
 
 REQUEUE_EXIT = 99
 """Slurm requeues a job that ends with this code where slurm.conf says ``RequeueExit=99``."""
 
-ENVIRONMENT_VARIABLE = "GPUCR_ENV_FILE"
-"""Names the file with the batch system's variables of the job's current allocation."""
-
 _LOOK_EVERY_S = 0.2
-_PAUSE_S = 2.0
-"""Between a failed dump and the next attempt."""
+_LAST_WORD_S = 5.0
+"""How long a node whose restore has failed because of another one waits for what all end with."""
+_MEET_S = 120.0
+"""How long nodes wait for each other at the start: a batch system starts its tasks one after the other."""
 
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -59,7 +59,8 @@ class BatchJob:
     dump begins. ``every_s``: the interval of periodic dumps. They leave the job running, or with ``checkpoint_exit``
     end it with that code, for a batch system that then transfers the snapshot and starts the job again. ``signals``:
     those that announce the end. ``only_while``: descriptors of processes (pidfds). Once one of these has ended, the job
-    may already run elsewhere, so it is ended at once, without a dump.
+    may already run elsewhere, so it is ended at once, without a dump. ``one_job``: it has a part on each of several
+    nodes, and this is one of these.
     """
 
     command: tuple[str, ...]
@@ -73,6 +74,7 @@ class BatchJob:
     requeue_exit: int = REQUEUE_EXIT
     run_options: tuple[tuple[str, Any], ...] = ()
     only_while: tuple[int, ...] = ()
+    one_job: OneJob | None = None
 
 
 def run_batch(
@@ -85,245 +87,302 @@ def run_batch(
     restored, and removed when the job succeeds. ``say`` gets a line for each event that belongs in the job's log.
     ``notice``: the caller is listening already.
 
-    Needs what `gpucr.run_job`, `gpucr.dump` and `gpucr.restore` need. Raises as they do, and InvalidRequest for a
-    snapshot of another command line.
+    Needs what `gpucr.run_job`, `gpucr.dump` and `gpucr.restore` need, for one job on several nodes `gpucr.dump_part`
+    and `gpucr.restore_part`, as root. Raises as they do, and InvalidRequest for a snapshot of another command line, or
+    of another number of nodes.
     """
+    if job.one_job is not None:
+        _require_root()
     with contextlib.ExitStack() as opened:
         notice = notice or opened.enter_context(EndNotice(job.signals))
         place = job.allocation
         # If the batch system would have brought the store and there is none, there was no snapshot.
         travels = place.has_alone(job.store)
-        snapshots = JobSnapshots(job.store, place.id, key, may_make=place.is_first or travels, travels=travels)
+        snapshots = JobSnapshots(
+            job.store, place.id, key, one_job=job.one_job, may_make=place.is_first or travels, travels=travels
+        )
         return _Run(job, say, notice, snapshots).to_its_end()
 
 
-class EndNotice:
-    """Whether a signal has announced the end of the allocation."""
+class _OthersEnded(Exception):
+    """The order that it is over, before this node's part ran."""
 
-    def __init__(self, signals: Collection[signal.Signals]) -> None:
-        self._signals = signals
-        self._before: dict[signal.Signals, Any] = {}
-        self._raises = False
-        self.reason: str | None = None
+    def __init__(self, order: Order) -> None:
+        super().__init__(order.text)
+        self.order = order
 
-    def __enter__(self) -> EndNotice:
-        self._before = {number: signal.signal(number, self._take) for number in self._signals}
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    @contextlib.contextmanager
-    def interrupting(self) -> Iterator[None]:
-        """The first signal during the block raises KeyboardInterrupt."""
-        self._raises = True
-        yield
-        self._raises = False
-
-    def _take(self, number: int, _frame: FrameType | None) -> None:
-        is_first, self.reason = self.reason is None, self.reason or signal.Signals(number).name
-        if self._raises and is_first:
-            raise KeyboardInterrupt(self.reason)
+@dataclass(frozen=True)
+class _Attempt:
+    order: Order
+    aside: Aside[DumpReport]
+    begin_s: float
 
 
 class _Run:
     def __init__(self, job: BatchJob, say: Callable[[str], None], notice: EndNotice, snapshots: JobSnapshots) -> None:
         self._job = job
-        self._say = say
+        self._say_line = say
         self._notice = notice
         self._snapshots = snapshots
-        self._next_s = time.monotonic() + (job.every_s or 0)
+        self._company: Company | None = None
+        self._attempt: _Attempt | None = None
+        self._stored: StoredSnapshot | None = None
+        """Of the last attempt that succeeded here."""
+        self._has_ended = False
+        """The part here: by itself, or dumped."""
+        self._told_leave: set[int] = set()
+        """By the time limit (0), by a signal (1)."""
+        self._leaves = False
+
+    def _say(self, line: str) -> None:
+        here = self._job.one_job
+        self._say_line(line if here is None else f"node {here.node}: {line}")
 
     def to_its_end(self) -> int:
         if self._notice.reason is not None:
-            with contextlib.suppress(GpucrError, OSError):  # the next start is not the first, and reports it
-                self._aside(self._snapshots.make_store)
+            if self._job.one_job is None or self._job.one_job.node == 0:
+                with contextlib.suppress(GpucrError, OSError):  # the next start is not the first, and reports it
+                    self._aside(lambda _: self._snapshots.make_store())
             return self._not_begun(self._notice.reason)
         # Keepers and restored processes become our children, and so part of the batch system's step.
         libc.check(libc.function("prctl")(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "prctl")
-        cancellation = Cancellation()
-        try:
-            record, relay = self._aside(lambda: self._begin(cancellation), cancellation)
-        except Interrupted:
-            return self._not_begun(cancellation.reason)
-        with relay:
+        with contextlib.ExitStack() as opened:
             try:
-                return self._watch(record)
-            except BaseException:  # nobody would watch the job, or learn of the end of its allocation
-                end_processes(record)
-                self._say(f"{record.name} is ended, too; {self._snapshots.next_start()}")
+                company, part = self._join(opened)
+                self._company = company
+                record, relay = self._begin(company, part)
+            except _OthersEnded as e:
+                return self._over_before_it_ran(e.order)
+            except (Interrupted, KeyboardInterrupt):
+                if self._company is not None and (over := self._company.over) is not None:
+                    return self._over_before_it_ran(over)
+                if (reason := self._why_stop()) is None:
+                    raise
+                self._tell("over", self._job.requeue_exit, f"{reason} came before its part ran")
+                return self._not_begun(reason)
+            except (GpucrError, OSError) as e:
+                if isinstance(e, NodeFailed) and (last := self._last_word(self._company)) is not None:
+                    return self._over_before_it_ran(last)
+                code, message = (e.exit_code, e.message) if isinstance(e, GpucrError) else (1, str(e))
+                self._tell("over", code, message)
                 raise
+            with relay:
+                try:
+                    return self._watch(company, part, record)
+                except BaseException:  # nobody would watch the job, or learn of the end of its allocation
+                    end_processes(record)
+                    self._say(f"{record.name} is ended, too; {self._snapshots.next_start()}")
+                    raise
 
     def _not_begun(self, reason: str | None) -> int:
         self._say(f"{reason} came before the job ran: it has to be started again")
         return self._job.requeue_exit
 
-    def _begin(self, cancel: Cancellation) -> tuple[JobRecord, Relay]:
-        latest = self._snapshots.latest(self._job.command)
-        environment_file = _environment_file(self._job.allocation)
-        if latest is None:
-            self._forget_lost_start()
-            if self._job.allocation.has_alone(Path.cwd()):
-                self._say(
-                    f"warning: the job runs in {Path.cwd()}, which only this place has: it can be restored in no other"
-                )
-            environment = {**os.environ, ENVIRONMENT_VARIABLE: str(environment_file)}
-            options = dict(self._job.run_options)
-            started = run_job(
-                self._job.command,
-                name=self._snapshots.job_name,
-                environment=environment,
-                ends_with_caller=True,
-                cancel=cancel,
-                **options,
-            )
-            self._say(f"started as {started.record.name}: there is no snapshot of {self._job.allocation.id}")
-            return started.record, Relay(started.record.log, 0)
-        log = latest.manifest.launch.log_path if latest.manifest.launch is not None else ""
-        size = os.path.getsize(log) if os.path.isfile(log) else 0
-        begin = time.monotonic()
-        report = restore(latest, gpu=self._gpus_for(latest.manifest), ends_with_caller=True, cancel=cancel)
-        for warning in report.warnings:
-            self._say(f"warning: {warning}")
-        self._say(f"restored from {latest.where} in {time.monotonic() - begin:.1f} s")
-        record = _record(report.name or self._snapshots.job_name)
-        return record, Relay(record.log, min(size, record.log.stat().st_size))
+    def _over_before_it_ran(self, order: Order) -> int:
+        self._say(f"the job did not run: {order.text}")
+        return order.number
 
-    def _forget_lost_start(self) -> None:
-        """Remove the record of a start on a failed node, which is visible to nodes that share a home folder."""
-        name = self._snapshots.job_name
-        if not self._job.allocation.is_first and any(
-            job.name == name and job.state.word == "elsewhere" for job in list_jobs()
-        ):
-            forget_job(name, force=True)
+    # --- the start ------------------------------------------------------------------------------------------------
 
-    def _gpus_for(self, manifest: Manifest) -> str | None:
-        """The GPUs of the allocation that the job goes to: the first ones, if it uses fewer than it was given."""
-        given = self._job.allocation.gpus
-        if given is None or not manifest.has_gpu_state:
-            return None
-        return ",".join(given.split(",")[: count_used_gpus(manifest)]) or None
+    def _join(self, opened: contextlib.ExitStack) -> tuple[Company, Part]:
+        """Get into contact with the other nodes, if there are any."""
+        job, snapshots = self._job, self._snapshots
+        contact: Contact | None = None
+        for_sets: Rendezvous | None = None
+        if job.one_job is not None:
+            here = job.one_job
+            contact, for_sets = self._aside(lambda cancel: self._in_contact(here, cancel))
+            opened.push(contact)
+        rules = Rules(
+            job.one_job.node_count if job.one_job is not None else 1,
+            every_s=job.every_s,
+            grace_s=job.grace_s,
+            checkpoint_exit=job.checkpoint_exit,
+            requeue_exit=job.requeue_exit,
+            next_start=snapshots.next_start,
+        )
+        node = job.one_job.node if job.one_job is not None else 0
+        part = Part(job.command, job.allocation, snapshots, dict(job.run_options), for_sets, job.every_s, self._say)
+        return Company(node, rules if node == 0 else None, contact, job.requeue_exit), part
 
-    def _aside(self, call: Callable[[], T], cancel: Cancellation | None = None, *, gives_way: bool = True) -> T:
-        """Call it in a thread. It is cancelled if the allocation is lost, and by a signal if it ``gives_way``."""
-        results: list[T] = []
-        errors: list[BaseException] = []
+    def _in_contact(self, here: OneJob, cancel: Cancellation) -> tuple[Contact, Rendezvous]:
+        def check() -> None:
+            if cancel.is_cancelled:
+                raise KeyboardInterrupt(cancel.reason)
 
-        def work() -> None:
-            try:
-                results.append(call())
-            except BaseException as e:  # noqa: BLE001 - raised in the caller's thread
-                errors.append(e)
+        secret = self._snapshots.secret(_MEET_S, check)
+        contact = Contact(here.rendezvous(secret, meet_s=_MEET_S), self._job.allocation.id, cancel=cancel)
+        try:
+            contact.__enter__()
+        except NodeFailed as e:
+            if e.code == "GPUCR-NODES-SECRET":
+                e.hint = "do all nodes see the same store? Or another program has this port: give --rendezvous"
+            raise
+        return contact, here.for_sets(secret)
 
-        thread = threading.Thread(target=work, name="batch")
-        thread.start()
-        while thread.is_alive():
-            thread.join(_LOOK_EVERY_S)
-            if cancel is not None and self._is_lost():
-                cancel.cancel("the loss of the place")
-            elif cancel is not None and gives_way and self._notice.reason is not None:
-                cancel.cancel(self._notice.reason)
-        if errors:
-            raise errors[0]
-        return results[0]
+    def _begin(self, company: Company, part: Part) -> tuple[JobRecord, Relay]:
+        if company.leads:
+            company.order(Order("start", text=self._aside(lambda _: self._snapshots.latest()) or ""))
+        wanted = self._ordered_start(company)
+        record, relay = self._aside(lambda cancel: part.begin(wanted, cancel))
+        self._tell("runs")
+        return record, relay
 
-    def _watch(self, record: JobRecord) -> int:
+    def _ordered_start(self, company: Company) -> str | None:
+        while True:
+            for order in company.orders():
+                if order.kind == "over":
+                    raise _OthersEnded(order)
+                return order.text or None
+            if (reason := self._why_stop()) is not None:
+                raise KeyboardInterrupt(reason)
+            time.sleep(_LOOK_EVERY_S)
+
+    def _last_word(self, company: Company | None) -> Order | None:
+        """When another node has failed: what all end with. None: nobody says it."""
+        end_s = time.monotonic() + _LAST_WORD_S
+        while company is not None and time.monotonic() < end_s:
+            if (over := company.over) is not None:
+                return over
+            time.sleep(_LOOK_EVERY_S)
+        return None
+
+    # --- while it runs --------------------------------------------------------------------------------------------
+
+    def _watch(self, company: Company, part: Part, record: JobRecord) -> int:
         while True:
             self._wait(record)
-            _collect()
-            if (code := _exit_code(record.name, dumped=self._job.requeue_exit)) is not None:
-                return self._ended(code)
-            if self._is_lost():
-                self._say(f"the place is lost, and the job is ended: {self._snapshots.next_start()}")
-                end_processes(record)
-                return self._job.requeue_exit
-            if (reason := self._reason()) is not None and (code := self._leave(record, reason)) is not None:
-                return code
-            if (every_s := self._job.every_s) is not None and time.monotonic() >= self._next_s:
-                ending = self._job.checkpoint_exit
-                if self._dump(record, None, leave_running=ending is None) and ending is not None:
-                    return ending
-                self._next_s = time.monotonic() + every_s
+            if self._attempt is None:
+                _collect()
+            self._tell_all(record)
+            for order in company.orders():
+                if order.kind == "dump":
+                    self._begin_attempt(part, order)
+                elif order.kind == "stop" and self._attempt is not None:
+                    self._attempt.aside.cancellation.cancel(order.text)
+                elif order.kind == "made" and company.leads:
+                    self._keep_the_last()
+                elif order.kind == "over":
+                    return self._finish(order, part, record)
 
-    def _reason(self) -> str | None:
+    def _wait(self, record: JobRecord) -> None:
+        """Wait briefly for the end of the attempt, of the job's first process, or the loss of the allocation."""
+        if self._attempt is not None:
+            self._attempt.aside.is_over(_LOOK_EVERY_S)
+            return
+        try:
+            descriptor = None if self._has_ended else os.pidfd_open(record.pid)
+        except ProcessLookupError:
+            if _exit_code(record.name, dumped=self._job.requeue_exit) is not None:
+                return
+            descriptor = None
+        try:
+            watched = [] if descriptor is None else [descriptor]
+            select.select([*watched, *self._job.only_while], [], [], _LOOK_EVERY_S)
+        finally:
+            if descriptor is not None:
+                os.close(descriptor)
+
+    def _tell_all(self, record: JobRecord) -> None:
+        """Tell node 0 what has happened here."""
+        if self._attempt is not None and self._attempt.aside.is_over():
+            self._end_attempt(self._attempt)
+        told = self._notice.reason
+        for reason, is_signal in ((told, 1), (self._near_limit(), 0)):
+            if reason is not None and is_signal not in self._told_leave:
+                self._told_leave.add(is_signal)
+                self._tell("leave", is_signal, reason)
+        if self._is_lost():
+            self._tell("over", self._job.requeue_exit, "the place is lost, and the job is ended")
+        elif not self._has_ended and self._attempt is None:
+            code = _exit_code(record.name, dumped=self._job.requeue_exit)
+            if code is None:
+                return
+            self._has_ended = True
+            if told is not None and code == 128 + signal.Signals[told]:
+                what = f"{told} has ended the job, too, before it could be dumped"
+                self._tell("over", self._job.requeue_exit, what)
+            else:
+                self._tell("ended", code)
+                if self._job.one_job is not None:
+                    self._say(f"its part has ended with {code}")
+
+    def _tell(self, kind: Kind, number: int = 0, text: str = "") -> None:
+        if self._company is not None:
+            self._company.say(News(kind, number, cut(text)))
+
+    def _near_limit(self) -> str | None:
         end_s, before_s = self._job.allocation.end_s, self._job.before_end_s
-        if (
-            self._notice.reason is None
-            and end_s is not None
-            and before_s is not None
-            and time.time() >= end_s - before_s
-        ):
+        if end_s is not None and before_s is not None and time.time() >= end_s - before_s:
             return f"the time limit is {max(0, end_s - time.time()):.0f} s away"
-        return self._notice.reason
+        return None
 
     def _is_lost(self) -> bool:
         return bool(select.select(self._job.only_while, [], [], 0)[0])
 
-    def _wait(self, record: JobRecord) -> None:
-        """Wait briefly for the end of the job's first process or the loss of the allocation."""
-        try:
-            descriptor = os.pidfd_open(record.pid)
-        except ProcessLookupError:
-            time.sleep(_LOOK_EVERY_S if _exit_code(record.name, dumped=self._job.requeue_exit) is None else 0)
-            return
-        try:
-            select.select([descriptor, *self._job.only_while], [], [], _LOOK_EVERY_S)
-        finally:
-            os.close(descriptor)
+    def _why_stop(self) -> str | None:
+        """Why what has just begun is cut short."""
+        if self._is_lost():
+            return "the loss of the place"
+        if self._notice.reason is not None:
+            return self._notice.reason
+        over = self._company.over if self._company is not None else None
+        return None if over is None else over.text or "the end of the job"
 
-    def _leave(self, record: JobRecord, reason: str) -> int | None:
-        """Dump the job and end it. None: it has already ended by itself."""
-        self._say(f"{reason}: the job is dumped, for {self._job.grace_s:.0f} s at most")
-        end_s = time.monotonic() + self._job.grace_s
-        while (left_s := end_s - time.monotonic()) > 0:
-            if self._dump(record, left_s, leave_running=False):
-                return self._job.requeue_exit
-            if _exit_code(record.name, dumped=self._job.requeue_exit) is not None:
-                return None
-            if self._is_lost():
-                break
-            time.sleep(min(_PAUSE_S, max(0.0, end_s - time.monotonic())))
-        self._say(f"the job could not be dumped in time, and is ended: {self._snapshots.next_start()}")
-        end_processes(record)
-        return self._job.requeue_exit
+    def _aside(self, call: Callable[[Cancellation], T]) -> T:
+        """Call it in a thread. It is cancelled if there is no use in it any more."""
+        aside = Aside(call)
+        while not aside.is_over(_LOOK_EVERY_S):
+            if (reason := self._why_stop()) is not None:
+                aside.cancellation.cancel(reason)
+        return aside.result()
 
-    def _dump(self, record: JobRecord, limit_s: float | None, *, leave_running: bool) -> bool:
-        """One attempt. A dump that leaves the job running is cancelled when the end of the allocation is announced."""
-        cancellation = Cancellation()
-        begin = time.monotonic()
+    # --- dumps ----------------------------------------------------------------------------------------------------
+
+    def _begin_attempt(self, part: Part, order: Order) -> None:
+        if order.text and not self._leaves:
+            self._leaves = True
+            self._say(f"{order.text}: the job is dumped, for {self._job.grace_s:.0f} s at most")
+        aside = Aside(lambda cancel: part.dump(order.limit_s, cancel, leave_running=order.leave_running))
+        self._attempt = _Attempt(order, aside, time.monotonic())
+
+    def _end_attempt(self, attempt: _Attempt) -> None:
+        self._attempt = None
         try:
-            report = self._aside(
-                lambda: dump(
-                    record.name,
-                    self._snapshots.place,
-                    leave_running=leave_running,
-                    key=self._snapshots.key,
-                    timeout_s=limit_s,
-                    cancel=cancellation,
-                ),
-                cancellation,
-                gives_way=leave_running,
-            )
+            report = attempt.aside.result()
         except (GpucrError, OSError) as e:
             self._say(f"no dump: {_said(e)}")
-            return False
-        self._say(f"dumped to {report.snapshot.where} in {time.monotonic() - begin:.1f} s")
-        made = in_store(report.snapshot)
+            self._tell("failed", attempt.order.number)
+            return
+        self._say(f"dumped to {report.snapshot.where} in {time.monotonic() - attempt.begin_s:.1f} s")
+        self._stored = in_store(report.snapshot).stored
+        self._has_ended |= not attempt.order.leave_running
+        self._tell("dumped", attempt.order.number)
+
+    def _keep_the_last(self) -> None:
         try:
-            self._aside(lambda: self._snapshots.keep_the_last(made.stored))
+            self._aside(lambda _: self._snapshots.keep_the_last(self._stored))
         except (GpucrError, OSError) as e:
             self._say(f"older snapshots stay: {_said(e)}")
-        return True
 
-    def _ended(self, code: int) -> int:
-        """The job has ended with this code. Returns the one for the batch system."""
-        with contextlib.suppress(OSError):
-            _environment_file_path(self._job.allocation).unlink(missing_ok=True)
-        told = self._notice.reason
-        if told is not None and code == 128 + signal.Signals[told]:
-            self._say(f"{told} has ended the job, too, before it could be dumped: {self._snapshots.next_start()}")
-            return self._job.requeue_exit
+    # --- the end --------------------------------------------------------------------------------------------------
+
+    def _finish(self, over: Order, part: Part, record: JobRecord) -> int:
+        if self._attempt is not None:
+            self._attempt.aside.cancellation.cancel(over.text or "the end of the job")
+            self._end_attempt(self._attempt)
+        if over.text and not over.by_itself:
+            self._say(over.text)
+        if not self._has_ended:
+            if over.by_itself:
+                self._say("another part has failed, and this one is ended")
+            end_processes(record)
+        return self._ended(over.number, over.text or None, part) if over.by_itself else over.number
+
+    def _ended(self, code: int, told: str | None, part: Part) -> int:
+        """The job has ended with this code, after this signal. Returns the one for the batch system."""
+        part.forget_environment()
         if code != 0 and self._snapshots.known:
             self._say(f"the job ended with {code}; {self._snapshots.next_start()}")
         elif told is not None and self._snapshots.known:
@@ -331,24 +390,28 @@ class _Run:
             self._say(f"the job ended with 0 after {told}, and its snapshot stays: {self._snapshots.next_start()}")
         elif code == 0:
             try:
-                self._aside(self._snapshots.remove_all)
+                self._aside(lambda _: self._snapshots.remove_all())
             except (GpucrError, OSError) as e:
                 self._say(f"the snapshots of {self._job.allocation.id} stay: {_said(e)}")
                 return code
             with contextlib.suppress(GpucrError, OSError):  # its record and log do no harm
-                self._aside(lambda: forget_job(self._snapshots.job_name))
+                self._aside(lambda _: part.forget())
         return code
+
+
+def _require_root() -> None:
+    if os.geteuid() != 0:
+        raise NotPermitted(
+            "only root can block the connections between nodes, which a job on several nodes needs",
+            pid=os.getpid(),
+            hint="run it as root; jobs on one node need root's helper alone",
+        )
 
 
 def _said(error: GpucrError | OSError) -> str:
     if isinstance(error, OSError):
         return str(error)
     return f"{error.message} ({error.hint})" if error.hint else error.message
-
-
-def _record(name: str) -> JobRecord:
-    with registry_in_use():
-        return registry().find(name).readable()
 
 
 def _exit_code(name: str, *, dumped: int) -> int | None:
@@ -366,18 +429,7 @@ def _exit_code(name: str, *, dumped: int) -> int | None:
 
 
 def _collect() -> None:
-    """Reap ended processes that we have adopted."""
+    """Reap ended processes that we have adopted. Not while a dump waits for the end of its own."""
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
-
-
-def _environment_file_path(allocation: Allocation) -> Path:
-    return state_folder() / "batch" / f"{allocation.id}.env"
-
-
-def _environment_file(allocation: Allocation) -> Path:
-    path = _environment_file_path(allocation)
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    durable.write(path, allocation.as_shell().encode())
-    return path

@@ -12,7 +12,9 @@ import click
 from msgspec import Struct
 
 from gpucr.batch.allocation import Allocation
-from gpucr.batch.contract import REQUEUE_EXIT, BatchJob, EndNotice, run_batch
+from gpucr.batch.contract import REQUEUE_EXIT, BatchJob, run_batch
+from gpucr.batch.notice import EndNotice
+from gpucr.batch.one_job import OneJob, why_more_nodes
 from gpucr.batch.snapshots import require_store
 from gpucr.cli.durations import Duration
 from gpucr.cli.keys import given_key, key_file_option
@@ -32,6 +34,15 @@ class _Times(TypedDict):
     every_s: float | None
     checkpoint_exit: int | None
     requeue_exit: int
+
+
+class _Nodes(Struct, frozen=True):
+    """Whether the tasks are one job, and which of its nodes this is."""
+
+    one_job: bool
+    node: int | None
+    node_count: int | None
+    rendezvous: str | None
 
 
 class _Run(Struct, frozen=True):
@@ -87,16 +98,31 @@ class _Run(Struct, frozen=True):
     metavar="CODE",
     help="The exit code that makes the batch system start the job again.",
 )
+@click.option(
+    "--one-job",
+    is_flag=True,
+    help="The tasks of this step, one a node, are one job: its parts are dumped and restored together. Needs root.",
+)
+@click.option("--node", type=int, metavar="K", help="With --one-job: which node this is. Default: as Slurm says.")
+@click.option(
+    "--nodes", "node_count", type=int, metavar="N", help="With --one-job: how many there are. Default: as Slurm says."
+)
+@click.option(
+    "--rendezvous",
+    metavar="HOST:PORT",
+    help="With --one-job: node 0 listens there, and at the next port. Default: the step's first node.",
+)
 @click.option("--isolate/--no-isolate", default=None, help="As for `gpucr run`: its own namespaces, or the machine's.")
 @click.option("--network", type=click.Choice(get_args(Network)), help="As for `gpucr run`.")
 @key_file_option
 @click.argument(
     "command_line", nargs=-1, required=True, type=click.UNPROCESSED, metavar="[--] CMD...", shell_complete=complete_file
 )
+@as_one("nodes", _Nodes)
 @as_one("run", _Run)
 @as_one("times", _Times)
 def command(
-    *, to: str, job_id: str | None, on: tuple[str, ...], times: _Times, run: _Run, key_file: Path | None
+    *, to: str, job_id: str | None, on: tuple[str, ...], times: _Times, nodes: _Nodes, run: _Run, key_file: Path | None
 ) -> None:
     """Run CMD under a batch system, and continue it from its last snapshot at the next start.
 
@@ -109,17 +135,18 @@ def command(
       #SBATCH --requeue --signal=B:USR1@120
       trap '' USR1
       exec gpucr batch --to "/shared/$USER/snapshots" -- python3 train.py
+      exec srun gpucr batch --one-job --on URG --to /shared/s -- ./train.sh
     """
     signals = {*(signal.Signals[f"SIG{name}"] for name in on or ("USR1",)), signal.SIGTERM}
     with EndNotice(signals) as notice:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, signal.valid_signals())  # blocked in `gpucr.__main__`
         try:
             with notice.interrupting():  # it may take a while
-                allocation = Allocation.of(os.environ, job_id, asks_slurm=notice.reason is None)
+                allocation = Allocation.of(os.environ, job_id, one_job=nodes.one_job, asks_slurm=notice.reason is None)
         except KeyboardInterrupt:
             if notice.reason is None:  # Ctrl-C, which was not to announce anything
                 raise
-            allocation = Allocation.of(os.environ, job_id, asks_slurm=False)
+            allocation = Allocation.of(os.environ, job_id, one_job=nodes.one_job, asks_slurm=False)
         if times["before_end_s"] is not None and allocation.end_s is None:
             say("warning: --before-limit has no effect: nothing tells when the place ends")
         if times["checkpoint_exit"] is not None and times["every_s"] is None:
@@ -133,9 +160,30 @@ def command(
             allocation=allocation,
             **times,
             signals=tuple(signals),
+            one_job=_one_job(nodes, allocation, times, run),
             run_options=tuple(options.items()),
         )
         code = run_batch(
             job, lambda line: say(f"gpucr batch: {printable(line)}"), key=given_key(key_file), notice=notice
         )
     sys.exit(code)
+
+
+def _one_job(nodes: _Nodes, allocation: Allocation, times: _Times, run: _Run) -> OneJob | None:
+    given = (nodes.node, nodes.node_count, nodes.rendezvous)
+    if not nodes.one_job:
+        if given != (None, None, None):
+            raise click.UsageError("--node, --nodes and --rendezvous need --one-job")
+        if (why := why_more_nodes(run.command_line, os.environ)) is not None:
+            say(
+                f"warning: {why} says that the program has parts on other nodes, and only this one is dumped: "
+                "`srun gpucr batch --one-job` dumps all together"
+            )
+        return None
+    if times["checkpoint_exit"] is not None:
+        raise click.UsageError("--checkpoint-exit is for jobs on one node, and --one-job for those on several")
+    if run.network == "own":
+        raise click.UsageError("--one-job needs the machine's network: leave out --network own")
+    return OneJob.of(
+        os.environ, allocation.id, node=nodes.node, node_count=nodes.node_count, rendezvous=nodes.rendezvous
+    )

@@ -233,11 +233,12 @@ def restore(
       srun gpucr nodes restore /shared/s#a --rendezvous n7:7788 --map auto
     """
     request, addresses = RestoreRequest(snapshot, **options), parse_map(address_map)
-    made, report = with_key(
+    made = with_key(
         key_file,
         lambda key: run_restore_part(snapshot, request, where, terms, addresses=addresses, key=key),
         place=snapshot,
     )
+    report = made.report
     if not output.quiet:
         say_warnings(report)
         say_gpu_reasons(report)
@@ -261,11 +262,11 @@ def _rendezvous(
     return Rendezvous.at(address, node=node, node_count=node_count, secret=secret, meet_s=meet_s)
 
 
-def _set_fields(made: PartReport) -> dict[str, Any]:
+def _set_fields(made: PartReport[Any]) -> dict[str, Any]:
     part = made.part
     about = {"set_id": part.set_id, "set_name": made.name, "node": part.node, "node_count": part.node_count}
     return {**about, "seconds": made.seconds}
 
 
-def _name(made: PartReport) -> str:
+def _name(made: PartReport[Any]) -> str:
     return f"set {made.name} ({made.part.set_id[:8]})"

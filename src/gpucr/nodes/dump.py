@@ -67,7 +67,7 @@ def dump_part(
     force: bool = False,
     on_progress: OnProgress | None = None,
     cancel: Cancellation | None = None,
-) -> PartReport:
+) -> PartReport[DumpReport]:
     """Dump this node's part of a job into the set ``STORE#NAME``, together with the other nodes, and end it.
 
     Every node calls this with the same store and name, and its own part. All parts are frozen before the first is
@@ -87,7 +87,7 @@ def dump_part(
     return run_dump_part(request, rendezvous, Terms(timeout_s, force, on_progress, cancel))
 
 
-def run_dump_part(request: DumpRequest, rendezvous: Rendezvous, terms: Terms) -> PartReport:
+def run_dump_part(request: DumpRequest, rendezvous: Rendezvous, terms: Terms) -> PartReport[DumpReport]:
     """See `dump_part`."""
     place, leave_running, cancel = target_of(request), request.leave_running, terms.cancel
     if not isinstance(place, InStore) or place.name is None:

@@ -24,7 +24,19 @@ from gpucr.nodes.meeting import (
     too_late,
 )
 from gpucr.nodes.rendezvous import Rendezvous, connect
-from gpucr.nodes.wire import Channel, Failed, Held, Hello, Here, LetGo, Together, Welcome, WrongSecret, open_as_guest
+from gpucr.nodes.wire import (
+    Channel,
+    Failed,
+    Held,
+    Hello,
+    Here,
+    LetGo,
+    Together,
+    Welcome,
+    Word,
+    WrongSecret,
+    open_as_guest,
+)
 from gpucr.records import RecordError
 from gpucr.undo.cancellation import Cancellation
 
@@ -71,6 +83,10 @@ class Guest(Meeting):
         self.wait(step, deadline)
         return self._heard[step]
 
+    def tell(self, text: str) -> None:
+        with contextlib.suppress(NodeFailed):  # the thread that listens notices
+            self._send(Word(text))
+
     @property
     def own_address(self) -> str | None:
         return self._channel.own_address if self._channel is not None else None
@@ -90,7 +106,7 @@ class Guest(Meeting):
         if self._channel is not None:
             self._channel.close()
 
-    def _send(self, message: Here | Held) -> None:
+    def _send(self, message: Here | Held | Word) -> None:
         try:
             if self._channel is None:
                 raise OSError("it has not arrived")
@@ -148,6 +164,9 @@ class Guest(Meeting):
                 message = channel.receive()
                 if isinstance(message, Failed):
                     self._lose(node_failed(message))
+                    continue
+                if isinstance(message, Word):
+                    self._hear(0, message.text)
                     continue
                 with self._changed:
                     if isinstance(message, Welcome):

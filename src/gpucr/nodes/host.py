@@ -25,7 +25,19 @@ from gpucr.nodes.meeting import (
     too_late,
 )
 from gpucr.nodes.rendezvous import Rendezvous, listen, notice_its_end
-from gpucr.nodes.wire import Channel, Failed, Held, Hello, Here, LetGo, Together, Welcome, WrongSecret, open_as_host
+from gpucr.nodes.wire import (
+    Channel,
+    Failed,
+    Held,
+    Hello,
+    Here,
+    LetGo,
+    Together,
+    Welcome,
+    Word,
+    WrongSecret,
+    open_as_host,
+)
 from gpucr.records import RecordError
 from gpucr.undo.cancellation import Cancellation
 
@@ -81,6 +93,9 @@ class Host(Meeting):
         if step == "holding":
             self._begin_to_hold()
         return answers[0]
+
+    def tell(self, text: str) -> None:
+        self._broadcast(Word(text))
 
     @property
     def own_address(self) -> str | None:
@@ -234,6 +249,9 @@ class Host(Meeting):
                         self._held[node] = message.times
                         self._changed.notify_all()
                     continue
+                if isinstance(message, Word):
+                    self._hear(node, message.text)
+                    continue
                 if not isinstance(message, Here) or node in self._here.get(message.step, {node: ""}):
                     raise RecordError("out of turn")
                 with self._changed:
@@ -244,7 +262,7 @@ class Host(Meeting):
             if self._lose(error):
                 self._report_to_all(Failed(node, error.message))
 
-    def _broadcast(self, message: Welcome | Together | LetGo) -> None:
+    def _broadcast(self, message: Welcome | Together | LetGo | Word) -> None:
         with self._sending:
             for channel in self._guests.values():
                 with contextlib.suppress(OSError):  # its listening thread notices

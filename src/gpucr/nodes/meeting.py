@@ -10,6 +10,7 @@ import contextlib
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Literal, TypeVar
@@ -63,6 +64,7 @@ class Meeting(ABC):
         self._check: Callable[[], None] = lambda: None
         self._times = 0
         self._is_all_held = False
+        self._words: deque[tuple[int, str]] = deque()
 
     @abstractmethod
     def arrive(self, choose: Callable[[], str]) -> str:
@@ -81,6 +83,17 @@ class Meeting(ABC):
     def together(self, step: Step, deadline: float) -> None:
         """Wait until all nodes have reached the step. Raises NodeFailed, DeadlineExceeded."""
         self.exchange(step, "", lambda values: [""] * len(values), deadline)
+
+    @abstractmethod
+    def tell(self, text: str) -> None:
+        """Say something to node 0; node 0 says it to all others. Nobody hears it whose connection is lost."""
+
+    def heard(self) -> list[tuple[int, str]]:
+        """What others have said since the last call, in the order in which it came, with their numbers."""
+        with self._changed:
+            found = list(self._words)
+            self._words.clear()
+        return found
 
     @property
     @abstractmethod
@@ -148,6 +161,11 @@ class Meeting(ABC):
                 self._changed.wait(timeout_s)
 
     # --- for its two kinds ----------------------------------------------------------------------------------------
+
+    def _hear(self, node: int, text: str) -> None:
+        with self._changed:
+            self._words.append((node, text))
+            self._changed.notify_all()
 
     def _lose(self, error: NodeFailed) -> bool:
         """Record another node's failure. Returns whether it is the first, in a meeting that is not over."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from gpucr.errors import InvalidRequest
 from gpucr.nodes.guest import Guest
@@ -21,8 +22,11 @@ TIMEOUT_S = 600.0
 """A job that is stopped because another node does not respond runs again after this time."""
 
 
+Report = TypeVar("Report", DumpReport, RestoreReport)
+
+
 @dataclass(frozen=True)
-class PartReport:
+class PartReport(Generic[Report]):
     """The result for this node's ``part`` of the set ``name``: ``report`` is its dump's or restore's.
 
     ``seconds``: from the moment at which all nodes were there.
@@ -30,7 +34,7 @@ class PartReport:
 
     part: SetPart
     name: str
-    report: DumpReport | RestoreReport = field(repr=False)
+    report: Report = field(repr=False)
     seconds: float
 
 

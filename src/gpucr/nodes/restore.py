@@ -41,8 +41,9 @@ def restore_part(
     timeout_s: float = TIMEOUT_S,
     force: bool = False,
     on_progress: OnProgress | None = None,
+    ends_with_caller: bool = False,
     cancel: Cancellation | None = None,
-) -> PartReport:
+) -> PartReport[RestoreReport]:
     """Restore this node's part of the set ``STORE#NAME`` (the latest of this name), together with the other nodes.
 
     Node 0 says which set it is. No part runs before all are there: where one node fails until then, what all have
@@ -53,10 +54,11 @@ def restore_part(
     Raises NodeFailed (another node did, or cannot be reached), DeadlineExceeded, Interrupted, and as `gpucr.restore`
     (nothing of the job is left); JobDamaged.
     """
-    request = RestoreRequest(place, GpuRequest.of(gpu_map, gpu), files, isolate=isolate, name=name)
+    request = RestoreRequest(
+        place, GpuRequest.of(gpu_map, gpu), files, isolate=isolate, name=name, ends_with_caller=ends_with_caller
+    )
     terms = Terms(timeout_s, force, on_progress, cancel)
-    made, _ = run_restore_part(place, request, rendezvous, terms, addresses=addresses or {}, key=key)
-    return made
+    return run_restore_part(place, request, rendezvous, terms, addresses=addresses or {}, key=key)
 
 
 def run_restore_part(
@@ -67,8 +69,8 @@ def run_restore_part(
     *,
     addresses: AddressMap,
     key: Secret | None = None,
-) -> tuple[PartReport, RestoreReport]:
-    """See `restore_part`; also its ``report``. Whichever snapshot is this node's part takes that of the request."""
+) -> PartReport[RestoreReport]:
+    """See `restore_part`. Whichever snapshot is this node's part takes that of the request."""
     location = place_of_store(place)
     if location.snapshot is None:
         raise InvalidRequest(f"{place} names no set", hint=f"name one: {place}#NAME (gpucr ls {place})")
@@ -100,7 +102,7 @@ def run_restore_part(
                 if meeting.error is not None:  # the reason for which it was cancelled here
                     raise meeting.error from None
                 raise
-        return PartReport(part, stored.name or "", report, time.monotonic() - begin), report
+        return PartReport(part, stored.name or "", report, time.monotonic() - begin)
 
 
 def _set_id(store: Store, wanted: str, node_count: int) -> str:

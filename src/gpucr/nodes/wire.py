@@ -90,9 +90,15 @@ class Failed(Record, frozen=True, tag=True):
     why: _Text
 
 
-Message = Hello | Welcome | Here | Together | Held | LetGo | Failed
+class Word(Record, frozen=True, tag=True):
+    """What a node says while a contact lasts: to node 0, or by node 0 to all others (contact.py)."""
+
+    text: _Text
+
+
+Message = Hello | Welcome | Here | Together | Held | LetGo | Failed | Word
 _KINDS: dict[str, type[Message]] = {
-    each.__name__: each for each in (Hello, Welcome, Here, Together, Held, LetGo, Failed)
+    each.__name__: each for each in (Hello, Welcome, Here, Together, Held, LetGo, Failed, Word)
 }
 
 

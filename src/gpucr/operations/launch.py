@@ -116,7 +116,7 @@ def plan_of_launch(request: LaunchRequest) -> LaunchPlan:
     if why_not is None:
         _require_visible("the folder", str(folder))
         _require_visible("the program", program)
-    several_nodes = why_several_nodes(command, given)
+    several_nodes = "its caller" if request.several_nodes else why_several_nodes(command, given)
     io_uring_is_refused = seccomp.can_refuse_io_uring()
     comes_back = _comes_back()
     interposer, why_not_interposed = _interposer(request.interpose, given, program, comes_back)
@@ -154,6 +154,7 @@ def run_job(
     interpose: bool | None = None,
     priority: int = DEFAULT_PRIORITY,
     ends_with_caller: bool = False,
+    several_nodes: bool = False,
     cancel: Cancellation | None = None,
 ) -> StartedJob:
     """Start a job that can be frozen and brought back, and return at once.
@@ -167,12 +168,13 @@ def run_job(
     in those). ``network="host"`` shares the machine's network. ``interpose``: its programs
     load the interposer; None: as GPUCR_INTERPOSE says, and without that where there is a driver. Without a
     ``name`` it is called after its program. Jobs of a higher ``priority`` (0 to 1000) may borrow its GPUs.
+    ``several_nodes``: it is one part of a larger job, even if neither its command nor the environment says so.
 
     Raises InvalidRequest (the name is taken, there is no such program, ...), Unsupported (the namespaces cannot be
     made, the registry cannot be written), BrokenInstall, Interrupted (a signal, ``cancel``). Then no job runs.
     """
     request = LaunchRequest(
-        command, name, isolate, network, log, cwd, environment, interpose, priority, ends_with_caller
+        command, name, isolate, network, log, cwd, environment, interpose, priority, ends_with_caller, several_nodes
     )
     return launch(request, cancel)
 

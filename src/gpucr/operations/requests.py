@@ -171,6 +171,7 @@ class LaunchRequest:
     interpose: bool | None = None
     priority: int = DEFAULT_PRIORITY
     ends_with_caller: bool = False
+    several_nodes: bool = False
 
     @classmethod
     def stored(cls, how: StoredLaunch, name: str) -> LaunchRequest:

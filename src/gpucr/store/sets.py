@@ -4,6 +4,8 @@ The parts are snapshots like any other, each with its `SetPart`. ``sets/ID`` is 
 with it the set is complete, and only then can its parts be restored. A tombstone in its place means that the set was
 given up and will never be complete. Both are creates of one name, so exactly one of them happens. So nodes that have
 lost contact still agree.
+
+``sets/secret`` has random bytes, which whoever can read the store knows, by which nodes of a job know each other.
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ from gpucr.store.stored_snapshot import MAX_NODES, NAME, SHORT_ID, StoredSnapsho
 SETS_PREFIX = "sets/"
 FORMAT, VERSION = "gpucr-stored-set", 1
 _MAX_BYTES = 1 << 20
+_SECRET = f"{SETS_PREFIX}secret"
+_SECRET_BYTES = 32
 _OBJECT = re.compile(r"sets/([0-9a-f]{32})")
 
 
@@ -163,6 +167,36 @@ def all_ids(store: Store) -> Mapping[str, float]:
     except OSError as e:
         raise store.not_usable(e) from e
     return {match.group(1): info.modified_s for info in found if (match := _OBJECT.fullmatch(info.name))}
+
+
+def make_secret(store: Store) -> bytes:
+    """The secret in this store, which is made if there is none. Raises StoreError, StoreDamaged."""
+    try:
+        store.backend.create(_SECRET, store.seal(_SECRET, os.urandom(_SECRET_BYTES)))
+    except Exists:
+        pass
+    except OSError as e:
+        raise store.not_usable(e) from e
+    found = find_secret(store)
+    if found is None:
+        raise StoreError(
+            f"the store {store.backend.url} lost an object that it had just taken: {_SECRET}", path=store.path(_SECRET)
+        )
+    return found
+
+
+def find_secret(store: Store) -> bytes | None:
+    """The secret in this store, if there is one. Raises StoreError, StoreDamaged."""
+    try:
+        sealed = store.backend.read(_SECRET, 0, _SECRET_BYTES + SEALED_OVERHEAD_BYTES + 1)
+    except Missing:
+        return None
+    except OSError as e:
+        raise store.unreadable(_SECRET, e) from e
+    found = store.unseal(_SECRET, sealed)
+    if len(found) != _SECRET_BYTES:
+        raise store.damaged(_SECRET, f"has {len(found)} bytes, not {_SECRET_BYTES}")
+    return found
 
 
 def encode(made: StoredSet) -> bytes:

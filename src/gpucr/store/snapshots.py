@@ -244,7 +244,9 @@ def _load_listed(store: Store, info: ObjectInfo) -> StoredSnapshot | StoreDamage
 def find(store: Store, wanted: str | None) -> StoredSnapshot:
     """The named snapshot: a name (the latest of that name), an id or its first 8 or more digits, ``latest``.
 
-    None: the only one. Raises InvalidRequest if none or several match, StoreDamaged, StoreError.
+    None: the only one. The id of a set, or its first 8 or more digits, names that set.
+
+    Raises InvalidRequest if none or several match, StoreDamaged, StoreError.
     """
     (found, *others) = find_parts(store, wanted)
     if others:
@@ -278,6 +280,9 @@ def find_parts(store: Store, wanted: str | None) -> tuple[StoredSnapshot, ...]:
     meant = [snapshot for snapshot in found if snapshot.id.startswith(wanted)] if len(wanted) >= SHORT_ID else []
     if len(meant) == 1:
         return (meant[0],)
+    of_sets = [each for each in listing.sets if each.startswith(wanted)] if len(wanted) >= SHORT_ID else []
+    if not meant and len(of_sets) == 1:
+        return _all_parts(store, listing, listing.sets[of_sets[0]])
     for snapshot_id, error in listing.damaged.items():
         if not meant and len(wanted) >= SHORT_ID and snapshot_id.startswith(wanted):
             raise error
