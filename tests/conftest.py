@@ -212,11 +212,16 @@ def sim_environment(sim_only: None, pytestconfig: pytest.Config) -> Callable[...
 
 
 @pytest.fixture
-def machine(sim_only: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> MakeMachine:
-    """Switch to a simulated machine with these GPUs; returns their UUIDs."""
+def machine(sim_only: None, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> MakeMachine:
+    """Switch to a simulated machine with these GPUs; returns their UUIDs.
+
+    It outlasts the test: CUDA that was started in this process meanwhile stays on it.
+    """
+
+    folder = tmp_path_factory.mktemp("machines")
 
     def be_on(gpu_models: str, name: str = "local") -> list[str]:
-        variables = simulator.environment(gpu_models, state_dir=tmp_path / f"gpus-of-{name}", machine=name)
+        variables = simulator.environment(gpu_models, state_dir=folder / f"gpus-of-{name}", machine=name)
         for variable, value in variables.items():
             monkeypatch.setenv(variable, value)
         return [gpu.uuid for gpu in gpus.list_gpus()]

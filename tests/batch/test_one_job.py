@@ -41,7 +41,7 @@ def one_job(opened: ExitStack, folder: Path, count: int = 2, *, spare: int = 0) 
     return made
 
 
-@pytest.mark.parametrize("at", [[1, 0], [2, 3]], ids=["swapped", "new addresses"])
+@pytest.mark.parametrize("at", [later([1, 0], id="swapped"), pytest.param([2, 3], id="new addresses")])
 def test_a_job_continues_on_the_nodes_of_its_next_allocation(opened: ExitStack, tmp_path: Path, at: list[int]) -> None:
     job = one_job(opened, tmp_path, spare=2)
     job.start("--every", "500ms")

@@ -16,6 +16,7 @@ from tests.docs.pictures import screen
 from tests.docs.pictures import session as cast
 from tests.docs.sessions import Answer, Typed, differences, play, typed_in
 from tests.ordinary_user import OrdinaryUser
+from tests.storm import later
 
 # What the pages show with sizes that a test need not move.
 _SMALL = {"--mib 512": "--mib 16"}
@@ -75,7 +76,7 @@ def home(user: OrdinaryUser) -> Iterator[Path]:
 
 
 @pytest.mark.criu
-@pytest.mark.parametrize("what", ["the tutorial", "the picture"])
+@pytest.mark.parametrize("what", [later("the tutorial"), "the picture"])
 def test_sessions_are_the_same_for_an_ordinary_user(user: OrdinaryUser, home: Path, what: str) -> None:
     page = (DOCS / "tutorial.md").read_text()
     assert "## As an ordinary user" in page

@@ -300,7 +300,8 @@ signal.pause()
 @pytest.mark.usefixtures("root_only")
 def test_only_a_process_gpucr_started_is_a_keeper() -> None:
     """Any other process could lead root's gpucr into a mount namespace with a forged CRIU."""
-    shown = json.dumps(label.Tag(0, 0, "abc", isolated=True, network="own", log_path="/log")._asdict())
+    lineage = f"forged-{os.getpid()}"  # other tests look at this machine's keepers, too
+    shown = json.dumps(label.Tag(0, 0, lineage, isolated=True, network="own", log_path="/log")._asdict())
     shown = shown.replace('"keeper": 0', '"keeper": PID')
     with python(FORGED, shown, NOBODY_UID) as forger:
         assert sandbox.of(forger.pid) is None
@@ -311,7 +312,7 @@ def test_only_a_process_gpucr_started_is_a_keeper() -> None:
         known_keepers.note(ProcessId(root.pid, stat.start_time_ticks))  # what the gpucr that has started a keeper does
         found = sandbox.of(root.pid)
         assert found is not None
-        assert sandbox.copies("abc", also_awaited=True) == (found,)
+        assert sandbox.copies(lineage, also_awaited=True) == (found,)
     with python(FORGED, shown.replace("PID", "1")) as copy:  # the tag of another process, as a child has it
         assert sandbox.of(copy.pid) is None
 

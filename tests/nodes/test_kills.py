@@ -24,7 +24,7 @@ pytestmark = pytest.mark.criu
 
 WAYS = ["dump", "dump --leave-running", "restore"]
 VICTIMS = ["gpucr", "node"]
-CASES = 200 if IS_STORM else 3
+CASES = 200 if IS_STORM else 1
 _LONGEST_S = 0.9
 """Both commands are over after about this time, on two processors."""
 

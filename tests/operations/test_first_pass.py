@@ -144,7 +144,7 @@ def crowd(monkeypatch: pytest.MonkeyPatch, gpu_mib: int, host_mib: int) -> None:
     monkeypatch.setattr(memory, "available_bytes", lambda: host_mib * MIB)
 
 
-@pytest.mark.parametrize("hot", [6, 2], ids=["all", "some"])
+@pytest.mark.parametrize("hot", [pytest.param(6, id="all"), later(2, id="some")])
 @pytest.mark.parametrize(("place", "gpu_mib", "host_mib"), [
     ("folder", 4096, 4096), ("store", 270, 4096), later("folder", 270, 4096), later("store", 4096, 4096),
     ("store", 200, 4096), later("folder", 200, 4096), later("store", 200, 0), later("folder", 200, 0),
