@@ -36,7 +36,7 @@ from tests.counter import Counter, CounterFactory
 from tests.gpu_state.test_interposed import blocks_of
 from tests.memory_cgroup import ENTER, limited
 from tests.sandboxed import SandboxedCounter, end_all_in, start_counter
-from tests.storm import later, sample
+from tests.storm import later, long, sample
 
 MIB = 1 << 20
 RUNNING = CudaState.RUNNING
@@ -259,6 +259,7 @@ def test_the_driver_takes_the_memory_on_request(job: Counter, driver: CudaDriver
     assert_runs(job, driver, pids, 101)
 
 
+@long
 def test_a_dump_uses_less_host_memory_than_the_jobs_device_memory(
     counter: CounterFactory, variables: dict[str, str], driver: CudaDriver, tmp_path: Path
 ) -> None:

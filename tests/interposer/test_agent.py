@@ -25,6 +25,7 @@ from gpucr.interposer.protocol import MOST_BYTES, Code, Flag, Kept, Operation, O
 from gpucr.sim import build as simulator
 from tests.interposer.conftest import Job, Start, taken
 from tests.sim.libcuda import Libcuda
+from tests.storm import long
 
 MIB = 1 << 20
 
@@ -79,6 +80,7 @@ HIGH_NUMBERS_ARE_TAKEN = (
 )  # fmt: skip
 
 
+@long
 def test_without_a_free_number_memory_is_renewed(job: Callable[..., Job]) -> None:
     process = job(5 * MIB, 1100 * MIB, prefix=HIGH_NUMBERS_ARE_TAKEN)
     with Agent(process.pid) as agent:
