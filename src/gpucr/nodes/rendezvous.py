@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import random
 import socket
 from dataclasses import dataclass, field
 
@@ -14,6 +16,9 @@ from gpucr.quantities import whole_number
 _KEEP_ALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
 _UNANSWERED_MS = 20_000
 """A machine that loses power sends nothing: after about this time its connection counts as lost."""
+
+_FROM_PORTS, _TRIES = range(15_000, 20_000), 4
+"""Ports of this side of a connection to node 0, and how many of them are tried."""
 
 
 @dataclass(frozen=True)
@@ -77,9 +82,21 @@ def listen(at: Rendezvous) -> socket.socket:
 
 def connect(to: Rendezvous, limit_s: float) -> socket.socket:
     """One attempt to reach node 0. Raises OSError."""
-    connection = socket.create_connection((to.host, to.port), timeout=limit_s)
+    connection = _connected(to, limit_s)
     notice_its_end(connection)
     return connection
+
+
+def _connected(to: Rendezvous, limit_s: float) -> socket.socket:
+    """From a port below those that systems give to connections: the job that is restored may need any of these."""
+    for _ in range(_TRIES):
+        port = random.choice(_FROM_PORTS)  # noqa: S311 - not for secrets
+        try:
+            return socket.create_connection((to.host, to.port), timeout=limit_s, source_address=("", port))
+        except OSError as e:
+            if e.errno not in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):
+                raise
+    return socket.create_connection((to.host, to.port), timeout=limit_s)
 
 
 def notice_its_end(connection: socket.socket) -> None:
