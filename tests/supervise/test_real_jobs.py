@@ -230,16 +230,20 @@ def test_a_job_that_was_left_locked_is_resumed_not_killed(sim_only: None, driver
     end_all_in(tmp_path)
 
 
-def test_before_its_first_checkpoint_a_job_is_restarted(tmp_path: Path) -> None:
-    jobs.run(tmp_path, "--", *jobs.counting(40, stop_at=20), every="1h")
-    _wait_for_step(tmp_path, 20)
-    (tmp_path / "steps").unlink()
+def _starts_over_when_killed(folder: Path) -> None:
+    jobs.run(folder, "--", *jobs.counting(40, stop_at=20), every="1h")
+    _wait_for_step(folder, 20)
+    (folder / "steps").unlink()
     jobs.kill_job()
     jobs.wait_for_event("started-over")
-    (tmp_path / "go").touch()
+    (folder / "go").touch()
     jobs.wait_for_event("ended")
     assert jobs.state().phase == "finished"
-    assert _steps(tmp_path) == list(range(40))
+    assert _steps(folder) == list(range(40))
+
+
+def test_before_its_first_checkpoint_a_job_is_restarted(tmp_path: Path) -> None:
+    _starts_over_when_killed(tmp_path)
 
 
 def test_another_machines_job_of_its_name_is_not_restored(sim_only: None, tmp_path: Path) -> None:
@@ -251,14 +255,7 @@ def test_another_machines_job_of_its_name_is_not_restored(sim_only: None, tmp_pa
         subprocess.run(["unshare", *words, "dump", str(other.pid), "--to", f"{tmp_path / 'store'}#train"], check=True)
     (snapshot,) = gpucr.list_snapshots(tmp_path / "store").snapshots
     assert (snapshot.name, snapshot.host) == ("train", "elsewhere")
-    jobs.run(tmp_path, "--", *jobs.counting(40, stop_at=20), every="1h")
-    _wait_for_step(tmp_path, 20)
-    (tmp_path / "steps").unlink()
-    jobs.kill_job()
-    jobs.wait_for_event("started-over")
-    (tmp_path / "go").touch()
-    jobs.wait_for_event("ended")
-    assert _steps(tmp_path) == list(range(40))
+    _starts_over_when_killed(tmp_path)
 
 
 def test_an_unreachable_store_is_waited_for_while_the_job_runs(tmp_path: Path) -> None:
