@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import shutil
@@ -375,23 +374,26 @@ def test_forgetting(registry: Registry, tmp_path: Path) -> None:
         registry.forget("train")
 
 
-@pytest.mark.parametrize("number", [errno.ENOENT, errno.ENOTEMPTY])
 def test_forgetting_while_the_keeper_writes_the_exit_status(
-    registry: Registry, tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch
+    registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """It finds no folder of that name, or leaves a file in the one that is being removed."""
     _register(registry, "train", _ended(), tmp_path)
-    remove, calls = shutil.rmtree, []
+    folder = tmp_path / "state" / "jobs" / "train"
+    status = registry.find("train").readable().status_path
 
-    def fail_once(folder: Path) -> None:
-        calls.append(folder)
-        if len(calls) == 1:
-            raise OSError(number, os.strerror(number))
-        remove(folder)
+    def late() -> None:
+        with pytest.raises(FileNotFoundError):
+            Path(status).write_text("{}")
+        (left,) = folder.parent.glob(".removed-*")
+        (left / "status").write_text("{}")
 
-    monkeypatch.setattr(shutil, "rmtree", fail_once)
+    _during_the_removal(monkeypatch, late)
     registry.forget("train")
     assert registry.jobs() == ()
-    assert not calls[0].exists()
+    with registry.reserve("other"):
+        pass
+    assert os.listdir(folder.parent) == []
 
 
 def test_a_job_that_may_run_elsewhere_is_forgotten_only_with_force(registry: Registry, tmp_path: Path) -> None:
@@ -589,3 +591,39 @@ def test_a_start_is_not_cleared_away_by_who_waited_for_the_lock_of_a_removed_fol
         monkeypatch.setattr(locks, "lock", removed_and_made_again)
         registry._remove_unregistered()
         assert (folder / "lock").exists(), "the start has lost its folder"
+
+
+def _during_the_removal(monkeypatch: pytest.MonkeyPatch, begin: Callable[[], object]) -> None:
+    """Call ``begin`` when the first folder is about to go, whose files have gone."""
+    real = os.rmdir
+
+    def rmdir(*arguments: Any, **options: Any) -> None:
+        monkeypatch.setattr(os, "rmdir", real)
+        begin()
+        real(*arguments, **options)
+
+    monkeypatch.setattr(os, "rmdir", rmdir)
+
+
+def test_a_start_is_not_cleared_away_with_the_folder_that_it_found(
+    registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One removes a killed gpucr's folder, another one begins a start there once the lock has gone."""
+    folder = tmp_path / "state" / "jobs" / "train-1"
+    with registry.reserve("other"):
+        pass
+    folder.mkdir(mode=0o700)
+    with contextlib.ExitStack() as start:
+        _during_the_removal(monkeypatch, lambda: start.enter_context(registry._locked("train-1")))
+        registry._remove_unregistered()
+        assert (folder / "lock").exists(), "the start has lost its folder"
+    registry._remove_unregistered()
+    assert os.listdir(folder.parent) == []
+
+
+def test_what_a_killed_removal_leaves_is_removed(registry: Registry, tmp_path: Path) -> None:
+    left = tmp_path / "state" / "jobs" / ".removed-7"
+    (left / "in").mkdir(parents=True, mode=0o700)
+    assert registry.jobs() == ()
+    with registry.reserve("other"):
+        assert not left.exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -15,7 +16,7 @@ import pytest
 from gpucr.errors import BrokenInstall, DeadlineExceeded, InvalidRequest
 from gpucr.jobs import sidecar_process
 from gpucr.jobs.sidecar import Journal, SidecarFolder
-from gpucr.linux import processes
+from gpucr.linux import locks, processes
 from gpucr.model import ProcessId
 from gpucr.on_demand.folder import OnDemandFolder
 from gpucr.on_demand.settings import OnDemand
@@ -130,3 +131,38 @@ def test_a_command_that_fails_stops_nothing(folder: Folder, capsys: pytest.Captu
     Journal(folder, ["/no/such/program"]).tell("begun")
     wait_until(has_said, "the complaint")
     assert len(complete_lines(folder.events_path)) == 1
+
+
+def test_a_sidecar_that_begins_during_a_removal_keeps_its_folder(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.rmdir
+    with contextlib.ExitStack() as another:
+
+        def rmdir(*arguments: Any, **options: Any) -> None:
+            monkeypatch.setattr(os, "rmdir", real)
+            another.enter_context(type(folder)("train").held())
+            real(*arguments, **options)
+
+        monkeypatch.setattr(os, "rmdir", rmdir)
+        folder.remove()
+        assert os.rmdir is real
+        assert os.listdir(folder.path) == ["lock"]
+        with pytest.raises(InvalidRequest, match="already"), folder.held():
+            pass
+    folder.remove()
+    assert os.listdir(folder.path.parent) == []
+
+
+def test_a_lock_of_a_removed_folder_is_not_the_sidecars(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was removed while this one waited: it takes the lock of the folder that is there now."""
+    real = locks.lock
+
+    def lock(fd: int, **options: Any) -> None:
+        monkeypatch.setattr(locks, "lock", real)
+        type(folder)("train").remove()
+        real(fd, **options)
+
+    monkeypatch.setattr(locks, "lock", lock)
+    with folder.held(), pytest.raises(InvalidRequest, match="already"), type(folder)("train").held():
+        pass

@@ -9,9 +9,7 @@ progress, or a killed one, and is ignored.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
-import shutil
 import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
@@ -36,7 +34,6 @@ _REPLACEABLE: frozenset[StateWord] = frozenset({"ended", "lost"})
 
 RECORD_NAME = "record.json"
 _NEW_RECORD, _LOCK = "record.json.new", "lock"
-_REMOVALS = 5
 
 
 class ListedJob(Struct, frozen=True):
@@ -260,13 +257,14 @@ class Registry:
 
     def _remove_unregistered(self) -> None:
         """Remove the folders of jobs that never ran, because the gpucr that was about to start them was killed."""
+        locks.remove_left_aside(self._folder)
         for name in self._names():
             folder = self._folder / name
             if (folder / RECORD_NAME).exists():
                 continue
             with contextlib.suppress(OSError), _lock_file(folder) as fd:
                 locks.lock(fd)
-                if not _is_lock_of(folder, fd):  # removed meanwhile, and made again for a job that is being started
+                if not locks.is_lock_of(fd, folder / _LOCK):  # made again meanwhile, for a job that is being started
                     continue
                 has_printed = any(log.stat().st_size for log in folder.glob("*.log"))  # its record was lost
                 if not has_printed and not (folder / RECORD_NAME).exists():
@@ -315,16 +313,9 @@ class Registry:
                         f"another gpucr is at work on the job {name}",
                         hint="wait until it has finished, then try again",
                     ) from e
-                if _is_lock_of(folder, fd):
+                if locks.is_lock_of(fd, folder / _LOCK):
                     break
             yield folder
-
-
-def _is_lock_of(folder: Path, fd: int) -> bool:
-    """Whether it is the folder's lock still: its previous holder may have removed the folder."""
-    with contextlib.suppress(FileNotFoundError):
-        return (folder / _LOCK).stat().st_ino == os.fstat(fd).st_ino
-    return False
 
 
 @contextlib.contextmanager
@@ -363,28 +354,14 @@ def _remove_older_statuses(folder: Path, reservation: Reservation) -> None:
 
 
 def _remove(folder: Path, kept: Collection[Path] = ()) -> None:
-    """Remove a job's folder, except files that are ``kept``.
-
-    Its keeper may be about to write the exit status there: two files, one rename.
-    """
+    """Remove a job's folder, except files that are ``kept``. Its lock is held."""
     paths = sorted(folder.iterdir(), key=lambda path: path.name == _LOCK)  # the lock last: it is held
     others = [path for path in paths if path.resolve() not in kept]
-    if len(others) < len(paths):
+    if len(others) == len(paths):
+        locks.remove_folder(folder)
+    else:
         for path in others:
             path.unlink(missing_ok=True)
-        return
-    for _ in range(_REMOVALS):
-        try:
-            shutil.rmtree(folder)
-        except FileNotFoundError:  # not empty: look through it again
-            if not folder.exists():
-                return
-        except OSError as e:
-            if e.errno != errno.ENOTEMPTY:
-                raise
-        else:
-            return
-    shutil.rmtree(folder)
 
 
 def is_gone(snapshot: str) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import subprocess
 import sys
 import threading
@@ -174,10 +173,21 @@ class SidecarFolder(Generic[SettingsT, StateT]):
         """
         if self.running() is None:
             wait_s = max(wait_s, _ENDED_S)
-        with self._writing():
-            trusted_paths.make_private(self.path)
-            fd = trusted_paths.open_file(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
+        fd = self._locked(wait_s)
+        while not locks.is_lock_of(fd, self.path / _LOCK):  # its folder was removed meanwhile
+            os.close(fd)
+            fd = self._locked(wait_s)
         try:
+            yield
+        finally:
+            os.close(fd)
+
+    def _locked(self, wait_s: float) -> int:
+        with contextlib.ExitStack() as undo:
+            with self._writing():
+                trusted_paths.make_private(self.path)
+                fd = trusted_paths.open_file(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
+            undo.callback(os.close, fd)
             try:
                 locks.lock(fd, wait_s=wait_s)
             except BlockingIOError:
@@ -186,9 +196,8 @@ class SidecarFolder(Generic[SettingsT, StateT]):
                     hint=f"`{self.LEAVE.format(name=self.name)}` ends it, and leaves the job as it is",
                     code=self.TAKEN_CODE,
                 ) from None
-            yield
-        finally:
-            os.close(fd)
+            undo.pop_all()
+            return fd
 
     def forget(self) -> None:
         """Another job has the name now: it is not served as the earlier one was. Log and events stay.
@@ -209,7 +218,9 @@ class SidecarFolder(Generic[SettingsT, StateT]):
         """Remove the folder. Raises InvalidRequest while there is a sidecar."""
         if self.path.exists():
             with self.held(wait_s=_ENDED_S):
-                shutil.rmtree(self.path, ignore_errors=True)
+                locks.remove_left_aside(self.path.parent)
+                with contextlib.suppress(OSError):
+                    locks.remove_folder(self.path)
 
     def _read(self, name: str, kind: type[Any]) -> Any:
         try:

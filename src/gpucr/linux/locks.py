@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import os
+import shutil
 import time
+from pathlib import Path
 
 _POLL_S = 0.01
+_REMOVED = ".removed-"
 
 
 def lock(fd: int, *, wait_s: float | None = 0.0, is_shared: bool = False) -> None:
@@ -37,3 +42,27 @@ def share(fd: int) -> None:
 def unlock(fd: int) -> None:
     """Release the lock before the descriptor is closed. Raises OSError."""
     fcntl.flock(fd, fcntl.LOCK_UN)
+
+
+def is_lock_of(fd: int, path: Path) -> bool:
+    """Whether this open file still has that name: who held the lock before may have removed the folder."""
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.samestat(path.stat(), os.fstat(fd))
+    return False
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove a folder whose lock is in it, and held. Raises OSError.
+
+    It loses its name first: while it was emptied, another one could lock a new file there, and lose what it wrote. What
+    a killed process leaves has a hidden name; `remove_left_aside` removes that.
+    """
+    aside = folder.with_name(f"{_REMOVED}{folder.stat().st_ino}")
+    folder.rename(aside)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def remove_left_aside(parent: Path) -> None:
+    """Remove what killed processes left of the folders that they removed below this one. Raises nothing."""
+    for each in parent.glob(f"{_REMOVED}*"):
+        shutil.rmtree(each, ignore_errors=True)
