@@ -20,6 +20,7 @@ from gpucr.diagnosis.preflight.traits import JobTraits
 from gpucr.driver.cuda import CudaDriver
 from gpucr.driver.gpus import gpu_processes, list_gpus
 from gpucr.errors import CriuError, InterposerError, SnapshotError, Unsupported
+from gpucr.gpu_state.held import device_bytes_here
 from gpucr.gpu_state.interposed.restored import BlocksDestination
 from gpucr.interposer.build import LIBRARY
 from gpucr.interposer.client import Agent
@@ -89,25 +90,40 @@ def test_dump_and_restore(place: str, job: Counter, driver: CudaDriver, tmp_path
     assert_runs(job, driver, pids, 102)
 
 
-def test_device_memory_is_restored_on_another_gpu(
-    machine: MakeMachine, counter: CounterFactory, variables: dict[str, str], driver: CudaDriver, tmp_path: Path
+@pytest.mark.parametrize("visible", [None, "1,0"])
+def test_device_memory_is_restored_on_other_gpus_in_turn(
+    visible: str | None,
+    machine: MakeMachine,
+    counter: CounterFactory,
+    variables: dict[str, str],
+    driver: CudaDriver,
+    tmp_path: Path,
 ) -> None:
-    """By processes of their own: the simulated driver remembers the machine on which one has started CUDA."""
+    """By processes of their own: the simulated driver remembers the machine on which one has started CUDA.
+
+    On the way back its first device is no longer the first of the machine, nor is it with such an environment.
+    """
     uuids = machine("2x1GiB")
-    job = counter("--mib", "24", env=variables)
+    job = counter("--mib", "24", env=variables | ({"CUDA_VISIBLE_DEVICES": visible} if visible else {}))
 
-    def gpus(snapshot: str) -> set[str | None]:
-        parts = gpucr.Snapshot.open(tmp_path / snapshot).manifest.device_parts
-        return {extent.gpu for extent in parts[DevicePart(job.pid, 1)].extents}
+    def used() -> set[str]:
+        """Where it has its context, and where its blocks are."""
+        found = {use.gpu_uuid for use in gpu_processes() if use.pid == job.pid}
+        return found.union(device_bytes_here(gpu_processes())[job.pid])
 
-    assert command.run("dump", job.pid, "--to", tmp_path / "s").returncode == 0
-    assert gpus("s") == {uuids[0]}
-    job.reap()
-    assert command.run("restore", tmp_path / "s", "--gpu", "1").returncode == 0
-    assert {use.gpu_uuid for use in gpu_processes() if use.pid == job.pid} == {uuids[1]}
-    assert_runs(job, driver, [job.pid], 101)
-    assert command.run("dump", job.pid, "--to", tmp_path / "t", "--leave-running").returncode == 0
-    assert gpus("t") == {uuids[1]}
+    at = 1 if visible else 0
+    for number in range(1, 4):
+        assert used() == {uuids[at]}
+        snapshot = tmp_path / str(number)
+        assert command.run("dump", job.pid, "--to", snapshot).returncode == 0
+        parts = gpucr.Snapshot.open(snapshot).manifest.device_parts
+        assert {extent.gpu for extent in parts[DevicePart(job.pid, 1)].extents} == {uuids[at]}
+        job.reap()
+        at = 1 - at
+        done = command.run("restore", snapshot, "--gpu", str(at))
+        assert done.returncode == 0, done.stderr
+        assert_runs(job, driver, [job.pid], 100 + number)
+    assert used() == {uuids[at]}
 
 
 def test_each_clone_of_a_job_has_its_own_memory(driver: CudaDriver, tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from gpucr.gpu_state.gpu_choice import GpuRequest, GpuUser, choose_gpus, used_gpus
 from gpucr.gpu_state.placement import Placement, ProcessGpus, busy_gpus
@@ -40,6 +40,7 @@ def _users(manifest: Manifest) -> tuple[dict[int, ProcessGpus], list[GpuUser]]:
     return gpus, users
 
 
-def _chosen(gpus: Sequence[Gpu], uuids: Collection[str]) -> tuple[Gpu, ...]:
-    """The GPUs with these UUIDs."""
-    return tuple(gpu for gpu in gpus if gpu.uuid in uuids)
+def _chosen(gpus: Sequence[Gpu], uuids: Sequence[str]) -> tuple[Gpu, ...]:
+    """The GPUs with these UUIDs, in their order: it is that of the process's CUDA devices."""
+    known = {gpu.uuid: gpu for gpu in gpus}
+    return tuple(known[uuid] for uuid in uuids if uuid in known)
