@@ -104,7 +104,7 @@ class ModelServer:
     """One server, and its forwarder."""
 
     def __init__(self, number: int, options: argparse.Namespace, port: int) -> None:
-        self.name = f"model-{number}"
+        self.name = f"{'small' if options.small else 'model'}-{number}"
         self.port, self.job_port = port, port + 1
         self.expected: dict[int, str] = {}
         self._options = options

@@ -621,7 +621,7 @@ def test_a_start_is_not_cleared_away_with_the_folder_that_it_found(
     assert os.listdir(folder.parent) == []
 
 
-def test_what_a_killed_removal_leaves_is_removed(registry: Registry, tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_removal_are_removed(registry: Registry, tmp_path: Path) -> None:
     left = tmp_path / "state" / "jobs" / ".removed-7"
     (left / "in").mkdir(parents=True, mode=0o700)
     assert registry.jobs() == ()

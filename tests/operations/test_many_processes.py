@@ -46,11 +46,19 @@ def job_of(count: int, folder: Path) -> Iterator[list[int]]:
         )
     try:
         wait_until(lambda: output.read_bytes() == b"ready\n", "the job to be complete")
-        yield [process.pid for process in processes.tree(child.pid)]
+        pids = [process.pid for process in processes.tree(child.pid)]
+        wait_until(lambda: all(map(_has_begun, pids[1:])), "each of its processes to run its program")
+        yield pids
     finally:
         with contextlib.suppress(ProcessLookupError):  # a restored one has the same group
             os.killpg(child.pid, signal.SIGKILL)
         child.wait()
+
+
+def _has_begun(pid: int) -> bool:
+    """Whether it sleeps: before, it may have one of its libraries open."""
+    words = Path(f"/proc/{pid}/stat").read_text().split()
+    return words[1:3] == ["(sleep)", "S"] and len(os.listdir(f"/proc/{pid}/fd")) == 3
 
 
 @contextlib.contextmanager
