@@ -126,13 +126,6 @@ def test_plotted_values_are_on_the_page_of_figures(name: str) -> None:
     assert {str(figure) for figure in plots.figures(found)} <= cells
 
 
-def test_the_simulated_intervals_are_on_the_page_of_figures() -> None:
-    text = page("figures.md")
-    for row in plots.read("intervals")["rows"]:
-        figures = [*list(row["fixed"].values())[1:], row["automatic"], row["optimum"]]
-        assert " | ".join([f"| {float(row['mtbf_h']):g} h", *(f"{100 * figure:.2f} %" for figure in figures)]) in text
-
-
 def test_a_recording_without_waits_shows_each_row_for_its_real_duration() -> None:
     hello, world = (Run("hello"),), (Run("wor", "green"), Run("ld"))
     picture = screen.draw("a title", [Frame(3, (hello,)), Frame(3.5, (hello, world)), Frame(60, ((), world))])

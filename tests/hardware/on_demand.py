@@ -9,9 +9,9 @@ and requests in random order from 8 clients, half of them curl, whose answers mu
 ``--small``: ten servers of 6 GiB that sleep after two seconds, and the waits of all requests.
 
 With ``--program simulated`` servers need no torch, and sizes are in MiB: for the simulated driver (`gpucr sim env`).
-Prints a table, last. ``--json`` also has the GPU's memory over time, for `benchmarks.on_demand`. It takes ``--within``
-seconds at most: requests that do not fit in are left out. Exit code 1: an answer is wrong or missing, a time is beyond
-its bound, or a step failed or took longer than --limit.
+Prints a table, last. ``--json`` also has the GPU's memory over time, for the picture in the docs. It takes
+``--within`` seconds at most: requests that do not fit in are left out. Exit code 1: an answer is wrong or missing, a
+time is beyond its bound, or a step failed or took longer than --limit.
 """
 
 from __future__ import annotations
@@ -49,6 +49,10 @@ AWAKE_BOUND_S, ASLEEP_BOUND_S, EVICTION_BOUND_S = 0.002, 0.2, 0.3
 _SAMPLE_EVERY_S, _LOOK_EVERY_S, _QUIET_S = 0.1, 0.02, 1.2
 _AWAKE_REQUESTS = 40
 _OF_GPU, _SLEEPING, _END_LIMIT_S = 0.4, 2.5, 20.0
+
+
+Sample = tuple[float, int, tuple[str, ...]]
+"""When (seconds), bytes of device memory in use, and the servers that are awake."""
 
 
 @dataclass
@@ -91,7 +95,7 @@ class Outcome:
     waits: dict[str, list[float]] = field(default_factory=dict)
     switches: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
-    memory: list[tuple[float, int, tuple[str, ...]]] = field(default_factory=list)
+    memory: list[Sample] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
 
     @property
@@ -428,6 +432,15 @@ def percentile(values: Sequence[float], share: float) -> float:
     return sorted(values)[min(int(share * len(values)), len(values) - 1)]
 
 
+def changes(samples: Sequence[Sample]) -> list[Sample]:
+    """Without those that show what the one before shows: the same servers awake, and as much memory within 1 GiB."""
+    found: list[Sample] = []
+    for each in samples:
+        if not found or each[2] != found[-1][2] or abs(each[1] - found[-1][1]) >= 1 << 30:
+            found.append(each)
+    return found
+
+
 def table(outcome: Outcome) -> str:
     """What was measured, and whether it is within its bounds."""
     lines = [f"{'time to the first byte':42}{'median s':>10}{'at most':>9}  "]
@@ -495,6 +508,7 @@ def main() -> int:
     finally:
         end(trial.servers, options.limit)
         if options.json is not None:
+            trial.outcome.memory = changes(trial.outcome.memory)
             options.json.write_text(json.dumps(asdict(trial.outcome), indent=1))
         shutil.rmtree(folder, ignore_errors=True)
         unit = "MiB" if options.program == "simulated" else "GiB"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from decimal import Decimal
@@ -111,7 +112,47 @@ def curves(found: dict[str, Any]) -> str:
     return drawing.svg()
 
 
-PLOTS = {"compare": bars, "interposed": bars, "intervals": curves}
+def who_is_awake(found: dict[str, Any]) -> str:
+    """Device memory over time, and below it a row for each server: a bar while it is awake."""
+    samples = found["samples"]
+    names = sorted({name for _, _, awake in samples for name in awake})
+    left, right, top, bottom, row = 84, 690, 64, 190, 26
+    end_s, whole = float(samples[-1][0]), float(found["gpu_gib"])
+    height = bottom + 24 + row * len(names) + 56
+    drawing = Drawing(f"{found['title']}: device memory in use over time, and which server is awake", height)
+    drawing.text(20, 32, found["title"], bold=True, size=17)
+    drawing.text(700, 32, "GiB in use, and who is awake", anchor="end", kind="soft", size=13)
+
+    def across(seconds: float) -> float:
+        return left + (right - left) * seconds / end_s
+
+    def up(gib: float) -> float:
+        return bottom - (bottom - top) * gib / whole
+
+    for gib in (0.0, whole / 2, whole):
+        drawing.line((left, up(gib)), (right, up(gib)), kind="grid", width=1, dashed=gib == whole)
+        drawing.text(left - 8, up(gib) + 5, f"{gib:.0f}", anchor="end", kind="soft", size=13)
+    points: list[tuple[float, float]] = []
+    for (begin, gib, _), (end, _, _) in itertools.pairwise(samples):  # each lasts until something else is seen
+        points += [(across(float(begin)), up(float(gib))), (across(float(end)), up(float(gib)))]
+    drawing.line(*points, kind="c", width=1.5)
+    first = bottom + 24
+    for place, name in enumerate(names):
+        drawing.text(left - 8, first + row * place + 15, name, anchor="end", size=13)
+    for (begin, _, awake), (end, _, _) in itertools.pairwise(samples):
+        for name in awake:
+            y = first + row * names.index(name)
+            drawing.bar(across(float(begin)), y, across(float(end)) - across(float(begin)), row - 6, "interposed")
+    below = first + row * len(names)
+    for seconds in range(0, int(end_s) + 1, 60):
+        drawing.text(across(seconds), below + 14, f"{seconds} s", anchor="middle", kind="soft", size=13)
+    drawing.text(
+        20, height - 16, f"{found['hardware']}, driver {found['driver']}, {found['date']}", kind="soft", size=13
+    )
+    return drawing.svg()
+
+
+PLOTS = {"compare": bars, "interposed": bars, "intervals": curves, "on-demand": who_is_awake}
 """Name of the file in benchmarks/results, and of the picture → what draws it."""
 
 
