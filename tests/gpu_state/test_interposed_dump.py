@@ -90,9 +90,9 @@ def test_dump_and_restore(place: str, job: Counter, driver: CudaDriver, tmp_path
     assert_runs(job, driver, pids, 102)
 
 
-@pytest.mark.parametrize("visible", [None, "1,0"])
+@pytest.mark.parametrize("chosen", [None, "by its environment", "by itself"])
 def test_device_memory_is_restored_on_other_gpus_in_turn(
-    visible: str | None,
+    chosen: str | None,
     machine: MakeMachine,
     counter: CounterFactory,
     variables: dict[str, str],
@@ -104,15 +104,20 @@ def test_device_memory_is_restored_on_other_gpus_in_turn(
     On the way back its first device is no longer the first of the machine, nor is it with such an environment.
     """
     uuids = machine("2x1GiB")
-    job = counter("--mib", "24", env=variables | ({"CUDA_VISIBLE_DEVICES": visible} if visible else {}))
+    words = ("--visible", "1,0") if chosen == "by itself" else ()
+    more = {"CUDA_VISIBLE_DEVICES": "1,0"} if chosen == "by its environment" else {}
+    job = counter("--mib", "24", *words, env=variables | more)
 
     def used() -> set[str]:
         """Where it has its context, and where its blocks are."""
         found = {use.gpu_uuid for use in gpu_processes() if use.pid == job.pid}
         return found.union(device_bytes_here(gpu_processes())[job.pid])
 
-    at = 1 if visible else 0
+    at = 1 if chosen else 0
     for number in range(1, 4):
+        assert used() == {uuids[at]}
+        for word in ("suspend", "resume"):
+            assert command.run(word, job.pid).returncode == 0
         assert used() == {uuids[at]}
         snapshot = tmp_path / str(number)
         assert command.run("dump", job.pid, "--to", snapshot).returncode == 0

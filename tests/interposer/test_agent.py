@@ -18,11 +18,24 @@ from msgspec.structs import replace
 from gpucr import suspend
 from gpucr.errors import GpucrError
 from gpucr.interposer import client
-from gpucr.interposer.client import Agent, Held, ask_blocks, ask_status
+from gpucr.interposer.client import Agent, Held, ask_blocks, ask_devices, ask_status
 from gpucr.interposer.foreign import is_lost_by_driver, why_by_driver
 from gpucr.interposer.place import socket_path
-from gpucr.interposer.protocol import MOST_BYTES, Code, Flag, Kept, Operation, OtherVersion, Refused, parse, request
+from gpucr.interposer.protocol import (
+    MOST_BYTES,
+    Answer,
+    BadAnswer,
+    Code,
+    Flag,
+    Kept,
+    Operation,
+    OtherVersion,
+    Refused,
+    parse,
+    request,
+)
 from gpucr.sim import build as simulator
+from tests.conftest import MakeMachine
 from tests.interposer.conftest import Job, Start, taken
 from tests.sim.libcuda import Libcuda
 from tests.storm import long
@@ -420,3 +433,27 @@ def test_a_process_whose_calls_may_bypass_the_gate_reports_it(
     if around:
         with pytest.raises(GpucrError, match="may come to the driver around the gate"):
             suspend(process.pid, gpu_state="interposed")
+
+
+@pytest.mark.parametrize(("visible", "order"), [(None, [0, 1]), ("1,0", [1, 0]), ("1", [1])])
+def test_it_names_the_devices_that_cuda_shows(
+    visible: str | None,
+    order: list[int],
+    job: Callable[..., Job],
+    machine: MakeMachine,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    uuids = machine("2x64MiB")
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    process = job(MIB)
+    assert ask_devices(process.pid) == tuple(uuids[index] for index in order)
+    with Agent(process.pid) as agent:  # also while it has a client, and while the memory is away
+        taken(agent)
+        assert ask_devices(process.pid) == tuple(uuids[index] for index in order)
+
+
+@pytest.mark.parametrize(("count", "size"), [(1, 0), (1, 15), (0, 16), (65, 65 * 16), (2**63, 16)])
+def test_a_list_of_devices_of_another_length(count: int, size: int) -> None:
+    with pytest.raises(BadAnswer, match="list of devices"):
+        Answer(0, count, 0, 0, bytes(size)).devices()

@@ -46,11 +46,11 @@ from gpucr.undo.steps import Step
 class CudaWork(Struct, frozen=True, kw_only=True):
     """An operation's work on a job's CUDA processes.
 
-    ``device_bytes``: by pid and GPU UUID, read before anything was locked.
+    ``device_bytes``: by pid and GPU UUID, and the GPUs ``seen`` by each process, read before anything was locked.
     """
 
     gang: Gang
-    gpus: tuple[Gpu, ...]
+    seen: Mapping[ProcessId, ProcessGpus]
     device_bytes: Mapping[int, Mapping[str, int]]
     order: Order
     staging: DriverStaging
@@ -91,8 +91,8 @@ class CudaWork(Struct, frozen=True, kw_only=True):
         self.order.close()
 
     def gpus_of(self, member: GangMember) -> ProcessGpus:
-        """The GPUs of one process."""
-        return gpus_of(member.id, self.gpus, used=self.device_bytes.get(member.pid, {}))
+        """The GPUs of one process, as it said before it was stopped."""
+        return self.seen[member.id]
 
     @property
     def known_gpus(self) -> tuple[Gpu, ...]:
@@ -178,8 +178,10 @@ def cuda_work(
     at_work = AtWork(job, held, moves=moves)
     gpus = list_gpus()
 
+    seen = {member.id: gpus_of(member.id, gpus, used=held.get(member.pid, {})) for member in job.gang}
+
     def uuids_of(process: ProcessId) -> list[str]:
-        return [gpu.uuid for gpu in gpus_of(process, gpus, used=held.get(process.pid, {})).visible]
+        return [gpu.uuid for gpu in seen[process].visible]
 
     saves = Saves(saver, gently=save_gently)
     wait_saved = saver.wait if saver is not None and save_gently else None
@@ -205,7 +207,7 @@ def cuda_work(
     expected_bytes = sum(sum(by_gpu.values()) for by_gpu in held.values())
     return CudaWork(
         gang=gang,
-        gpus=gpus,
+        seen=seen,
         device_bytes=held,
         order=order,
         staging=staging,

@@ -18,6 +18,7 @@ from gpucr.driver.gpus import gpu_processes, gpus_with_device_file, list_gpus, v
 from gpucr.errors import GpucrError
 from gpucr.gpu_state import suspended
 from gpucr.gpu_state.gpu_choice import GpuChoice, GpuRequest, GpuUser, choose_gpus
+from gpucr.interposer.presence import is_interposed
 from gpucr.linux import memory, processes
 from gpucr.linux.process_records import ProcessRecords
 from gpucr.model import CudaState, GangMember, Gpu, GpuMap, GpuUse, ProcessId
@@ -55,16 +56,26 @@ class ProcessGpus(Struct, frozen=True):
 def gpus_of(process: ProcessId, here: Sequence[Gpu], used: Collection[str] = ()) -> ProcessGpus:
     """The GPUs of a process. ``here``: those of this machine; ``used``: UUIDs on which it has memory.
 
-    Known are those whose device files it has, which in a container may be fewer than the machine's. All of these are
-    visible if nothing better is known, and if it uses one that should not be: another tool has moved it, or it has
-    changed its own environment. A suspended process from another machine has that machine's GPUs.
+    Known are those whose device files it has, which in a container may be fewer than the machine's. Visible are those
+    that its interposer saw, else those that its environment names, which a program may have changed itself. All are if
+    it uses one that should not be: another tool has moved it. A suspended process from another machine has that
+    machine's GPUs.
     """
     noted = _recall(process)
     if noted is not None and _uuids(noted.visible) >= set(used):
         return noted
     known = _if_all_used(gpus_with_device_file(here, Path(f"/proc/{process.pid}/root")), used) or tuple(here)
-    visible = visible_gpus(known, processes.environment(process.pid) or {})
+    visible = _seen(process.pid, known) or visible_gpus(known, processes.environment(process.pid) or {})
     return ProcessGpus(known, _if_all_used(visible, used) or known)
+
+
+def _seen(pid: int, known: Sequence[Gpu]) -> tuple[Gpu, ...]:
+    """Those of ``known`` that CUDA shows to this process, by its interposer; none if that has not seen them."""
+    from gpucr.interposer.client import ask_devices  # jobs without CUDA start without it
+
+    seen = (ask_devices(pid) if is_interposed(pid) else None) or ()
+    by_uuid = {gpu.uuid: gpu for gpu in known}
+    return tuple(by_uuid[uuid] for uuid in seen) if by_uuid.keys() >= set(seen) else ()
 
 
 def _if_all_used(gpus: tuple[Gpu, ...], used: Collection[str]) -> tuple[Gpu, ...]:
@@ -85,6 +96,12 @@ def all_gpus(of: Iterable[ProcessGpus]) -> list[Gpu]:
     """Each GPU that the driver knows for any of the processes, once, by index."""
     by_uuid = {gpu.uuid: gpu for gpus in of for gpu in gpus.known}
     return sorted(by_uuid.values(), key=lambda gpu: (gpu.index, gpu.uuid))
+
+
+def remember_gpus(process: ProcessId, gpus: ProcessGpus) -> None:
+    """Write down what a process has, before it can no longer be asked."""
+    RECORDS.remove(process)
+    RECORDS.write(process, _Noted(gpus.known, tuple(gpu.uuid for gpu in gpus.visible)))
 
 
 class Placement:
@@ -149,7 +166,7 @@ class Placement:
             if gpu_map is not None and _is_back(gang, member.pid):
                 gpus = ProcessGpus(self._moved(gpus.known, gpu_map), self._moved(gpus.visible, gpu_map))
                 suspended.moved(member.id, gpu_map)
-            self._write(member, gpus)
+            remember_gpus(member.id, gpus)
 
     def moved(self, gang: Gang) -> dict[int, GpuMap]:
         """The maps of those members that the driver has restored, by pid: they are on their new GPUs."""
@@ -158,17 +175,13 @@ class Placement:
     def stayed(self, gang: Gang) -> None:
         """Record that the members went back to the GPUs that they had."""
         for member in gang.members:
-            self._write(member, self._gpus[self._number(member.pid)])
+            remember_gpus(member.id, self._gpus[self._number(member.pid)])
 
     @staticmethod
     def forget(gang: Gang) -> None:
         """Remove the records of members that have ended."""
         for member in gang.members:
             RECORDS.remove(member.id)
-
-    def _write(self, member: GangMember, gpus: ProcessGpus) -> None:
-        RECORDS.remove(member.id)
-        RECORDS.write(member.id, _Noted(gpus.known, tuple(gpu.uuid for gpu in gpus.visible)))
 
     def _moved(self, gpus: Iterable[Gpu], gpu_map: GpuMap) -> tuple[Gpu, ...]:
         """Where they are now, without those that the accepted map does not name."""

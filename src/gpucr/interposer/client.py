@@ -98,6 +98,11 @@ def ask_blocks(pid: int) -> list[Block] | None:
     return _looked(pid, Agent.blocks)
 
 
+def ask_devices(pid: int) -> tuple[str, ...] | None:
+    """The GPUs that CUDA showed to this process when it started; None: it does not answer."""
+    return _looked(pid, Agent.devices)
+
+
 def _looked(pid: int, ask: Callable[[Agent], _Seen]) -> _Seen | None:
     for _ in range(_LOOKS):
         try:
@@ -254,6 +259,10 @@ class Agent:
     def status(self) -> Status:
         """What the process has."""
         return self._ask(Operation.STATUS).status()
+
+    def devices(self) -> tuple[str, ...]:
+        """The UUIDs of the GPUs that CUDA showed to it when it started, in the order of its devices."""
+        return self._ask(Operation.DEVICES).devices()
 
     def close_gate(self, wait_s: float) -> Closed:
         """Block new driver calls, and wait up to ``wait_s`` until running ones have ended.

@@ -9,6 +9,8 @@ from mmap import PAGESIZE
 
 from msgspec import Struct
 
+from gpucr.model import uuid_text
+
 MAGIC = 0x49555047
 VERSION = 1
 MOST_RECORDS = 128
@@ -16,6 +18,7 @@ MOST_BLOCKS = 1 << 20
 """Maximum per process: 2 TiB in pieces of 2 MiB."""
 
 _MOST_BLOCK_BYTES = 1 << 42
+_MOST_DEVICES, UUID_BYTES = 64, 16
 DRIVER_ERROR = 0x10000
 ON_DEVICE, ON_HOST_NODE = 1, 3
 """CUmemLocationType, of a block."""
@@ -45,6 +48,7 @@ class Operation(enum.IntEnum):
     FILL = 15
     SHOW = 16
     LEND = 17
+    DEVICES = 18
 
 
 class Drops(enum.IntEnum):
@@ -228,6 +232,12 @@ class Answer(Struct, frozen=True):
             raise BadAnswer("the agent does not say who is inside the driver")
         thread, function = _INSIDE.unpack(self.payload)
         return thread, function.partition(b"\0")[0].decode("ascii", "replace")
+
+    def devices(self) -> tuple[str, ...]:
+        """The UUIDs of its devices. Raises BadAnswer."""
+        if len(self.payload) != self.a * UUID_BYTES or self.a > _MOST_DEVICES:
+            raise BadAnswer("the agent's list of devices has another length")
+        return tuple(uuid_text(self.payload[at : at + UUID_BYTES]) for at in range(0, len(self.payload), UUID_BYTES))
 
     def status(self) -> Status:
         """The numbers of a status. Raises BadAnswer."""

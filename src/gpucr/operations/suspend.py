@@ -25,7 +25,7 @@ from gpucr.gpu_state.held import device_bytes_in_use
 from gpucr.gpu_state.interposed.hooks import call
 from gpucr.gpu_state.interposed.line import require_free
 from gpucr.gpu_state.interposed.suspended import SuspendedBlocks
-from gpucr.gpu_state.placement import Placement, gpus_of, place_suspended
+from gpucr.gpu_state.placement import Placement, gpus_of, place_suspended, remember_gpus
 from gpucr.gpu_state.recovery import GangProtection
 from gpucr.gpu_state.room import without_what_stays
 from gpucr.gpu_state.steps import RestoreGang, UnlockGang
@@ -123,6 +123,7 @@ def run_suspend(request: SuspendRequest, terms: Terms = AS_USUAL) -> ChangeRepor
         for member in gang.members:
             has_hooks = member.id in work.hooks.processes
             suspended.remember(member, taken_bytes.get(member.pid, {}), has_hooks=has_hooks)
+            remember_gpus(member.id, work.gpus_of(member))
         taken.roll.require_gang("the rest of the job is suspended")
         warnings = tuple(finding.warning() for finding in findings)
         return replace(

@@ -9,6 +9,8 @@
 #define LONGEST_CLOSE_MS 60000
 
 struct packet asked, answer;
+static struct uuid devices[MAX_DEVICES];
+static unsigned device_count;
 
 static void count_ranges(struct status *status) {
     for (size_t i = 0; i < ranges.count; i++) {
@@ -59,6 +61,14 @@ static struct status status_now(void) {
     status.traceable = tracer_is_open();
     status.hooks = hooks_registered();
     return status;
+}
+
+/* In a call of cuInit's, and kept: later the driver may be away, or the process on other GPUs. */
+void agent_see_devices(void) {
+    device_count = 0;
+    while (real.cuDeviceGetUuid != NULL && device_count < MAX_DEVICES
+           && real.cuDeviceGetUuid(&devices[device_count], (int)device_count) == SUCCESS)
+        device_count++;
 }
 
 static uint32_t do_close(void) {
@@ -248,7 +258,8 @@ bool agent_takes_long(void) {
 }
 
 bool agent_only_looks(void) {
-    return asked.head.operation == STATUS || asked.head.operation == LIST || asked.head.operation == SHARE;
+    return asked.head.operation == STATUS || asked.head.operation == LIST || asked.head.operation == SHARE
+           || asked.head.operation == DEVICES;
 }
 
 bool agent_takes_hold(void) {
@@ -274,6 +285,9 @@ uint32_t agent_perform(void) {
     case HELLO:
         return answer_hello();
     case STATUS:
+        return DONE;
+    case DEVICES:
+        answer.head.a = device_count;
         return DONE;
     case OPEN: /* opened after the answer: the program may exit at once, and the agent with it */
         return is_whole() ? DONE : MEMORY_IS_AWAY;
@@ -322,6 +336,9 @@ bool agent_reply(const struct owned *connection) {
         table_unlock();
         payload = &status;
         bytes = sizeof status;
+    } else if (asked.head.operation == DEVICES && answer.head.code == DONE) {
+        payload = devices;
+        bytes = (unsigned)(device_count * sizeof *devices);
     } else if (asked.head.operation == CLOSE && answer.head.code == DONE && answer.head.a != 0) {
         inside = who_is_inside();
         payload = &inside;

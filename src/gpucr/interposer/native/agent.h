@@ -12,5 +12,6 @@ bool agent_takes_hold(void);   /* who asks this holds the process until it opens
 uint32_t agent_perform(void);  /* does it. An enum code */
 bool agent_reply(const struct owned *connection);
 void agent_open_if_whole(void); /* the gate */
+void agent_see_devices(void);
 
 #endif

@@ -92,6 +92,7 @@ struct ipc_handle { /* CUipcMemHandle */
     X(cuCtxDisablePeerAccess, (context))                                                    \
     X(cuStreamIsCapturing, (stream, int *))                                                 \
     X(cuDevicePrimaryCtxGetState, (int, unsigned *, int *))                                 \
+    X(cuDeviceGetUuid, (void *, int))                                                       \
     X(cuGetProcAddress, (const char *, void **, int, uint64_t))                             \
     X(cuGetProcAddress_v2, (const char *, void **, int, uint64_t, int *))
 

@@ -35,6 +35,7 @@ enum operation {
     SHOW = 16, /* as EXPORT, of a program that runs, and keeps its memory */
     LEND = 17, /* one descriptor of a socket, while the other end holds device memory that the program may need (room.c). None: it
                   holds nothing any more */
+    DEVICES = 18, /* answer: 16 bytes for each device that CUDA has shown to the program, its GPU's UUID; a = how many */
     TRACE = 13, /* a = 1: processes of this user may trace this one despite Yama; 0: as the program has chosen */
 };
 
@@ -97,6 +98,11 @@ struct inside { /* one that is: which of its threads, and in which function */
     char function[60]; /* ends with a 0 */
 };
 _Static_assert(sizeof(struct inside) == 64, "struct inside");
+
+struct uuid { /* of a GPU */
+    uint8_t bytes[16];
+};
+_Static_assert(sizeof(struct uuid) == 16, "struct uuid");
 
 struct status {
     uint64_t gate_closed, inside, captures;

@@ -223,6 +223,7 @@ static bool start_thread(void) {
 void agent_start(void) {
     if (atomic_exchange(&started, true))
         return;
+    agent_see_devices();
     listening = place_listen();
     spares_take(&listening);
     if (listening.number >= 0 && start_thread()) {

@@ -212,7 +212,7 @@ static void print_children(const int pipes[MAX_CHILDREN]) {
 
 static void usage(void) {
     fputs("usage: counter --port N [--mib M] [--devices 0,1] [--start 100] [--managed] [--fork N] [--cpu-parent]\n"
-          "               [--no-cuda] [--cuda-after FILE] [--by-file] [--no-shm]\n",
+          "               [--no-cuda] [--cuda-after FILE] [--by-file] [--no-shm] [--visible 1,0]\n",
           stderr);
     exit(2);
 }
@@ -252,6 +252,8 @@ static bool parse_valued(struct options *options, const char *option, char *valu
         parse_devices(options, value);
     else if (strcmp(option, "--cuda-after") == 0 && value != NULL)
         options->cuda_after = value;
+    else if (strcmp(option, "--visible") == 0 && value != NULL)
+        setenv("CUDA_VISIBLE_DEVICES", value, 1); /* as a program does that chooses its GPU itself */
     else
         return false;
     return true;
