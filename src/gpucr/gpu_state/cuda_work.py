@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 
 from msgspec import Struct
 
@@ -46,11 +47,11 @@ from gpucr.undo.steps import Step
 class CudaWork(Struct, frozen=True, kw_only=True):
     """An operation's work on a job's CUDA processes.
 
-    ``device_bytes``: by pid and GPU UUID, and the GPUs ``seen`` by each process, read before anything was locked.
+    ``device_bytes``: by pid and GPU UUID, read before anything was locked. ``seen``: the GPUs of a process, likewise.
     """
 
     gang: Gang
-    seen: Mapping[ProcessId, ProcessGpus]
+    seen: Callable[[ProcessId], ProcessGpus]
     device_bytes: Mapping[int, Mapping[str, int]]
     order: Order
     staging: DriverStaging
@@ -92,7 +93,7 @@ class CudaWork(Struct, frozen=True, kw_only=True):
 
     def gpus_of(self, member: GangMember) -> ProcessGpus:
         """The GPUs of one process, as it said before it was stopped."""
-        return self.seen[member.id]
+        return self.seen(member.id)
 
     @property
     def known_gpus(self) -> tuple[Gpu, ...]:
@@ -178,10 +179,15 @@ def cuda_work(
     at_work = AtWork(job, held, moves=moves)
     gpus = list_gpus()
 
-    seen = {member.id: gpus_of(member.id, gpus, used=held.get(member.pid, {})) for member in job.gang}
+    @functools.cache
+    def seen(process: ProcessId) -> ProcessGpus:
+        return gpus_of(process, gpus, used=held.get(process.pid, {}))
+
+    for member in job.gang:
+        seen(member.id)  # while it can be asked; one that starts CUDA later is asked when it is found
 
     def uuids_of(process: ProcessId) -> list[str]:
-        return [gpu.uuid for gpu in seen[process].visible]
+        return [gpu.uuid for gpu in seen(process).visible]
 
     saves = Saves(saver, gently=save_gently)
     wait_saved = saver.wait if saver is not None and save_gently else None
