@@ -342,10 +342,13 @@ def test_the_other_side_of_a_terminal() -> None:
 
 def test_an_orphan_in_the_jobs_session(tmp_path: Path) -> None:
     code = """
-import os, signal
+import os, signal, time
 middle = os.fork()
 if middle == 0:
+    middle = os.getpid()
     if os.fork() == 0:
+        while os.getppid() == middle:
+            time.sleep(0.01)
         print(os.getpid(), flush=True)
         signal.pause()
     os._exit(0)

@@ -328,8 +328,11 @@ SERVES = """
 import os, time
 between = os.fork()
 if between == 0:
+    parent = os.getpid()
     if os.fork():
         os._exit(0)
+    while os.getppid() == parent:
+        time.sleep(0.01)
     served = os.open("/dev/fuse", os.O_RDWR)  # as the server of an AppImage, which has left its parent
     open("serves", "w").close()
 else:
@@ -543,8 +546,11 @@ ORPHANS = """
 import os, time
 os.pipe()
 if os.fork() == 0:
+    parent = os.getpid()
     if os.fork() == 0:
         os.setsid()
+        while os.getppid() == parent:
+            time.sleep(0.01)
         open("orphan", "w").close()
         time.sleep(1000)
     os._exit(0)
