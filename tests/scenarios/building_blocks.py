@@ -6,6 +6,18 @@ PRELUDE = """
 import ctypes, fcntl, mmap, os, select, shutil, signal, socket, struct, sys, time
 libc = ctypes.CDLL(None)
 kept = []
+
+def in_child(*calls):
+    done, tell = os.pipe()
+    if os.fork() == 0:
+        for call in calls:
+            call()
+        os.close(done)
+        os.close(tell)
+        signal.pause()
+    os.close(tell)
+    os.read(done, 1)  # until all have called
+    os.close(done)
 """
 
 BLOCKS: dict[str, str] = {
@@ -117,33 +129,21 @@ BLOCKS: dict[str, str] = {
     "cloned folder": "if libc.syscall(56, 512 | 17, 0, 0, 0, 0) == 0:\n    signal.pause()",
     "cloned descriptors": "if libc.syscall(56, 1024 | 17, 0, 0, 0, 0) == 0:\n    signal.pause()",
     "zombie": "os.fork() or os._exit(0)",
-    "stopped": "p = os.fork()\nif p == 0:\n    os.kill(os.getpid(), 19)\n    signal.pause()",
+    "stopped": (
+        "p = os.fork()\nif p == 0:\n    os.kill(os.getpid(), 19)\n    signal.pause()\nos.waitpid(p, os.WUNTRACED)"
+    ),
     "ptraced": "p = os.fork()\nif p == 0:\n    time.sleep(1000)\nlibc.ptrace(16902, p, 0, 0)",
     "itimer": "signal.setitimer(signal.ITIMER_REAL, 1000)",
     "dead pipe w": "r, w = os.pipe()\nos.close(r)",
     "dead pipe r": "r, w = os.pipe()\nos.write(w, b'x')\nos.close(w)",
-    "unshare mnt": "if os.fork() == 0:\n    libc.unshare(131072)\n    signal.pause()\ntime.sleep(0.1)",
-    "unshare net": "if os.fork() == 0:\n    libc.unshare(1073741824)\n    signal.pause()\ntime.sleep(0.1)",
-    "unshare uts": "if os.fork() == 0:\n    libc.unshare(67108864)\n    signal.pause()\ntime.sleep(0.1)",
-    "unshare ipc": "if os.fork() == 0:\n    libc.unshare(134217728)\n    signal.pause()\ntime.sleep(0.1)",
-    "unshare cgroup": "if os.fork() == 0:\n    libc.unshare(33554432)\n    signal.pause()\ntime.sleep(0.1)",
-    "unshare user": "if os.fork() == 0:\n    libc.unshare(268435456)\n    signal.pause()\ntime.sleep(0.1)",
-    "unshare time": (
-        "if os.fork() == 0:\n"
-        "    libc.unshare(128)\n"
-        "    if os.fork():\n"
-        "        os.wait()\n"
-        "    signal.pause()\n"
-        "time.sleep(0.1)"
-    ),
-    "unshare pid": (
-        "if os.fork() == 0:\n"
-        "    libc.unshare(536870912)\n"
-        "    if os.fork():\n"
-        "        os.wait()\n"
-        "    signal.pause()\n"
-        "time.sleep(0.1)"
-    ),
+    "unshare mnt": "in_child(lambda: libc.unshare(131072))",
+    "unshare net": "in_child(lambda: libc.unshare(1073741824))",
+    "unshare uts": "in_child(lambda: libc.unshare(67108864))",
+    "unshare ipc": "in_child(lambda: libc.unshare(134217728))",
+    "unshare cgroup": "in_child(lambda: libc.unshare(33554432))",
+    "unshare user": "in_child(lambda: libc.unshare(268435456))",
+    "unshare time": "in_child(lambda: libc.unshare(128), os.fork)",
+    "unshare pid": "in_child(lambda: libc.unshare(536870912), os.fork)",
 }
 
 
