@@ -18,7 +18,7 @@ MOST_BLOCKS = 1 << 20
 """Maximum per process: 2 TiB in pieces of 2 MiB."""
 
 _MOST_BLOCK_BYTES = 1 << 42
-_MOST_DEVICES, UUID_BYTES = 64, 16
+_MOST_DEVICES, _UUID_BYTES = 64, 16
 DRIVER_ERROR = 0x10000
 ON_DEVICE, ON_HOST_NODE = 1, 3
 """CUmemLocationType, of a block."""
@@ -235,9 +235,9 @@ class Answer(Struct, frozen=True):
 
     def devices(self) -> tuple[str, ...]:
         """The UUIDs of its devices. Raises BadAnswer."""
-        if len(self.payload) != self.a * UUID_BYTES or self.a > _MOST_DEVICES:
+        if len(self.payload) != self.a * _UUID_BYTES or self.a > _MOST_DEVICES:
             raise BadAnswer("the agent's list of devices has another length")
-        return tuple(uuid_text(self.payload[at : at + UUID_BYTES]) for at in range(0, len(self.payload), UUID_BYTES))
+        return tuple(uuid_text(self.payload[at : at + _UUID_BYTES]) for at in range(0, len(self.payload), _UUID_BYTES))
 
     def status(self) -> Status:
         """The numbers of a status. Raises BadAnswer."""
