@@ -254,7 +254,7 @@ def test_h18_namespaces_count_against_the_users_limit() -> None:
     os.execv(sys.argv[1], sys.argv[1:])
     """
     inner = """
-    import ctypes, os, signal
+    import os, re, signal
     from pathlib import Path
     from gpucr.privileged import sandboxes
     from gpucr.helper.messages import Isolate
@@ -263,28 +263,30 @@ def test_h18_namespaces_count_against_the_users_limit() -> None:
     from gpucr.privileged.rights import Refused
     from gpucr.linux import namespaces
     Path("/proc/sys/user/max_pid_namespaces").write_text("1")
-    end_with_parent = lambda: ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-    sandboxes.become_keeper = lambda *_: (end_with_parent(), signal.pause())
+    sandboxes.become_keeper = lambda *_: signal.pause()
     peer = Peer(1, 1, 1, frozenset(), 0, "", Session((), 0, 0))
-    children = []
+    to_end = []
     def asked(make):
         read, write = os.pipe()
         if not (child := os.fork()):
             try:
-                made = make()
-                os.write(write, b"made")
+                keeper = make()
+                os.write(write, f"made {keeper.pid if keeper else ''}".encode())
             except (OSError, Refused) as e:
                 os.write(write, str(e).encode())
             signal.pause()
-        children.append(child)
-        return os.read(read, 1000).decode()
+        os.close(write)
+        to_end.append(child)
+        said = os.read(read, 1000).decode()
+        to_end.extend(map(int, re.findall("^made ([0-9]+)", said)))
+        return said
     root = lambda: namespaces.make_new("pid")
     users = lambda: sandboxes.make(peer, Isolate("own", 0), ())
     print([asked(each) for each in (root, root, users, users)], flush=True)
-    for child in children:
-        os.kill(child, 9)
+    for pid in to_end:
+        os.kill(pid, 9)
     """
     words = [sys.executable, "-c"]
     command = [*words, textwrap.dedent(outer), *words, textwrap.dedent(inner)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert re.findall("made|No space left", done.stdout) == ["made", "No space left"] * 2, done

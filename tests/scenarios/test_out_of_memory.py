@@ -44,6 +44,24 @@ sys.setprofile(count)
 main()
 """
 
+WITHOUT_ANY = """
+import resource
+from pathlib import Path
+import gpucr.__main__
+gpucr.__main__._load_msgspec = lambda: fill()
+taken = [None]
+def fill():
+    resource.setrlimit(resource.RLIMIT_AS, (int(Path("/proc/self/statm").read_text().split()[0]) * 4096,) * 2)
+    for size in (1 << 20, 4096, 64, 1):
+        try:
+            while True:
+                taken[0] = (taken[0], bytes(size))
+        except MemoryError:
+            pass
+    raise MemoryError
+gpucr.__main__.main()
+"""
+
 FAILING_AT = """
 import sys
 kind, wanted = sys.argv[1:3]
@@ -104,6 +122,12 @@ def test_a_limit_on_the_address_space(counter: CounterFactory, driver: CudaDrive
     if driver.state(job.pid) is CudaState.CHECKPOINTED:
         gpucr.resume(job.pid)
     assert job.send("verify") == "ok"
+
+
+def test_not_a_byte_is_left_while_it_loads() -> None:
+    done = subprocess.run([sys.executable, "-c", WITHOUT_ANY], capture_output=True, text=True, timeout=60, check=False)
+    assert_said(done)
+    assert done.returncode == BROKEN
 
 
 @pytest.mark.criu
