@@ -34,8 +34,10 @@ from gpucr.interposer import vault
 from gpucr.interposer.library import installed, preload_path
 from gpucr.undo.events import Progress
 
-MEASURED = ("plain", "unchanged", "changed", "suspend", "training", "tuning", "restore")
+MEASURED = ("plain", "unchanged", "changed", "suspend", "training", "tuning", "restore", "sizes", "shares")
 CHANGED, TUNED = 0.05, 0.02
+PARTS_OF_A_SIZE = (1 / 8, 1 / 4, 1 / 2, 3 / 4, 1)
+SHARES = (0.0, 0.01, 0.05, 0.2, 0.5, 1.0)
 READY_S = 300.0
 
 
@@ -105,6 +107,8 @@ class Row:
     processor_s: float | None = None
     rate: float | None = None
     note: str = ""
+    gib: float | None = None
+    changed: float | None = None
 
 
 class Counted:
@@ -215,6 +219,42 @@ class Bench:
                     self.dump(job, f"{store}#c{number}", f"{CHANGED:.0%} changed", way, compress="none")
             shutil.rmtree(store)
 
+    def sizes(self, gib: float, unique_gib: float, small_gib: float, tools: PlainTools) -> None:
+        """How long a dump stands still, over the size; nothing changed. By the plain driver up to ``small_gib``."""
+        for each_gib in (part * gib for part in PARTS_OF_A_SIZE):
+            unique = min(unique_gib, each_gib)
+            with self.part(f"{each_gib:g} GiB"), self.job(each_gib, unique) as job, self._store() as store:
+                for way in ("first", "today", "now"):
+                    self.dump(job, f"{store}#{way}", "sizes", way, compress="none")
+                    self.rows[-1].gib = each_gib
+            if each_gib <= small_gib:
+                with self.part(f"{each_gib:g} GiB, plain driver"), started("counter", each_gib, tools) as plain_job:
+                    folder = self._tmpfs / f"gpucr-plain-{os.getpid()}"
+                    still_s = tools.dump_leave_running(plain_job.pid, folder).downtime_s
+                    shutil.rmtree(folder)
+                    self.rows.append(Row("sizes", "plain driver", still_s, gib=each_gib))
+
+    def shares(self, gib: float) -> None:
+        """How long a dump stands still, over the share that changed since the one before."""
+        with self.part("shares", 2 * self._limit_s), self.job(gib, gib) as job, self._store() as store:
+            self.dump(job, f"{store}#first", "shares", "first", compress="none")
+            for number, share in enumerate(SHARES):
+                for way in ("today", "now"):
+                    if share:
+                        job.change(share)
+                    self.dump(job, f"{store}#{way}{number}", "shares", way, compress="none")
+                    self.rows[-1].gib, self.rows[-1].changed = gib, share
+
+    @contextlib.contextmanager
+    def _store(self) -> Iterator[Path]:
+        """In memory: what a disk takes is no part of a standstill."""
+        store = self._tmpfs / f"gpucr-incremental-{os.getpid()}"
+        gpucr.init_store(store)
+        try:
+            yield store
+        finally:
+            shutil.rmtree(store)
+
     def suspend(self, gib: float, unique_gib: float) -> None:
         """To host memory and back."""
         with self.part("suspend"), self.job(gib, unique_gib) as job:
@@ -238,17 +278,14 @@ class Bench:
                 time.sleep(1.0)
                 usual = _rate(job, 2.0)
                 during = _RateOf(job, "first-pass")
-                store = self._tmpfs / f"gpucr-incremental-{os.getpid()}"
-                gpucr.init_store(store)
-                self.dump(job, f"{store}#a", "everything changes", way, compress="none", on_progress=during.listen)
-                shutil.rmtree(store)
+                with self._store() as store:
+                    self.dump(job, f"{store}#a", "everything changes", way, compress="none", on_progress=during.listen)
                 self.rows[-1].rate = during.rate / usual if during.rate and usual else None
 
     def tuning(self, gib: float, every_s: float, count: int) -> None:
         """A small share is trained, with a checkpoint every so often: which part of its time is lost."""
-        with self.part("tuning", self._limit_s + 3 * count * every_s), self.job(gib, gib) as job:
-            store = self._tmpfs / f"gpucr-incremental-{os.getpid()}"
-            gpucr.init_store(store)
+        limit_s = self._limit_s + 3 * count * every_s
+        with self.part("tuning", limit_s), self.job(gib, gib) as job, self._store() as store:
             job.change(TUNED, for_ever=True)
             self.dump(job, f"{store}#first", "a share is trained", "first", compress="none")
             for way in ("today", "now"):
@@ -261,7 +298,6 @@ class Bench:
                 self.rows.append(
                     Row(f"{count} checkpoints, every {every_s:g} s", way, rate=lost, note="share of time lost")
                 )
-            shutil.rmtree(store)
 
     def restore(self, gib: float) -> None:
         """From files in memory, and from the disk."""
@@ -359,8 +395,9 @@ def command(
     to.mkdir(parents=True, exist_ok=True)
     with some_driver(gib), tempfile.TemporaryDirectory(prefix="gpucr-incremental-", dir=to) as folder:
         bench = Bench(Path(folder), tmpfs, limit_s)
+        tools = PlainTools(load_driver(), find_criu())
         if "plain" in names:
-            bench.plain(small_gib, PlainTools(load_driver(), find_criu()))
+            bench.plain(small_gib, tools)
         if names & {"unchanged", "changed"}:
             bench.unchanged(gib, min(unique_gib, gib), names)
         if "suspend" in names:
@@ -371,10 +408,15 @@ def command(
             bench.tuning(small_gib, every_s, checkpoints)
         if "restore" in names:
             bench.restore(small_gib)
+        if "sizes" in names:
+            bench.sizes(gib, min(unique_gib, gib), small_gib, tools)
+        if "shares" in names:
+            bench.shares(small_gib)
         about = hardware(place_of(Path(folder)))
     if as_json:
-        print_json("benchmarks.incremental", {"hardware": about, "rows": [asdict(row) for row in bench.rows],
-                                              "failures": bench.failures})  # fmt: skip
-    print_table(bench.rows, bench.failures, f"{gib:g} GiB, and {small_gib:g} GiB")
+        rows = [asdict(row) for row in bench.rows]
+        print_json("benchmark.incremental", {"hardware": about, "rows": rows, "failures": bench.failures})
+    else:
+        print_table(bench.rows, bench.failures, f"{gib:g} GiB, and {small_gib:g} GiB")
     if bench.failures:
         sys.exit(1)
