@@ -168,8 +168,7 @@ class Frozen:
 
         def read_all(backend: Interposed, meter: Any) -> None:
             complete(backend, meter)
-            source = backend._source
-            assert source is not None
+            source = backend.blocks
             frozen.digests = []
             buffer = memoryview(bytearray(PIECE_BYTES))
             for start in range(0, source.size_bytes, PIECE_BYTES):

@@ -106,10 +106,9 @@ def frozen(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     complete = Interposed.complete
 
     def read_all(self: Interposed, meter: Any) -> None:
-        assert self._source is not None
-        self._vaults.start_all(self._needed)
-        whole = bytearray(self._source.size_bytes)
-        self._source.read_into(0, memoryview(whole))
+        self._vaults.start_all(self._preparation.needed)
+        whole = bytearray(self.blocks.size_bytes)
+        self.blocks.read_into(0, memoryview(whole))
         seen.append(bytes(whole))
         complete(self, meter)
 

@@ -79,7 +79,7 @@ class CudaWork(Struct, frozen=True, kw_only=True):
     def may_wait(self) -> bool:
         """Whether one of its processes may have to wait until its memory is saved."""
         pids = [member.pid for member in self.gang.members]
-        return self.interposers.keeping is not None and bool(self.interposers.those_of(pids))
+        return self.interposers.keeping.chooses and bool(self.interposers.those_of(pids))
 
     @property
     def away_bytes(self) -> int:
@@ -145,8 +145,7 @@ class Purpose(Struct, frozen=True):
 
     Interposers take what they can: with ``to_host``, to host memory that the processes keep; otherwise our descriptors
     hold it during the operation. ``gpu_state``, ``save_gently``, ``whole_tree``, ``others``: as in DriverStaging,
-    Saves, CheckpointGang and Gang. ``moves``: it goes to other GPUs. ``deadline``: the operation's. ``early``: with
-    ``to_host``, fills the host memory while the job runs.
+    Saves, CheckpointGang and Gang. ``moves``: it goes to other GPUs. ``deadline``: the operation's.
     """
 
     deadline: float | None = None
@@ -155,7 +154,6 @@ class Purpose(Struct, frozen=True):
     to_host: bool = False
     whole_tree: bool = True
     moves: bool = False
-    early: Saver | None = None
     others: Others | None = None
 
 
@@ -172,7 +170,7 @@ def cuda_work(
     Without a ``saver`` the CPU threads keep running.
     """
     deadline, gpu_state, save_gently = purpose.deadline, purpose.gpu_state, purpose.save_gently
-    to_host, whole_tree, moves, early = purpose.to_host, purpose.whole_tree, purpose.moves, purpose.early
+    to_host, whole_tree, moves = purpose.to_host, purpose.whole_tree, purpose.moves
     if driver is None or not job.gang:
         raise ValueError("the job does not use CUDA")
     threads, guarded = GangThreads(agent_threads), GangProtection(protection)
@@ -193,7 +191,7 @@ def cuda_work(
     wait_saved = saver.wait if saver is not None and save_gently else None
     interposers = Interposers(
         driver, uuids_of, guarded, to_host=to_host, moves=moves, gpu_state=gpu_state, wait_saved=wait_saved,
-        saver=saver, early=early,
+        saver=saver,
     )  # fmt: skip
     interposers.require(job.gang, held)
     custom = CustomStorages(

@@ -142,7 +142,7 @@ def prepare(
         protection,
         held,
         None,
-        Purpose(deadline, to_host=to_host, whole_tree=not request.only, moves=True, early=host.writer),
+        Purpose(deadline, to_host=to_host, whole_tree=not request.only, moves=True),
     )
     if choice.gpu_map is None:
         return PreparedMove(work, host, placement, (), tuple(findings))

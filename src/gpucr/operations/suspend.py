@@ -197,7 +197,7 @@ def prepare_suspend(
         protection,
         held,
         None,
-        Purpose(deadline, gpu_state=gpu_state, to_host=True, whole_tree=not request.only, early=host.writer),
+        Purpose(deadline, gpu_state=gpu_state, to_host=True, whole_tree=not request.only),
     )
     return PreparedSuspend(
         work=work,

@@ -129,11 +129,10 @@ class FirstPass:
             with self._lock:
                 if self._is_over.is_set():
                     raise Gone
-                self._shown[each.part] = each.show()
+                self._shown[each.part] = each.show(self._saver)
             self._saver.add(self._shown[each.part])
             self._saver.begin_early(each.part, (), reads=False)
-        if self._interposers.keeping is not None:
-            self._interposers.keeping.after_first_pass = True
+        self._interposers.keeping.after_first_pass = True
 
     def _let_go(self) -> None:
         """A call of the job has found no device memory: free what is held here."""
