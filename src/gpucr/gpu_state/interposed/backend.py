@@ -96,7 +96,7 @@ class Interposed:
         self._held: list[Held] = []
         self.blocks = BlocksSource(part, (), self._uuids, vaults)
         """What was taken, on its GPUs: nothing before `begin`."""
-        self._taken: Taken = OnGpu(self.blocks, vaults, ())
+        self._taken = Taken(self.blocks, vaults, ())
 
     @property
     def extents(self) -> tuple[StagedExtent, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import mmap
 import threading
@@ -22,8 +21,8 @@ from gpucr.quantities import format_bytes
 from gpucr.undo.steps import Meter
 
 
-class Taken(abc.ABC):
-    """All memory that was taken from a process, ``blocks``. ``uuids``: the GPUs whose vaults read it.
+class Taken:
+    """All memory that was taken from a process, ``blocks``; here, nothing yet. ``uuids``: whose vaults read it.
 
     If a GPU has no room for a vault beside the memory, the vault starts when the driver has freed the process's own
     context there, at `complete`.
@@ -40,7 +39,7 @@ class Taken(abc.ABC):
         self._may_start = threading.Event()
 
     def _start_vaults(self) -> None:
-        """Now, or at `complete`."""
+        """Start the vaults now if their GPUs have room, otherwise at `complete`."""
         if not self._vaults.try_all(self._uuids):
             self._may_start.wait()
             self._vaults.start_all(self._uuids)
@@ -50,7 +49,6 @@ class Taken(abc.ABC):
         self._may_start.set()
         self._finish(meter)
 
-    @abc.abstractmethod
     def _finish(self, meter: Meter) -> None:
         """Wait until all of it can be read."""
 
@@ -60,11 +58,9 @@ class Taken(abc.ABC):
         with contextlib.suppress(GpucrError, OSError):
             self._end()
 
-    @abc.abstractmethod
     def _end(self) -> None:
         """Wait for what is under way. Raises its error."""
 
-    @abc.abstractmethod
     def close(self) -> None:
         """Free what holds copies. Idempotent."""
 
@@ -81,12 +77,6 @@ class OnGpu(Taken):
         if not self.ready_bytes:
             self._vaults.start_all(self._uuids)
             self.ready_bytes = self._blocks.size_bytes
-
-    def _end(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 def _differing(blocks: BlocksSource, saver: Saver, saved_from: Source) -> list[Stretch]:
@@ -179,9 +169,6 @@ class InHostMemory(Taken):
 
     def _end(self) -> None:
         self._copying.wait()
-
-    def close(self) -> None:
-        pass  # the room is the backend's
 
 
 class KeptByProcess(InHostMemory):
