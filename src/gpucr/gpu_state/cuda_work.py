@@ -65,7 +65,7 @@ class CudaWork(Struct, frozen=True, kw_only=True):
 
     @property
     def protection(self) -> Protection:
-        """What the guard knows."""
+        """The recovery actions that the guard has for this operation."""
         return self.guarded.protection
 
     @property
@@ -102,7 +102,7 @@ class CudaWork(Struct, frozen=True, kw_only=True):
 
     @property
     def sizes(self) -> dict[int, int]:
-        """Device memory per pid."""
+        """Device memory by pid, in bytes, as it was before anything was locked."""
         return {pid: sum(by_gpu.values()) for pid, by_gpu in self.device_bytes.items()}
 
     def allocate(self, *, leave_running: bool) -> AllocateStaging:

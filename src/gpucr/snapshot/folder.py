@@ -313,7 +313,7 @@ class Snapshot:
 
     @property
     def images(self) -> Path:
-        """CRIU's images."""
+        """The folder with CRIU's images."""
         return self.held.path / IMAGES_NAME
 
     @property

@@ -105,7 +105,7 @@ class FirstPass:
                 each.line.hang_up()
 
     def _threads(self) -> int | None:
-        """None: all there are."""
+        """How many threads save while the job runs. None: all there are."""
         return None if self._share == 1 else max(1, min(MOST_THREADS, int(len(os.sched_getaffinity(0)) * self._share)))
 
     def _has_room(self, backends: Sequence[Interposed], meter: Meter) -> bool:
