@@ -15,8 +15,8 @@ from gpucr.diagnosis import preflight
 from gpucr.diagnosis.preflight import CudaTraits, Finding, JobTraits, Measurement, modes, sharing, traits
 from gpucr.diagnosis.preflight.interposed import check_imported
 from gpucr.driver.api import DriverCapabilities
+from gpucr.interposer.owners import Place, Sharing
 from gpucr.interposer.protocol import Block, Flag, Status
-from gpucr.interposer.sharing import Place, Sharing
 from gpucr.linux import descriptor_limit, processes
 from gpucr.model import CudaState, GangMember, Gpu, GpuMap, GpuUse, Job, ProcessId, ProcessInfo
 from tests.children import Child, python

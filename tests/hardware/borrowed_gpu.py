@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +20,7 @@ from typing import Any
 
 import gpucr
 from gpucr.jobs.registered import registry
-from tests.hardware.killed_training import TRAINING
+from tests.hardware.killed_training import undisturbed
 from tests.lines import complete_lines
 
 NAME = "lent-training"
@@ -110,16 +108,8 @@ def main() -> None:
     parser.add_argument("--borrower", nargs="+")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(prefix="gpucr-borrowed-gpu-"))
-    os.environ["XDG_STATE_HOME"] = str(folder / "state")
-    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-    program = options.program.resolve() if options.program else folder / "train.py"
-    if options.program is None:
-        program.write_text(TRAINING)
-    command = [sys.executable, str(program), str(options.steps)]
-    for name in ("undisturbed", "lent"):
-        (folder / name).mkdir()
-    subprocess.run(command, cwd=folder / "undisturbed", stdout=subprocess.DEVNULL, check=True, timeout=4 * LIMIT_S)
+    folder, command = undisturbed("borrowed-gpu", options.program, options.steps)
+    (folder / "lent").mkdir()
     gpucr.run_job(command, name=NAME, cwd=folder / "lent")
     rounds = []
     for kind in KINDS * options.rounds:

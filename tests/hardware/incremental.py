@@ -33,12 +33,8 @@ import gpucr  # noqa: E402 - found where the checkout is
 from gpucr.gpu_state.interposed import first_pass  # noqa: E402
 from gpucr.gpu_state.interposed.backend import Interposed  # noqa: E402
 from gpucr.interposer.library import installed, preload_path  # noqa: E402
-from gpucr.model import DevicePart  # noqa: E402
-from gpucr.snapshot.device import FolderPieces  # noqa: E402
-from gpucr.snapshot.device.reader import Piece, StoredPieces  # noqa: E402
-from gpucr.snapshot.in_store import SnapshotInStore  # noqa: E402
-from gpucr.snapshot.store_origin import StoreSource  # noqa: E402
 from gpucr.undo.events import Progress  # noqa: E402
+from tests.snapshot.saved_memory import saved_memory  # noqa: E402
 
 PIECE_BYTES = 4 << 20
 
@@ -168,8 +164,7 @@ class Frozen:
 
         def read_all(backend: Interposed, meter: Any) -> None:
             complete(backend, meter)
-            source = backend._source
-            assert source is not None
+            source = backend.blocks
             frozen.digests = []
             buffer = memoryview(bytearray(PIECE_BYTES))
             for start in range(0, source.size_bytes, PIECE_BYTES):
@@ -182,23 +177,8 @@ class Frozen:
 
 def saved(report: gpucr.DumpReport, pid: int) -> list[bytes]:
     """The same digests of the snapshot."""
-    snapshot, part = report.snapshot, DevicePart(pid, 1)
-    found: StoredPieces
-    if isinstance(snapshot, SnapshotInStore):
-        found = StoreSource(snapshot).pieces()
-    else:
-        assert isinstance(snapshot, gpucr.Snapshot)
-        found = FolderPieces(snapshot.path / "device", snapshot.manifest.device_parts)
-    starts = found.starts(part)
-    whole = bytearray(starts[-1])
-
-    def deliver(number: int, data: Any) -> None:
-        if data is not None:
-            whole[starts[number] : starts[number + 1]] = data
-
-    found.stream([Piece(part, number) for number in range(len(starts) - 1)], deliver)
-    view = memoryview(whole)
-    return [hashlib.blake2b(view[at : at + PIECE_BYTES]).digest() for at in range(0, len(whole), PIECE_BYTES)]
+    view = memoryview(saved_memory(report, pid))
+    return [hashlib.blake2b(view[at : at + PIECE_BYTES]).digest() for at in range(0, len(view), PIECE_BYTES)]
 
 
 def rounds_of(options: argparse.Namespace, folder: Path, table: list[tuple[str, str]]) -> None:

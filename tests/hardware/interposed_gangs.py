@@ -34,7 +34,7 @@ from msgspec.structs import asdict
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 
-from gpucr.interposer import sharing  # noqa: E402 - found where the checkout is
+from gpucr.interposer import owners  # noqa: E402 - found where the checkout is
 from gpucr.interposer.build import compile_library  # noqa: E402
 from gpucr.interposer.client import Agent, Held  # noqa: E402
 from gpucr.linux import processes  # noqa: E402
@@ -100,13 +100,13 @@ def hold(driver: Driver, gang: Gang, times: Times) -> int:
     raise RuntimeError(f"not held in {attempts} attempts: last lock {result}")
 
 
-def freeze(driver: Driver, gang: Gang, times: Times) -> tuple[sharing.Sharing, dict[int, list[Held]]]:
+def freeze(driver: Driver, gang: Gang, times: Times) -> tuple[owners.Sharing, dict[int, list[Held]]]:
     """RUNNING → CHECKPOINTED, with the memory in this process's hands."""
     begin = time.monotonic()
     attempts = hold(driver, gang, times)
     times.steps.setdefault("(attempts)", []).append(attempts)
     with times.step("whose is what"):
-        shared = sharing.find({agent.pid: agent.blocks() for agent in gang})
+        shared = owners.find({agent.pid: agent.blocks() for agent in gang})
     if shared.unowned:
         raise RuntimeError(f"{len(shared.unowned)} imported blocks have no owner: {shared.unowned[0]}")
     with times.step("export"):
@@ -124,7 +124,7 @@ def freeze(driver: Driver, gang: Gang, times: Times) -> tuple[sharing.Sharing, d
     return shared, held
 
 
-def thaw(driver: Driver, gang: Gang, times: Times, shared: sharing.Sharing, held: dict[int, list[Held]]) -> None:
+def thaw(driver: Driver, gang: Gang, times: Times, shared: owners.Sharing, held: dict[int, list[Held]]) -> None:
     """CHECKPOINTED → RUNNING: first what each made, then what others import of it."""
     begin = time.monotonic()
     with times.step("restore"):

@@ -74,6 +74,20 @@ def disturb(number: signal.Signals) -> None:
     wait_for(lambda: events("restored") > restored, f"the restore after {number.name}")
 
 
+def undisturbed(name: str, given: Path | None, steps: int) -> tuple[Path, list[str]]:
+    """Let the training run through. Returns a new folder, with the losses below ``undisturbed``, and its command."""
+    folder = Path(tempfile.mkdtemp(prefix=f"gpucr-{name}-"))
+    os.environ["XDG_STATE_HOME"] = str(folder / "state")
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    program = given.resolve() if given else folder / "train.py"
+    if given is None:
+        program.write_text(TRAINING)
+    command = [sys.executable, str(program), str(steps)]
+    (folder / "undisturbed").mkdir()
+    subprocess.run(command, cwd=folder / "undisturbed", stdout=subprocess.DEVNULL, check=True, timeout=4 * LIMIT_S)
+    return folder, command
+
+
 def main() -> None:
     """Run it, and print a table or JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -83,16 +97,8 @@ def main() -> None:
     parser.add_argument("--program", type=Path)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(prefix="gpucr-killed-training-"))
-    os.environ["XDG_STATE_HOME"] = str(folder / "state")
-    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-    program = options.program.resolve() if options.program else folder / "train.py"
-    if options.program is None:
-        program.write_text(TRAINING)
-    command = [sys.executable, str(program), str(options.steps)]
-    for name in ("undisturbed", "disturbed"):
-        (folder / name).mkdir()
-    subprocess.run(command, cwd=folder / "undisturbed", stdout=subprocess.DEVNULL, check=True, timeout=4 * LIMIT_S)
+    folder, command = undisturbed("killed-training", options.program, options.steps)
+    (folder / "disturbed").mkdir()
     store = gpucr.init_store(folder / "store").backend.url
     settings = gpucr.Supervision(store=store, every_s=5.0, output_timeout_s=15.0, keep_last=3)
     gpucr.run_supervised(command, settings, name=NAME, cwd=folder / "disturbed")

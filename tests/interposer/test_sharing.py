@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from gpucr.interposer import sharing
+from gpucr.interposer import owners
 from gpucr.interposer.client import Agent, Held
 from gpucr.interposer.presence import is_interposed
 from gpucr.interposer.protocol import Flag
@@ -63,11 +63,11 @@ def pair(start: Start, sim_only: None, monkeypatch: pytest.MonkeyPatch, tmp_path
         end.close()
 
 
-def frozen(agents: Mapping[int, Agent]) -> tuple[sharing.Sharing, dict[int, list[Held]]]:
+def frozen(agents: Mapping[int, Agent]) -> tuple[owners.Sharing, dict[int, list[Held]]]:
     """All gates closed, nobody inside, everything out of the processes."""
     for agent in agents.values():
         assert agent.close_gate(5).is_empty
-    shared = sharing.find({pid: agent.blocks() for pid, agent in agents.items()})
+    shared = owners.find({pid: agent.blocks() for pid, agent in agents.items()})
     assert not shared.unowned
     held = {pid: [each for batch in agent.export() for each in batch] for pid, agent in agents.items()}
     for agent in agents.values():
@@ -75,7 +75,7 @@ def frozen(agents: Mapping[int, Agent]) -> tuple[sharing.Sharing, dict[int, list
     return shared, held
 
 
-def thawed(agents: Mapping[int, Agent], shared: sharing.Sharing, held: Mapping[int, list[Held]]) -> None:
+def thawed(agents: Mapping[int, Agent], shared: owners.Sharing, held: Mapping[int, list[Held]]) -> None:
     """The creators' memory first, then what others import of it."""
     for pid, agent in agents.items():
         agent.give_back(held[pid], renew=True)
@@ -130,10 +130,10 @@ def test_the_owner_of_an_imported_block_is_known(pair: Pair) -> None:
         assert [each.flags for each in own] == [Flag.SHARED] * 2
         assert [each.flags for each in imported] == [Flag.IMPORTED] * 2
         assert (first.status().blocks, second.status().imported) == (2, 2)
-        found = sharing.find({exporter.pid: own, importer.pid: imported})
+        found = owners.find({exporter.pid: own, importer.pid: imported})
         pairs = [(place.block.index, owner.block.index) for place, owner in found.owned.items()]
         assert (sorted(pairs), found.unowned) == ([(0, 0), (1, 1)], ())
-        alone = sharing.find({importer.pid: imported})
+        alone = owners.find({importer.pid: imported})
         assert (len(alone.owned), len(alone.unowned)) == (0, 2)
         for each in own:
             assert os.readlink(f"/proc/{exporter.pid}/fd/{each.descriptor}").endswith(".memory")
@@ -159,7 +159,7 @@ def test_kept_descriptors_of_a_shared_block_are_released_with_it(pair: Pair) -> 
     assert exporter.line() == "ready"
     assert kept(exporter.pid) == 0
     with Agent(exporter.pid) as first, Agent(importer.pid) as second:
-        found = sharing.find({exporter.pid: first.blocks(), importer.pid: second.blocks()})
+        found = owners.find({exporter.pid: first.blocks(), importer.pid: second.blocks()})
         assert len(found.unowned) == 2  # nobody could give it back
 
 

@@ -26,16 +26,14 @@ from gpucr.interposer.library import installed, preload_path
 from gpucr.interposer.vault import Vault
 from gpucr.linux import memory
 from gpucr.model import CudaState, DevicePart
-from gpucr.snapshot.device import FolderPieces, writer
-from gpucr.snapshot.device.reader import Piece, StoredPieces
-from gpucr.snapshot.in_store import SnapshotInStore
-from gpucr.snapshot.store_origin import StoreSource
+from gpucr.snapshot.device import writer
 from gpucr.undo.events import Progress
 from tests import command
 from tests.compiled import compiled_interposer
 from tests.conftest import MakeMachine
 from tests.counter import CounterFactory, wait_until
 from tests.scenarios.test_killed import is_claimed
+from tests.snapshot.saved_memory import saved_memory
 from tests.stepping import Job, StartJob
 from tests.storm import IS_STORM, later
 
@@ -106,10 +104,9 @@ def frozen(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     complete = Interposed.complete
 
     def read_all(self: Interposed, meter: Any) -> None:
-        assert self._source is not None
-        self._vaults.start_all(self._needed)
-        whole = bytearray(self._source.size_bytes)
-        self._source.read_into(0, memoryview(whole))
+        self._vaults.start_all(self._preparation.needed)
+        whole = bytearray(self.blocks.size_bytes)
+        self.blocks.read_into(0, memoryview(whole))
         seen.append(bytes(whole))
         complete(self, meter)
 
@@ -119,22 +116,7 @@ def frozen(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
 
 def saved(report: gpucr.DumpReport, pid: int) -> bytes:
     """The device memory in a snapshot."""
-    snapshot, part = report.snapshot, DevicePart(pid, 1)
-    found: StoredPieces
-    if isinstance(snapshot, SnapshotInStore):
-        found = StoreSource(snapshot).pieces()
-    else:
-        assert isinstance(snapshot, gpucr.Snapshot)
-        found = FolderPieces(snapshot.path / "device", snapshot.manifest.device_parts)
-    starts = found.starts(part)
-    whole = bytearray(starts[-1])
-
-    def deliver(number: int, data: Any) -> None:
-        if data is not None:
-            whole[starts[number] : starts[number + 1]] = data
-
-    found.stream([Piece(part, number) for number in range(len(starts) - 1)], deliver)
-    return bytes(whole)
+    return bytes(saved_memory(report, pid))
 
 
 def crowd(monkeypatch: pytest.MonkeyPatch, gpu_mib: int, host_mib: int) -> None:

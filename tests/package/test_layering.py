@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
@@ -40,6 +41,24 @@ def test_every_room_is_in_the_contract() -> None:
     layers = contract.partition("layers = [")[2].partition("]")[0]
     placed = {name.removeprefix("gpucr.") for name in re.findall(r"gpucr\.\w+", layers)}
     assert rooms - outside == placed
+
+
+def test_imports_inside_functions_are_on_their_page() -> None:
+    """The page names each module that has one, and the case for it."""
+    sources = Path(gpucr.__file__).parent
+    late = {
+        ".".join(file.relative_to(sources).with_suffix("").parts).removesuffix(".__init__").replace("__init__", "gpucr")
+        for file in sources.rglob("*.py")
+        if any(
+            isinstance(each, (ast.Import, ast.ImportFrom))
+            for function in ast.walk(ast.parse(file.read_text()))
+            if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef))
+            for each in ast.walk(function)
+        )
+    }
+    page = (ROOT / "docs" / "adr" / "0091-imports-inside-functions.md").read_text()
+    cases = page.partition("**Decision.**")[2].partition("Several names")[0]
+    assert late == {name for name in re.findall(r"`([\w.]+)`", cases) if "/" not in name and not name.endswith(".py")}
 
 
 def _lint(config: Path, source_folder: Path) -> subprocess.CompletedProcess[str]:

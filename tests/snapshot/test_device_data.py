@@ -12,8 +12,6 @@ import random
 import resource
 import shutil
 import stat
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -30,8 +28,8 @@ from gpucr.snapshot.device.crew import Crew, PieceBuffer
 from gpucr.snapshot.device.folder_pieces import OnlyChecked
 from gpucr.snapshot.device.stripes import STRIPES, Layout
 from gpucr.snapshot.manifest import DeviceData
-from tests.conftest import skip_or_fail
 from tests.counter import wait_until
+from tests.snapshot.small_disk import run_with_own_mounts
 
 PAGE = 4096
 PIECE = 4 * PAGE
@@ -492,15 +490,7 @@ print(len(os.listdir("/proc/self/fd")) - before)
 
 
 def test_a_full_disk_is_a_clear_error_and_leaves_nothing_open(tmp_path: Path) -> None:
-    if os.geteuid() != 0:
-        skip_or_fail("root", "only root can mount a small disk")
-    unshare = shutil.which("unshare")
-    if unshare is None or subprocess.run([unshare, "-m", "true"], check=False, capture_output=True).returncode:
-        pytest.skip("cannot have a private mount namespace here")
-    done = subprocess.run(
-        [unshare, "-m", sys.executable, "-c", _ON_A_SMALL_DISK, tmp_path],
-        capture_output=True, text=True, timeout=60, check=False, cwd=_ROOT,
-    )  # fmt: skip
+    done = run_with_own_mounts(_ON_A_SMALL_DISK, tmp_path)
     assert done.stderr == ""
     said = (
         f"5 SnapshotError device memory cannot be written to {tmp_path}/device: No space left on device | "

@@ -26,6 +26,7 @@ from gpucr.snapshot.manifest import FileRecord
 from tests.children import NOBODY_UID
 from tests.conftest import skip_or_fail
 from tests.snapshot import samples
+from tests.snapshot.small_disk import run_with_own_mounts
 
 PIECE_BYTES = 1000
 PAGES = "images/pages-1.img"
@@ -319,15 +320,7 @@ print(list(disk.iterdir()))
 
 
 def test_a_full_disk_is_a_clear_error_and_leaves_nothing(tmp_path: Path) -> None:
-    if os.geteuid() != 0:
-        skip_or_fail("root", "only root can mount a small disk")
-    unshare = shutil.which("unshare")
-    if unshare is None or subprocess.run([unshare, "-m", "true"], check=False, capture_output=True).returncode:
-        pytest.skip("cannot have a private mount namespace here")
-    done = subprocess.run(
-        [unshare, "-m", sys.executable, "-c", _ON_A_SMALL_DISK, tmp_path],
-        capture_output=True, text=True, timeout=60, check=False, cwd=_ROOT,
-    )  # fmt: skip
+    done = run_with_own_mounts(_ON_A_SMALL_DISK, tmp_path)
     assert done.stderr == ""
     said, committed, left = done.stdout.splitlines()
     assert said == (

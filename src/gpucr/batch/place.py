@@ -61,22 +61,21 @@ def _answer(start: Start, line: str) -> None:
 
 
 def _run(start: Start) -> int:
-    from gpucr.batch.allocation import Allocation
-    from gpucr.batch.contract import BatchJob, run_batch
+    from gpucr.batch import allocation, contract  # late: a caller waits for the pid
 
     try:
-        allocation = replace(Allocation.of(os.environ, start.id), is_first=start.is_first)
+        here = replace(allocation.Allocation.of(os.environ, start.id), is_first=start.is_first)
         options = () if start.isolate is None else (("isolate", start.isolate),)
-        job = BatchJob(
+        job = contract.BatchJob(
             start.command,
             start.store,
-            allocation,
+            here,
             start.grace_s,
             every_s=start.every_s,
             run_options=options,
             only_while=start.only_while,
         )
-        return run_batch(job, _say)
+        return contract.run_batch(job, _say)
     except GpucrError as e:
         _say(f"error: {e.message}")
         for name, text in (("why", e.why), ("hint", e.hint), ("code", e.code)):

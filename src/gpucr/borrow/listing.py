@@ -7,6 +7,7 @@ from msgspec import Struct
 from gpucr.borrow import ledger, policy
 from gpucr.borrow.ledger import BorrowPhase
 from gpucr.borrow.lend import look
+from gpucr.borrow.recovery import recover
 from gpucr.operations.chosen import lent_jobs
 
 
@@ -89,8 +90,6 @@ def recover_borrowed() -> tuple[str, ...]:
     Returns the names of those that are back. Raises, after trying all, the error of one that could not come back;
     InvalidRequest for a damaged record of a borrower, Unsupported.
     """
-    from gpucr.borrow.recovery import recover  # a list needs none of it
-
     settled = recover(lambda _: None)
     for _, error in settled.failed:
         raise error

@@ -5,16 +5,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import click
 
 from gpucr.cli.durations import Duration
 from gpucr.cli.options import complete_gpu, complete_place
 from gpucr.cli.sidecars import words_of
-
-if TYPE_CHECKING:
-    from gpucr.on_demand.settings import OnDemand
+from gpucr.on_demand.settings import OnDemand
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -77,8 +75,6 @@ def on_demand_options(listen: str, what: str) -> Callable[[F], F]:
             def settings(key_file: Path | None = None) -> OnDemand | None:
                 if not addresses:
                     return None
-                from gpucr.on_demand.settings import OnDemand  # other jobs start without it
-
                 made = OnDemand(addresses, **given, key_file=None if key_file is None else str(key_file))
                 made.check()
                 return made

@@ -161,23 +161,19 @@ def _start(
 ) -> tuple[StartedJob, dict[str, int | None]]:
     """The job, and the pids of what serves it. Other jobs start without what that needs."""
     pids: dict[str, int | None] = {"supervisor_pid": None, "forwarder_pid": None}
+    if settings is not None:
+        from gpucr.on_demand import start as on_demand
     if supervision is not None:
         from gpucr.supervise.start import launch_supervised
 
         if settings is not None:
-            from gpucr.on_demand.start import check_launch
-
-            check_launch(request, settings)
+            on_demand.check_launch(request, settings)
         supervised = launch_supervised(request, supervision)
         started, pids["supervisor_pid"] = supervised.job, supervised.supervisor_pid
         if settings is not None:
-            from gpucr.on_demand.start import serve_launched
-
-            pids["forwarder_pid"] = serve_launched(started.record.name, settings)
+            pids["forwarder_pid"] = on_demand.serve_launched(started.record.name, settings)
     elif settings is not None:
-        from gpucr.on_demand.start import launch_on_demand
-
-        served_job = launch_on_demand(request, settings)
+        served_job = on_demand.launch_on_demand(request, settings)
         started, pids["forwarder_pid"] = served_job.started, served_job.forwarder_pid
     else:
         started = launch(request)

@@ -87,15 +87,13 @@ def _run(look: Callable[[], Seen], interval_s: float) -> None:
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise InvalidRequest("gpucr top needs a terminal, and stdin or stdout is not one", hint=hint)
     try:
-        import curses
-
-        from gpucr.cli.top_screen import TopScreen
+        from gpucr.cli.top_screen import TerminalError, TopScreen
     except ImportError as e:
         raise InvalidRequest("gpucr top needs curses, which this Python lacks", hint=hint) from e
     top = TopScreen(look, interval_s)
     try:
         top.run()
-    except curses.error as e:
+    except TerminalError as e:
         term = os.environ.get("TERM", "")
         raise InvalidRequest(f"the terminal {term!r} cannot be used: {e}", hint=hint) from e
     finally:

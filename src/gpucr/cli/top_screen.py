@@ -24,6 +24,7 @@ from gpucr.cli.top_work import Blind, Ended, Judged, News, NewsQueue, Seen, Watc
 from gpucr.errors import Interrupted
 from gpucr.undo.events import Progress
 
+TerminalError = curses.error
 _KEY_WAIT_MS = 100
 _ESCAPE_DELAY_MS = 25
 _KEYS = {
@@ -54,7 +55,7 @@ class TopScreen:
     def run(self) -> None:
         """Run until the user leaves. Raises Interrupted if a signal or the terminal's end ended it.
 
-        Raises curses.error for an unknown terminal.
+        Raises TerminalError for an unknown terminal.
         """
         curses.setupterm()  # initscr would end the program
         locale.setlocale(locale.LC_CTYPE, "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from gpucr.cli.output import say
 from gpucr.linux import service_units
+from gpucr.supervise.service import why_not_drained
 
 
 def warn_of_our_end() -> None:
@@ -14,7 +15,5 @@ def warn_of_our_end() -> None:
 
 def warn_of_shutdowns(pid: int | None) -> None:
     """Say so if the installed service cannot drain the job with this process."""
-    from gpucr.supervise.service import why_not_drained  # all that supervisors need: other jobs start without it
-
     if pid is not None and (why := why_not_drained(pid)) is not None:
         say(f"warning: {why}")

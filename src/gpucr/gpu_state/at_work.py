@@ -40,7 +40,7 @@ class AtWork:
 
     @property
     def processes(self) -> tuple[ProcessId, ...]:
-        """Whose records they are."""
+        """The processes that have a record while this work lasts."""
         return self._ids
 
     def begin(self) -> None:

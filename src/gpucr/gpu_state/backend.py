@@ -32,11 +32,11 @@ class Stored(Protocol):
 
     @property
     def part(self) -> DevicePart:
-        """The process and level."""
+        """Which process it is of, and its level in that process's stack."""
 
     @property
     def kind(self) -> str:
-        """The kind of backend."""
+        """The kind of the backend that took it, as in the manifest."""
 
     @property
     def extents(self) -> tuple[StagedExtent, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from msgspec import Struct
 
@@ -65,7 +65,7 @@ class CudaWork(Struct, frozen=True, kw_only=True):
 
     @property
     def protection(self) -> Protection:
-        """What the guard knows."""
+        """The recovery actions that the guard has for this operation."""
         return self.guarded.protection
 
     @property
@@ -79,7 +79,7 @@ class CudaWork(Struct, frozen=True, kw_only=True):
     def may_wait(self) -> bool:
         """Whether one of its processes may have to wait until its memory is saved."""
         pids = [member.pid for member in self.gang.members]
-        return self.interposers.keeping is not None and bool(self.interposers.those_of(pids))
+        return self.interposers.keeping.chooses and bool(self.interposers.those_of(pids))
 
     @property
     def away_bytes(self) -> int:
@@ -102,7 +102,7 @@ class CudaWork(Struct, frozen=True, kw_only=True):
 
     @property
     def sizes(self) -> dict[int, int]:
-        """Device memory per pid."""
+        """Device memory by pid, in bytes, as it was before anything was locked."""
         return {pid: sum(by_gpu.values()) for pid, by_gpu in self.device_bytes.items()}
 
     def allocate(self, *, leave_running: bool) -> AllocateStaging:
@@ -145,8 +145,7 @@ class Purpose(Struct, frozen=True):
 
     Interposers take what they can: with ``to_host``, to host memory that the processes keep; otherwise our descriptors
     hold it during the operation. ``gpu_state``, ``save_gently``, ``whole_tree``, ``others``: as in DriverStaging,
-    Saves, CheckpointGang and Gang. ``moves``: it goes to other GPUs. ``deadline``: the operation's. ``early``: with
-    ``to_host``, fills the host memory while the job runs.
+    Saves, CheckpointGang and Gang. ``moves``: it goes to other GPUs. ``deadline``: the operation's.
     """
 
     deadline: float | None = None
@@ -155,8 +154,21 @@ class Purpose(Struct, frozen=True):
     to_host: bool = False
     whole_tree: bool = True
     moves: bool = False
-    early: Saver | None = None
     others: Others | None = None
+
+
+def _seen_gpus(
+    job: Job, gpus: Sequence[Gpu], held: Mapping[int, Mapping[str, int]]
+) -> Callable[[ProcessId], ProcessGpus]:
+    """Ask the members now, while they can be asked. One that starts CUDA later is asked when it is found."""
+
+    @functools.cache
+    def seen(process: ProcessId) -> ProcessGpus:
+        return gpus_of(process, gpus, used=held.get(process.pid, {}))
+
+    for member in job.gang:
+        seen(member.id)
+    return seen
 
 
 def cuda_work(
@@ -171,36 +183,25 @@ def cuda_work(
 
     Without a ``saver`` the CPU threads keep running.
     """
-    deadline, gpu_state, save_gently = purpose.deadline, purpose.gpu_state, purpose.save_gently
-    to_host, whole_tree, moves, early = purpose.to_host, purpose.whole_tree, purpose.moves, purpose.early
+    gpu_state, save_gently, moves = purpose.gpu_state, purpose.save_gently, purpose.moves
     if driver is None or not job.gang:
         raise ValueError("the job does not use CUDA")
     threads, guarded = GangThreads(agent_threads), GangProtection(protection)
     at_work = AtWork(job, held, moves=moves)
     gpus = list_gpus()
-
-    @functools.cache
-    def seen(process: ProcessId) -> ProcessGpus:
-        return gpus_of(process, gpus, used=held.get(process.pid, {}))
-
-    for member in job.gang:
-        seen(member.id)  # while it can be asked; one that starts CUDA later is asked when it is found
-
-    def uuids_of(process: ProcessId) -> list[str]:
-        return [gpu.uuid for gpu in seen(process).visible]
-
+    seen = _seen_gpus(job, gpus, held)
     saves = Saves(saver, gently=save_gently)
-    wait_saved = saver.wait if saver is not None and save_gently else None
     interposers = Interposers(
-        driver, uuids_of, guarded, to_host=to_host, moves=moves, gpu_state=gpu_state, wait_saved=wait_saved,
-        saver=saver, early=early,
+        driver, lambda process: [gpu.uuid for gpu in seen(process).visible], guarded,
+        to_host=purpose.to_host, moves=moves, gpu_state=gpu_state, saver=saver,
+        wait_saved=saver.wait if saver is not None and save_gently else None,
     )  # fmt: skip
     interposers.require(job.gang, held)
     custom = CustomStorages(
         driver, "driver" if moves else gpu_state, gpus, held,
         saver=files_of(saver, held, may_wait=not save_gently),
-        to_process=to_host, is_interposed=lambda pid: interposers.of(pid) is not None, tell_guard=guarded.carried,
-        on_begun=saves.all_of,
+        to_process=purpose.to_host, is_interposed=lambda pid: interposers.of(pid) is not None,
+        tell_guard=guarded.carried, on_begun=saves.all_of,
     )  # fmt: skip
     custom.require(job.gang)
 
@@ -209,7 +210,7 @@ def cuda_work(
     guarded.needs(needs)
     above = (interposers, *(kinds.registered(protection) if saver is not None else ()))
     order = Order((custom, staging), above, needs=needs, saves=saves)
-    gang = Gang(driver, job.gang, deadline=deadline, around=order, others=purpose.others)
+    gang = Gang(driver, job.gang, deadline=purpose.deadline, around=order, others=purpose.others)
     expected_bytes = sum(sum(by_gpu.values()) for by_gpu in held.values())
     return CudaWork(
         gang=gang,
@@ -230,7 +231,7 @@ def cuda_work(
             guarded,
             at_work,
             expected_bytes=expected_bytes,
-            whole_tree=whole_tree,
+            whole_tree=purpose.whole_tree,
             threads=threads if saver is not None else None,
         ),
         hooks=ProgramHooks(

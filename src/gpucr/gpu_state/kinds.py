@@ -26,7 +26,7 @@ def register(kind: Kind) -> None:
 
 
 def unregister(name: str) -> None:
-    """Undo `register`."""
+    """Undo `register`: dumps no longer use it, and restores do not know it."""
     del _kinds[name]
 
 

@@ -16,6 +16,9 @@ from gpucr.errors import GpucrError, JobChanged, reason_of
 from gpucr.gang import Gang
 from gpucr.gang.around import Around
 from gpucr.gang.threads import GangThreads
+from gpucr.gpu_state import staging
+from gpucr.gpu_state.at_work import forget_dead
+from gpucr.gpu_state.room import total_of, wait_for_room
 from gpucr.interposer.presence import agent_threads, is_interposed
 from gpucr.linux import memory, processes
 from gpucr.linux.tmpfs import KEPT_NAME
@@ -58,10 +61,9 @@ class CallAfterRestore(Action):
 
     def recover(self, descriptors: Sequence[int]) -> bool:
         """Call the functions of those that run."""
-        from gpucr.gpu_state.interposed.hooks import call  # late: only needed here
-        from gpucr.interposer.protocol import Hooks
+        from gpucr.gpu_state.interposed.hooks import call_after_restore  # late: only needed here, and names this action
 
-        call(Hooks.AFTER_RESTORE, filter(processes.keeps_running, self.processes))
+        call_after_restore(filter(processes.keeps_running, self.processes))
         return False
 
 
@@ -74,8 +76,6 @@ class ForgetWork(Action):
 
     def recover(self, descriptors: Sequence[int]) -> bool:
         """Remove those whose writer has died."""
-        from gpucr.gpu_state.at_work import forget_dead  # late: only needed here
-
         for each in self.processes:
             forget_dead(each)
         return False
@@ -155,8 +155,6 @@ class BringBack(Action):
 
     def _wait_for_room(self, pids: Sequence[int]) -> None:
         """Without any limit: the driver would lose them, and nobody but this guard has their memory."""
-        from gpucr.gpu_state.room import total_of, wait_for_room  # late: NVML
-
         staying = [pid for pid in pids if pid not in self.moving]
         wait_for_room(total_of(self.needs, staying), None, lambda text: append_to_log("guard", text))
 
@@ -175,8 +173,6 @@ class BringBack(Action):
         Only maps over reservations: an attach may have followed the action, and mapping over anything else would
         destroy it.
         """
-        from gpucr.gpu_state import staging  # late: ptrace and more, which a suspend does not need
-
         ids = {member.pid: member.id for member in members}
         files = dict(zip((part.pid for part in self.detached), descriptors, strict=True))
         waiting = {part.pid: part for part in self.detached if part.pid in ids}
@@ -240,30 +236,31 @@ class BringBack(Action):
         """Return memory taken by interposers. The driver has restored; a process that has ended needs nothing."""
         if not self.held and not self.going_on:
             return
-        from gpucr.gpu_state.interposed.blocks import held_of  # late: what a driver's own suspend does not need
-        from gpucr.gpu_state.interposed.coming_back import GoesOn, bring_all_back, let_continue
-        from gpucr.gpu_state.interposed.line import Line
+        from gpucr.gpu_state.interposed import (  # late: what a driver's own suspend does not need
+            blocks,
+            coming_back,
+            line,
+        )
 
         alive, given = {member.pid for member in members if processes.keeps_running(member.id)}, iter(descriptors)
-        back: list[GoesOn] = []
+        back: list[coming_back.GoesOn] = []
         ended: list[tuple[int, Sequence[Held]]] = []
         for each in self.held:
-            held = held_of(each.blocks, given)
+            held = blocks.held_of(each.blocks, given)
             if each.pid in self.going_on:
                 continue
             if each.pid in alive:
                 gpu_map = moved.get(each.pid, GpuMap(()))
-                back.append(GoesOn(Line(each.pid), [gpu_map.new_for(uuid) for uuid in each.uuids], held))
+                uuids = [gpu_map.new_for(uuid) for uuid in each.uuids]
+                back.append(coming_back.GoesOn(line.Line(each.pid), uuids, held))
             else:
                 ended.append((each.pid, held))
-        bring_all_back(driver, back, ended)
+        coming_back.bring_all_back(driver, back, ended)
         for pid in alive.intersection(self.going_on):
-            let_continue(Line(pid))
+            coming_back.let_continue(line.Line(pid))
 
     def _close_left_behind(self, members: Sequence[GangMember]) -> None:
         """Close staging files that a process has open since the driver filled them: the capture no longer can."""
-        from gpucr.gpu_state import staging  # late, as above
-
         for member in members:
             if member.pid in self.restore_threads:
                 try:

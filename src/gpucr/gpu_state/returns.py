@@ -29,11 +29,11 @@ class StoredPart(Protocol):
 
     @property
     def extents(self) -> Sequence[StagedExtent]:
-        """Where it was."""
+        """Where its bytes were in the process, with their offsets in what is stored."""
 
     @property
     def size_bytes(self) -> int:
-        """How much it is."""
+        """How much device memory is stored, in bytes."""
 
 
 class Returns:

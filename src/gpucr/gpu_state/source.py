@@ -23,7 +23,7 @@ class Source(Protocol):
 
     @property
     def part(self) -> DevicePart:
-        """Whose, and which."""
+        """Which process's device memory it is, and at which level."""
 
     @property
     def size_bytes(self) -> int:
@@ -42,7 +42,7 @@ class NamesItself(Protocol):
     """A source that can tell the digests of its pieces faster than they can be read."""
 
     def digests(self, piece_bytes: int, key: bytes | None) -> Sequence[bytes | None]:
-        """For `Saver.look`. Raises GpucrError."""
+        """One for each piece, in order, for `Saver.look`. None: not known. Raises GpucrError."""
 
 
 class Gone(Exception):
@@ -54,11 +54,11 @@ class Destination(Protocol):
 
     @property
     def part(self) -> DevicePart:
-        """Whose, and which."""
+        """Which process's device memory it is, and at which level."""
 
     @property
     def size_bytes(self) -> int:
-        """How much it takes."""
+        """How many bytes it takes: those of the part in the snapshot."""
 
     @property
     def is_zeroed(self) -> bool:

@@ -17,6 +17,7 @@ from typing import TypeVar
 from msgspec import Struct
 
 from gpucr.interposer import place
+from gpucr.interposer.presence import is_interposed
 from gpucr.interposer.protocol import (
     MOST_BLOCKS,
     MOST_BYTES,
@@ -161,8 +162,6 @@ class Agent:
 
     def _find(self) -> None:
         """Retry: an agent that has lost its names listens again when it is made to."""
-        from gpucr.interposer.presence import is_interposed  # code that reads manifests imports this module too
-
         end, pause_s = time.monotonic() + _LISTENS_AGAIN_S, _POLL_S
         while errors := self._try_all():
             no_use = all(isinstance(each, _NotPrivate) for each in errors)
@@ -327,7 +326,7 @@ class Agent:
     def drop(self, *, imported_too: bool = False) -> None:
         """Unmap and release what was exported on this connection. Then only the descriptors hold it.
 
-        ``imported_too``: also what other processes own. Giving it back needs their blocks (`sharing.find`).
+        ``imported_too``: also what other processes own. Giving it back needs their blocks (`owners.find`).
         """
         self._ask(Operation.DROP, Drops.ALL if imported_too else Drops.OWN)
 

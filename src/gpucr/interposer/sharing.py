@@ -1,29 +1,11 @@
-"""Find the owner of an imported block: the exporter's and the importer's descriptor are the same open file.
+"""Who has whose device memory: plain data with the numbers of processes and blocks, which manifests hold too.
 
-At a freeze importers drop what they imported, and creators what they made. At a thaw the creators come first; then each
-exports again what it had given out, and its importers get those descriptors. By then nothing shows who owns what, so it
-is recorded before: `Share`, plain data with the numbers of processes and blocks.
+`owners` finds it out.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
-
 from msgspec import Struct
-
-from gpucr.linux import kcmp
-
-if TYPE_CHECKING:
-    from gpucr.interposer.protocol import Block
-
-
-class Place(Struct, frozen=True):
-    """A block of process ``pid``."""
-
-    pid: int
-    block: Block
 
 
 class Part(Struct, frozen=True, array_like=True):
@@ -39,72 +21,3 @@ class Share(Struct, frozen=True, array_like=True):
 
     imported: Part
     owner: Part
-
-
-def part_of(place: Place) -> Part:
-    """Identifies this block during its lifetime."""
-    return Part(place.pid, place.block.index, place.block.generation)
-
-
-class Sharing(Struct, frozen=True):
-    """Imported blocks: ``owned`` maps each to its owner's block; ``unowned`` have no owner in the gang."""
-
-    owned: Mapping[Place, Place]
-    unowned: tuple[Place, ...]
-
-    def shares(self) -> tuple[Share, ...]:
-        """As plain data."""
-        return tuple(Share(part_of(place), part_of(owner)) for place, owner in self.owned.items())
-
-
-def find(blocks: Mapping[int, Sequence[Block]]) -> Sharing:
-    """Match a gang's imported blocks, by pid, with the blocks that its processes exported.
-
-    Needs ptrace access (read) and closed gates, so that no number changes. A block has no owner if the owner is outside
-    the gang or has released it, or if no descriptor was free for it.
-
-    Raises OSError if the kernel cannot tell.
-    """
-    from gpucr.interposer.protocol import Flag  # every manifest can hold a `Share`, and few do
-
-    everything = [Place(pid, block) for pid, each in blocks.items() for block in each]
-    imported = [place for place in everything if Flag.IMPORTED in place.block.flags]
-    if not imported:
-        return Sharing({}, ())
-    exported = [place for place in everything if Flag.IMPORTED not in place.block.flags and place.block.descriptor >= 0]
-    exported.sort(key=functools.cmp_to_key(_order))
-    owned: dict[Place, Place] = {}
-    for place in imported:
-        owner = _search(exported, place) if place.block.descriptor >= 0 else None
-        if owner is not None:
-            owned[place] = owner
-    return Sharing(owned, tuple(place for place in imported if place not in owned))
-
-
-def ask(pids: Iterable[int]) -> Sharing | None:
-    """As `find`, of processes that run, for one look at them. None: one of them does not tell."""
-    from gpucr.interposer import client, protocol  # as above
-
-    blocks: dict[int, Sequence[Block]] = {}
-    try:
-        for pid in pids:
-            with client.Agent(pid, looks=True) as agent:
-                blocks[pid] = agent.blocks()
-        return find(blocks)
-    except (OSError, protocol.Refused, protocol.BadAnswer):  # ended, busy, or just closed the identifying descriptor
-        return None
-
-
-def _order(one: Place, other: Place) -> int:
-    return kcmp.file_order(one.pid, one.block.descriptor, other.pid, other.block.descriptor)
-
-
-def _search(exported: Sequence[Place], wanted: Place) -> Place | None:
-    low, high = 0, len(exported)
-    while low < high:
-        middle = (low + high) // 2
-        place = _order(exported[middle], wanted)
-        if place == 0:
-            return exported[middle]
-        low, high = (middle + 1, high) if place < 0 else (low, middle)
-    return None

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import ctypes
 import os
+import queue
 import signal
+import threading
 from collections.abc import Callable
 
 from gpucr.linux import libc
@@ -22,8 +24,18 @@ _STOPS = (signal.SIGSTOP, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU)
 _ptrace = libc.function("ptrace", ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p, result=ctypes.c_long)
 
 
+def begin_to_attend(pid: int, on_killed: Callable[[], None]) -> bool:
+    """As `attend`, in a thread of its own. Returns whether the process is traced now."""
+    answers: queue.Queue[bool] = queue.Queue()
+    try:
+        threading.Thread(target=attend, args=(pid, answers.put, on_killed), daemon=True).start()
+    except RuntimeError:  # no memory for one
+        return False
+    return answers.get()
+
+
 def attend(pid: int, on_seized: Callable[[bool], None], on_killed: Callable[[], None]) -> None:
-    """Trace a process of one thread until it has ended. To be called in a thread of its own.
+    """Trace a process of one thread until it has ended.
 
     ``on_seized`` is called first, with whether it can be traced; if not, that was all. ``on_killed`` is called if it
     dies of a signal, before anything of it is released, and may take its time.

@@ -171,7 +171,7 @@ def dump(
 
 
 def run_dump(request: DumpRequest, terms: Terms = AS_USUAL) -> DumpReport:
-    """See `dump`."""
+    """As `dump`, for this request and within these terms."""
     with operation("dump", request.job, terms) as running:
         require_possible(request.gpu_state)
         place = target_of(request)
@@ -232,7 +232,7 @@ def plan_dump(
 
 
 def plan_of_dump(request: DumpRequest, *, force: bool = False) -> Plan:
-    """See `plan_dump`."""
+    """As `plan_dump`, for this request: changes nothing."""
     require_possible(request.gpu_state)
     place = target_of(request)
     with selection.claimed_job(request.job, force=force) as found:

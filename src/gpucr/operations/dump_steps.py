@@ -445,8 +445,7 @@ class SaveFirst:
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
         """Wait for it if necessary."""
-        keeping = self._context.cuda.interposers.keeping if self._context.cuda is not None else None
-        if keeping is None or not keeping.job_waits:
+        if self._context.cuda is None or not self._context.cuda.interposers.keeping.job_waits:
             return 0
         self._context.writer.limit_threads(None)
         with interrupts.allowed():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from gpucr.snapshot.device.room_sink import RoomSink
 from gpucr.snapshot.device.writer import DeviceWriter
 from gpucr.undo.steps import Step
 
@@ -28,14 +29,12 @@ class ToHostMemory:
     """The writer of a first pass to the host memory that the processes will keep."""
 
     def __init__(self, pace: float) -> None:
-        from gpucr.snapshot.device.room_sink import RoomSink
-
         self._pace = pace
         self._sink = RoomSink()
         self.writer = DeviceWriter(self._sink, share=pace or 1)
 
     def steps(self, cuda: CudaWork, deadline: float | None) -> list[Step]:
-        """The first pass."""
+        """The step that fills host memory while the job runs; none without interposers."""
         self._sink.use_rooms(cuda.interposers.room_of)
         return first_pass(cuda, self.writer, self._pace, deadline)
 

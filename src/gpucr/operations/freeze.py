@@ -79,7 +79,7 @@ def freeze(
 
 
 def run_freeze(request: FreezeRequest, terms: Terms = AS_USUAL) -> FrozenJob:
-    """See `freeze`."""
+    """As `freeze`, for this request and within these terms."""
     with operation("freeze", request.job, terms) as running, contextlib.ExitStack() as opened:
         require_possible(request.gpu_state)
         taken = opened.enter_context(taken_job(running, request.job, TO_MOVE))
@@ -107,7 +107,7 @@ def plan_freeze(pid: int | str | JobSelector, *, gpu_state: GpuState = "auto", f
 
 
 def plan_of_freeze(request: FreezeRequest, *, force: bool = False) -> Plan:
-    """See `plan_freeze`."""
+    """As `plan_freeze`, for this request: changes nothing."""
     require_possible(request.gpu_state)
     with selection.claimed_job(request.job, force=force) as found:
         prepared = _prepare(found, Protection(), request, None)

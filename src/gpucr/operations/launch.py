@@ -100,7 +100,7 @@ def plan_job(
 
 
 def plan_of_launch(request: LaunchRequest) -> LaunchPlan:
-    """See `plan_job`."""
+    """As `plan_job`, for this request: changes nothing."""
     command = request.command
     given = without_passphrase(os.environ) if request.environment is None else request.environment
     folder = Path.cwd() if request.cwd is None else Path(request.cwd).absolute()
@@ -180,7 +180,7 @@ def run_job(
 
 
 def launch(request: LaunchRequest, cancel: Cancellation | None = None) -> StartedJob:
-    """See `run_job`."""
+    """As `run_job`, for this request."""
     check_priority(request.priority)
     plan = plan_of_launch(request)
     log_path = None if request.log is None else _log_path(Path(request.log))

@@ -59,7 +59,7 @@ def move(
 
 
 def run_move(request: MoveRequest, terms: Terms = AS_USUAL) -> ChangeReport:
-    """See `move`."""
+    """As `move`, for this request and within these terms."""
     with operation("move", request.job, terms) as running, contextlib.ExitStack() as opened:
         taken = opened.enter_context(taken_job(running, request.job, TO_MOVE, only=request.only))
         prepared = prepare(*taken.cuda(), request, running.deadline)
@@ -94,7 +94,7 @@ def plan_move(
 
 
 def plan_of_move(request: MoveRequest, *, force: bool = False) -> Plan:
-    """See `plan_move`."""
+    """As `plan_move`, for this request: changes nothing."""
     with selection.claimed_job(request.job, only=request.only, force=force) as found:
         found.require_cuda()
         prepared = prepare(found, Protection(), request, None)
@@ -142,7 +142,7 @@ def prepare(
         protection,
         held,
         None,
-        Purpose(deadline, to_host=to_host, whole_tree=not request.only, moves=True, early=host.writer),
+        Purpose(deadline, to_host=to_host, whole_tree=not request.only, moves=True),
     )
     if choice.gpu_map is None:
         return PreparedMove(work, host, placement, (), tuple(findings))

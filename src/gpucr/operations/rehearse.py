@@ -103,7 +103,7 @@ def rehearse(
 
 
 def run_rehearsal(snapshot: JobSnapshot | Place, terms: Terms, key: Secret | None = None) -> RehearsalReport:
-    """See `rehearse`."""
+    """As `rehearse`, for this request and within these terms."""
     subject = snapshot if isinstance(snapshot, str | os.PathLike) else snapshot.where
     with operation("rehearse", subject, terms) as running, contextlib.ExitStack() as opened:
         if isinstance(snapshot, str | os.PathLike):

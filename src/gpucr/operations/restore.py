@@ -33,6 +33,7 @@ from gpucr.model import GpuMap
 from gpucr.network import kept
 from gpucr.network.between import Between
 from gpucr.network.held_back import HoldBack, LetGo
+from gpucr.network.records import KeptRecord
 from gpucr.network.steps import LetKeptGo
 from gpucr.operations.engines import install_for_restore
 from gpucr.operations.plan import Plan
@@ -139,7 +140,7 @@ def restore(
 
 
 def run_restore(request: RestoreRequest, terms: Terms = AS_USUAL) -> RestoreReport:
-    """See `restore`."""
+    """As `restore`, for this request and within these terms."""
     snapshot = request.snapshot
     subject = snapshot if isinstance(snapshot, str | os.PathLike) else snapshot.where
     with operation("restore", subject, terms) as running, contextlib.ExitStack() as on_failure:
@@ -172,7 +173,7 @@ def plan_restore(
 
 
 def plan_of_restore(request: RestoreRequest) -> Plan:
-    """See `plan_restore`."""
+    """As `plan_restore`, for this request: changes nothing."""
     with contextlib.ExitStack() as opened:
         prepared = prepare(_open(request.snapshot, request.key, opened), request, opened, None)
         prepared.close()
@@ -222,20 +223,7 @@ def prepare(
     ``opened`` holds the job's name and pids for us.
     """
     manifest = snapshot.manifest
-    if not manifest.has_images:
-        raise InvalidRequest(
-            f"{snapshot.where} is the GPU part of a container's checkpoint",
-            hint="restore the container with its runtime (`gpucr hook status` shows whether it calls gpucr), or "
-            "give the folder that `gpucr dump --container` has made",
-        )
-    if request.before_it_runs is not None and not manifest.was_frozen:
-        raise InvalidRequest(
-            f"{snapshot.where} is of a job that was not frozen: it runs as soon as CRIU has restored it",
-            hint="save it with `gpucr.freeze`, or restore it without before_it_runs",
-        )
-    if manifest.kinds:
-        _with_cuda().kinds.require_kinds(manifest.kinds, snapshot.where)
-    preflight.require_privileges(manifest.root_pid)
+    _require_possible(snapshot, request)
     options = _options(snapshot)
     here = list_gpus() if manifest.has_gpu_state else ()
     uses = gpu_processes() if request.gpus.auto and here else ()
@@ -252,11 +240,8 @@ def prepare(
     install = install_for_restore(source)
     in_our_network = plan is None or plan.network == "host"
     between = request.between
-    if between is not None and between.connections and not in_our_network:
-        raise InvalidRequest(
-            f"{snapshot.where} has connections to other nodes, and a network of its own leads nowhere",
-            hint="restore it without --isolate; start such jobs with `gpucr run --network host`",
-        )
+    if not in_our_network:
+        _require_no_connections(snapshot, between)
     record = kept.find(manifest.kept) if in_our_network and not request.clone else None
     tcp = request.tcp or ("keep" if record is not None else "close")
     findings = (
@@ -265,13 +250,12 @@ def prepare(
         *(check_clone(manifest) if request.clone else ()),
     )
     driver, protection = _driver_for(snapshot, findings), Protection()
-    start: StartSandbox | StartKeeper = (
-        StartSandbox(install, source, plan, protection, ends_with_caller=request.ends_with_caller)
-        if plan is not None
-        else StartKeeper(
-            install, registration, own_session=not options.shell_job, ends_with_caller=request.ends_with_caller
-        )
-    )
+    start: StartSandbox | StartKeeper
+    if plan is not None:
+        start = StartSandbox(install, source, plan, protection, ends_with_caller=request.ends_with_caller)
+    else:
+        own_session = not options.shell_job
+        start = StartKeeper(install, registration, own_session=own_session, ends_with_caller=request.ends_with_caller)
     mark = os.urandom(8).hex()
     images = [RestoreImages(folder, mark) for folder in source.image_folders]
     for each in images:
@@ -280,10 +264,6 @@ def prepare(
         source, start.site, images, request.files, tcp, protection,
         between=between, in_our_network=in_our_network, deadline=deadline,
     )  # fmt: skip
-    ready: list[Step] = [WaitForOthers(request.before_it_runs)] if request.before_it_runs is not None else []
-    ready += [LetGo(each) for each in around if isinstance(each, HoldBack)]
-    if record is not None:
-        ready.append(LetKeptGo(record, is_taken_up=tcp == "keep"))
     gang: Gang | None = _with_cuda().coming_gang(driver, deadline) if driver is not None else None
     criu = CriuRestore(manifest, images, start.site, options, gang=gang, protection=protection, deadline=deadline)
     gpu: GpuRestore | None = None
@@ -294,6 +274,7 @@ def prepare(
     keep = KeepJob(start.site, criu.tree, manifest, registration, protection)
     first: list[Step] = [provide] if load is None else [provide, load] if source.provides_first else [load, provide]
     folders = [MakeFolders(manifest.folders, protection)] if manifest.folders else []
+    ready = _steps_before_it_runs(request, around, record, tcp)
     after = gpu.steps_after_criu(ready) if gpu is not None else []
     return PreparedRestore(
         source=source,
@@ -309,6 +290,44 @@ def prepare(
         warnings=warnings,
         protection=protection,
     )
+
+
+def _require_possible(snapshot: JobSnapshot, request: RestoreRequest) -> None:
+    """Raise if nothing on this machine could restore it as requested."""
+    manifest = snapshot.manifest
+    if not manifest.has_images:
+        raise InvalidRequest(
+            f"{snapshot.where} is the GPU part of a container's checkpoint",
+            hint="restore the container with its runtime (`gpucr hook status` shows whether it calls gpucr), or "
+            "give the folder that `gpucr dump --container` has made",
+        )
+    if request.before_it_runs is not None and not manifest.was_frozen:
+        raise InvalidRequest(
+            f"{snapshot.where} is of a job that was not frozen: it runs as soon as CRIU has restored it",
+            hint="save it with `gpucr.freeze`, or restore it without before_it_runs",
+        )
+    if manifest.kinds:
+        _with_cuda().kinds.require_kinds(manifest.kinds, snapshot.where)
+    preflight.require_privileges(manifest.root_pid)
+
+
+def _require_no_connections(snapshot: JobSnapshot, between: Between | None) -> None:
+    if between is not None and between.connections:
+        raise InvalidRequest(
+            f"{snapshot.where} has connections to other nodes, and a network of its own leads nowhere",
+            hint="restore it without --isolate; start such jobs with `gpucr run --network host`",
+        )
+
+
+def _steps_before_it_runs(
+    request: RestoreRequest, around: Sequence[Step], record: KeptRecord | None, tcp: str
+) -> list[Step]:
+    """What the restored job waits for, stopped."""
+    ready: list[Step] = [WaitForOthers(request.before_it_runs)] if request.before_it_runs is not None else []
+    ready += [LetGo(each) for each in around if isinstance(each, HoldBack)]
+    if record is not None:
+        ready.append(LetKeptGo(record, is_taken_up=tcp == "keep"))
+    return ready
 
 
 def run_prepared(prepared: PreparedRestore, running: Operation, opened: contextlib.ExitStack) -> RestoreReport:

@@ -32,7 +32,7 @@ class RestoredTree(Struct, frozen=True):
 
     @property
     def root_pid(self) -> int:
-        """The first process's pid."""
+        """The pid of the tree's first process, as gpucr sees it."""
         return self.processes[0].pid
 
     def now(self, records: Iterable[ProcessRecord]) -> list[ProcessId]:

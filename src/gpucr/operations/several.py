@@ -78,7 +78,7 @@ def suspend_jobs(
 def run_suspends(
     chosen: Chosen, gpu_state: GpuState, terms: Terms, pace: float | None = None
 ) -> tuple[JobOutcome, ...]:
-    """See `suspend_jobs`."""
+    """As `suspend_jobs`, for this request and within these terms."""
     require_possible(gpu_state)
     return _each(chosen, running_on, lambda job: run_suspend(SuspendRequest(job, gpu_state, pace=pace), terms), terms)
 
@@ -106,7 +106,7 @@ def resume_jobs(
 
 
 def run_resumes(chosen: Chosen, onto: GpuRequest, terms: Terms) -> tuple[JobOutcome, ...]:
-    """See `resume_jobs`."""
+    """As `resume_jobs`, for this request and within these terms."""
     return _each(chosen, suspended_on, lambda job: run_resume(ResumeRequest(job, onto), terms), terms)
 
 
@@ -126,7 +126,7 @@ def plan_suspend(
 
 
 def plan_of_suspends(chosen: Chosen, gpu_state: GpuState, *, only: bool, force: bool) -> tuple[JobOutlook, ...]:
-    """See `plan_suspend`."""
+    """As `plan_suspend`, for this request: changes nothing."""
     require_possible(gpu_state)
     needs: list[preflight.MemoryNeed] = []
 
@@ -154,7 +154,7 @@ def plan_resume(
 
 
 def plan_of_resumes(chosen: Chosen, onto: GpuRequest, *, only: bool, force: bool) -> tuple[JobOutlook, ...]:
-    """See `plan_resume`."""
+    """As `plan_resume`, for this request: changes nothing."""
 
     def look(job: Target) -> JobOutlook:
         with selection.claimed_job(job, only=only, force=force) as found:

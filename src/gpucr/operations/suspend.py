@@ -103,7 +103,7 @@ def suspend(
 
 
 def run_suspend(request: SuspendRequest, terms: Terms = AS_USUAL) -> ChangeReport:
-    """See `suspend`."""
+    """As `suspend`, for this request and within these terms."""
     with operation("suspend", request.job, terms) as running, contextlib.ExitStack() as opened:
         require_possible(request.gpu_state)
         taken = opened.enter_context(taken_job(running, request.job, TO_CHANGE, only=request.only))
@@ -197,7 +197,7 @@ def prepare_suspend(
         protection,
         held,
         None,
-        Purpose(deadline, gpu_state=gpu_state, to_host=True, whole_tree=not request.only, early=host.writer),
+        Purpose(deadline, gpu_state=gpu_state, to_host=True, whole_tree=not request.only),
     )
     return PreparedSuspend(
         work=work,
@@ -234,7 +234,7 @@ def resume(
 
 
 def run_resume(request: ResumeRequest, terms: Terms = AS_USUAL) -> ChangeReport:
-    """See `resume`."""
+    """As `resume`, for this request and within these terms."""
     with operation("resume", request.job, terms) as running, contextlib.ExitStack() as opened:
         taken = opened.enter_context(taken_job(running, request.job, TO_CHANGE, only=request.only))
         return _resume(taken, request, running)

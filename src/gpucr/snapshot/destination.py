@@ -49,7 +49,7 @@ class DumpTarget(Protocol):
 
     @property
     def where(self) -> str:
-        """Its name in messages."""
+        """Where the snapshot goes, as messages name it."""
 
     @property
     def preparation(self) -> str:
@@ -75,11 +75,11 @@ class DumpTarget(Protocol):
         """Findings against it, before anything is changed."""
 
     def create(self, protection: Protection) -> None:
-        """Prepare. Raises SnapshotExists, SnapshotError."""
+        """Make the place for the snapshot's files. Raises SnapshotExists, SnapshotError."""
 
     @property
     def is_committed(self) -> bool:
-        """Whether `commit` has returned."""
+        """Whether the snapshot is complete: `commit` has returned."""
 
     def seal_images(self) -> None:
         """Store the files of the complete ``folder``, while pieces are still being written."""
@@ -88,7 +88,7 @@ class DumpTarget(Protocol):
         """Make everything durable, then create the snapshot. The draft lacks only what `seal_images` adds."""
 
     def counts(self, writer: DeviceWriter) -> DumpCounts:
-        """The counts, after `commit`."""
+        """What was written and what the place already had; known after `commit`."""
 
     def discard(self) -> None:
         """Remove everything that could be in the way, even after `commit`."""

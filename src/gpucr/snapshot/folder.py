@@ -29,6 +29,7 @@ from gpucr.linux.held_folder import HeldFolder
 from gpucr.records import RecordError
 from gpucr.snapshot import databases, device, files, manifest, shared_files
 from gpucr.snapshot.manifest import FileRecord, Manifest, SavedDatabase, SharedFileRecord, images_name
+from gpucr.snapshot.without_manifest import unfinished
 
 MANIFEST_NAME = "manifest.json"
 IMAGES_NAME = images_name(0)
@@ -313,7 +314,7 @@ class Snapshot:
 
     @property
     def images(self) -> Path:
-        """CRIU's images."""
+        """The folder with CRIU's images."""
         return self.held.path / IMAGES_NAME
 
     @property
@@ -353,9 +354,7 @@ class Snapshot:
             if not folder.is_dir():
                 hint = "name the folder that was given to dump with --to"
                 raise InvalidRequest(f"{folder} is not a folder", hint=hint) from e
-            from gpucr.snapshot.without_manifest import unfinished  # hardly ever needed
-
-            raise unfinished(folder, file) from e
+            raise unfinished(folder, file, MANIFEST_NAME, (IMAGES_NAME, DEVICE_NAME)) from e
         except PermissionError as e:
             hint = "a snapshot is private to who made it: run the command as that user or as root"
             raise SnapshotError(f"{file}: permission denied for uid {os.geteuid()}", path=str(file), hint=hint) from e

@@ -12,7 +12,7 @@ class JobSnapshot(Protocol):
 
     @property
     def manifest(self) -> Manifest:
-        """Its manifest."""
+        """What was dumped, where and how: read and checked when the snapshot was opened."""
 
     @property
     def where(self) -> str:

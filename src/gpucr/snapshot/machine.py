@@ -20,6 +20,7 @@ from gpucr.errors import BrokenInstall
 from gpucr.gpu_state.backend import CUSTOM_STORAGE, INTERPOSED
 from gpucr.gpu_state.gpu_choice import GpuChoice
 from gpucr.interposer.build import LIBRARY
+from gpucr.interposer.library import put_back
 from gpucr.linux import capabilities, processor
 from gpucr.linux.namespaces import keep_clear_of
 from gpucr.linux.pid_uses import wait_for_reaping
@@ -43,8 +44,6 @@ def findings_of_machine(
     manifest = source.snapshot.manifest
     libraries = [path for file in manifest.open_files if (path := PurePosixPath(file.path)).name == LIBRARY]
     for each in libraries:
-        from gpucr.interposer.library import put_back  # other jobs start without it
-
         with contextlib.suppress(BrokenInstall):  # that it is missing is found below
             put_back(each)
     pids = _pids_needed_here(source) if not in_sandbox else set()

@@ -78,17 +78,9 @@ class Post:
 
     def _attend(self, pid: int) -> int:
         """1 if the process is traced now."""
-        import queue  # hardly any operation needs this
-        import threading
+        from gpucr.linux.attended import begin_to_attend  # hardly any operation needs this
 
-        from gpucr.linux.attended import attend
-
-        answers: queue.Queue[bool] = queue.Queue()
-        try:
-            threading.Thread(target=attend, args=(pid, answers.put, self._before_release), daemon=True).start()
-        except RuntimeError:  # no memory for one
-            return 0
-        return int(answers.get())
+        return int(begin_to_attend(pid, self._before_release))
 
     def _before_release(self) -> None:
         if self.record:

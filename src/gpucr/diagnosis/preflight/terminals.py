@@ -11,6 +11,7 @@ import contextlib
 import os
 from collections.abc import Iterable, Iterator
 
+from gpucr.criu.options import is_shell_job
 from gpucr.diagnosis.preflight.findings import Finding
 from gpucr.diagnosis.preflight.support import processes as facts
 from gpucr.linux import descriptor_scan, namespaces, processes
@@ -25,8 +26,6 @@ _SLAVES = range(136, 144)  # UNIX98_PTY_SLAVE_MAJOR and what follows
 
 def check_foreign_terminals(job: Job, look: OneLook | None = None) -> list[Finding]:
     """Pseudoterminals without their master in the tree, where CRIU would refuse them."""
-    from gpucr.criu.options import is_shell_job  # a suspend does without CRIU
-
     look = look or OneLook()
     found: list[Finding] = []
     for tree in job.trees:

@@ -10,11 +10,11 @@ from msgspec import Struct
 from gpucr.driver import gpus
 from gpucr.errors import ProcessNotFound
 from gpucr.gang import uses_gpu
-from gpucr.interposer import sharing
+from gpucr.interposer import owners
 from gpucr.interposer.client import ask_status
+from gpucr.interposer.owners import Sharing
 from gpucr.interposer.presence import is_interposed
 from gpucr.interposer.protocol import Status
-from gpucr.interposer.sharing import Sharing
 from gpucr.linux import memory, processes
 from gpucr.model import CudaState, Gpu, GpuUse, Job, ProcessInfo
 
@@ -118,7 +118,7 @@ def look(job: Job, uses: Sequence[GpuUse]) -> JobTraits:
 def _sharing(seen: Sequence[CudaTraits], relatives: Sequence[CudaTraits]) -> Sharing | None:
     told = [each.pid for each in (*seen, *relatives) if each.knows_all]
     imports = any(each.counted.imported for each in (*seen, *relatives) if each.counted is not None)
-    return sharing.ask(told) if imports else Sharing({}, ())
+    return owners.ask(told) if imports else Sharing({}, ())
 
 
 def _relatives(job: Job, holders: set[int]) -> list[ProcessInfo]:

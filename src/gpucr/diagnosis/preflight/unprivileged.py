@@ -6,6 +6,7 @@ import os
 from collections.abc import Collection, Iterable, Iterator
 from typing import TYPE_CHECKING, Literal
 
+from gpucr.criu.options import is_shell_job
 from gpucr.diagnosis.preflight.findings import Finding
 from gpucr.diagnosis.preflight.support import users as facts
 from gpucr.helper.messages import MAX_REQUESTS_PER_USER
@@ -65,8 +66,6 @@ def check_dump_by_user(job: Job, install: CriuInstall, *, in_sandbox: bool = Fal
 
 def _of_the_job(job: Job) -> Iterator[Finding]:
     """What the helper or its CRIU would refuse, if visible before the job is stopped."""
-    from gpucr.criu.options import is_shell_job
-
     if len(job.root_pids) > MAX_REQUESTS_PER_USER:
         yield facts.TREES_BY_HELPER.seen("the trees that were named", job.root.pid, limit=MAX_REQUESTS_PER_USER)
     for tree in job.trees:

@@ -99,7 +99,7 @@ class Carrier:
             return self._receive(ask.pid)
 
     def of(self, what: str, process: ProcessId, gpu_map: GpuMap | None = None) -> Answer:
-        """`ask` for one process."""
+        """Ask this of one process, which may move to other GPUs."""
         pairs = gpu_map.pairs if gpu_map is not None else ()
         return self.ask(Ask(what, process.pid, process.start_time_ticks, gpu_map=pairs))
 

@@ -28,13 +28,13 @@ class StorageDestination:
         self._is_given_up = False
 
     def open(self, carrier: Carrier, pid: int) -> None:
-        """This process is RESTORING."""
+        """The driver restores this process, and asks for its bytes from now on."""
         with self._changed:
             self._carrier, self._pid = carrier, pid
             self._changed.notify_all()
 
     def give_up(self) -> None:
-        """Wake all waiters."""
+        """Wake everybody who waits for bytes that will not come."""
         with self._changed:
             self._is_given_up = True
             self._changed.notify_all()
@@ -112,7 +112,7 @@ class StorageReturns:
         return made
 
     def carrier(self) -> Carrier:
-        """Started at first use."""
+        """The process that brings memory back; started at the first use."""
         if self._carrier is None:
             self._carrier = Carrier(sorted(self._uuids))
         return self._carrier

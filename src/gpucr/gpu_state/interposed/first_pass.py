@@ -105,7 +105,7 @@ class FirstPass:
                 each.line.hang_up()
 
     def _threads(self) -> int | None:
-        """None: all there are."""
+        """How many threads save while the job runs. None: all there are."""
         return None if self._share == 1 else max(1, min(MOST_THREADS, int(len(os.sched_getaffinity(0)) * self._share)))
 
     def _has_room(self, backends: Sequence[Interposed], meter: Meter) -> bool:
@@ -129,11 +129,10 @@ class FirstPass:
             with self._lock:
                 if self._is_over.is_set():
                     raise Gone
-                self._shown[each.part] = each.show()
+                self._shown[each.part] = each.show(self._saver)
             self._saver.add(self._shown[each.part])
             self._saver.begin_early(each.part, (), reads=False)
-        if self._interposers.keeping is not None:
-            self._interposers.keeping.after_first_pass = True
+        self._interposers.keeping.after_first_pass = True
 
     def _let_go(self) -> None:
         """A call of the job has found no device memory: free what is held here."""

@@ -129,6 +129,11 @@ def call(which: Hooks, processes: Iterable[ProcessId], agent_of: AgentOf = Agent
         return [each for each in told if each is not None]
 
 
+def call_after_restore(processes: Iterable[ProcessId]) -> None:
+    """What a guard does for programs whose functions were called before a freeze."""
+    call(Hooks.AFTER_RESTORE, processes)
+
+
 def _call_one(which: Hooks, pid: int, agent_of: AgentOf) -> str | None:
     name = _NAMES[which]
     try:

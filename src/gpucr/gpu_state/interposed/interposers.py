@@ -10,18 +10,18 @@ from gpucr.errors import InterposerError, Unsupported
 from gpucr.gang import uses_gpu
 from gpucr.gpu_state.backend import INTERPOSED
 from gpucr.gpu_state.holders import Holders, StateOf
-from gpucr.gpu_state.interposed.backend import Goes, Interposed
+from gpucr.gpu_state.interposed.backend import Goes, Interposed, carried_by
 from gpucr.gpu_state.interposed.guarded import Guarded
 from gpucr.gpu_state.interposed.host_copy import HostCopy
-from gpucr.gpu_state.interposed.keeping import Keeping
+from gpucr.gpu_state.interposed.keeping import Keeping, KeepsNothing
 from gpucr.gpu_state.interposed.lending import Lending
-from gpucr.gpu_state.interposed.line import GatedLock, held_by_another
+from gpucr.gpu_state.interposed.line import GatedLock, Line, held_by_another
 from gpucr.gpu_state.interposed.shared import (
     find_shares,
     keep_shares,
     share_again,
 )
-from gpucr.gpu_state.source import Saver
+from gpucr.gpu_state.source import SavedLater, Saver
 from gpucr.gpu_state.ways import GpuState, refused
 from gpucr.interposer import foreign
 from gpucr.interposer.client import Agent, Held, ask_status
@@ -43,9 +43,9 @@ class Interposers(Holders):
     """The interposed processes of an operation. ``uuids_of``: the GPUs that a process sees, in its order.
 
     ``gpu_state``: the way that a user insists on. ``moves``: the processes come back on other GPUs. ``wait_saved``: set
-    if they run again before their memory is saved; waits for that. ``saver``: saves their memory; ``early``: only in a
-    first pass. ``lending``: what ends if their programs need device memory while they run. ``shares``: the memory that
-    they share, found when they were stopped.
+    if they run again before their memory is saved; waits for that. ``saver``: saves their memory. ``lending``: what
+    ends if their programs need device memory while they run. ``shares``: the memory that they share, found when they
+    were stopped.
     """
 
     def __init__(
@@ -59,21 +59,17 @@ class Interposers(Holders):
         gpu_state: GpuState = "auto",
         wait_saved: Callable[[], object] | None = None,
         saver: Saver | None = None,
-        early: Saver | None = None,
     ) -> None:
         self._driver = driver
         self._uuids_of = uuids_of
         self._guarded = guarded
-        self._to_host = to_host
-        self._moves = moves
         self.vaults = self._vaults = Vaults()
-        self._saver = saver or early
+        self.keeping = Keeping(self._vaults, wait_saved) if wait_saved is not None else KeepsNothing(self._vaults)
+        self._goes = Goes(to_host, moves, saver or SavedLater(), self.keeping)
         self._is_saved = saver is not None
         self.copies: dict[int, HostCopy] = {}
         """By pid, what processes suspended earlier keep, which is saved too."""
-        self._looks = saver is not None and saver.piece_bytes > 0
         self.lending: Lending | None = None
-        self.keeping = Keeping(self._vaults, wait_saved) if wait_saved is not None else None
         self._backends: dict[int, Interposed | None] = {}
         self._gpu_state = gpu_state
         self._why_not: dict[int, str] = {}
@@ -191,31 +187,22 @@ class Interposers(Holders):
         if stat is None:
             return None
         uuids = self._uuids_of(ProcessId(pid, stat.start_time_ticks))
-        made = Interposed(
-            DevicePart(pid, 1),
-            self._driver,
-            uuids,
-            self._vaults,
-            self._guarded,
-            goes=Goes(self._to_host, self.keeping, self._moves),
-            saver=self._saver,
-            looks=self._looks,
-            before_first=self._before_first,
-        )
+        part, line = DevicePart(pid, 1), Line(pid)
         try:
-            why_not = foreign.why_by_driver(made.status())
-            made.carries = made.carried()
-            made.line.hang_up()  # until it is needed: preflight calls the agent too
+            why_not = foreign.why_by_driver(line.agent.status())
+            carries = carried_by(line, uuids)
         except (Refused, BadAnswer, OSError, InterposerError) as e:  # another version: treat as not interposed
             if isinstance(e, Refused) and e.code == Code.BUSY:
-                made.close()
                 raise held_by_another(pid) from e
             why_not = str(e)
-        if why_not is None:
-            return made
-        made.close()
-        self._why_not[pid] = why_not
-        return None
+        finally:
+            line.hang_up()  # until it is needed: preflight calls the agent too
+        if why_not is not None:
+            self._why_not[pid] = why_not
+            return None
+        return Interposed(
+            part, self._driver, uuids, carries, self._vaults, self._guarded, self._goes, self._before_first
+        )
 
     def _before_first(self) -> None:
         """All are stopped, with their memory: find out who shares whose memory, and let them keep that record."""

@@ -41,6 +41,10 @@ class Choice(Struct, frozen=True):
     reason: str
 
 
+SAVED_FIRST = Choice(Way.JOB_WAITS, "")
+"""Without a choice everything is saved before the job continues, if it does."""
+
+
 def choose(
     needed_bytes: Mapping[str, int],
     free_bytes: Mapping[str, int],
@@ -85,6 +89,8 @@ class Keeping:
     ``wait_saved`` waits until all their memory is saved: for what turns out to have no room. ``after_first_pass``: most
     of it may be saved already when they stand still.
     """
+
+    chooses = True
 
     def __init__(self, vaults: Vaults, wait_saved: Callable[[], object]) -> None:
         self.wait_saved = wait_saved
@@ -138,3 +144,15 @@ class Keeping:
     def job_waits(self) -> bool:
         """Whether the job must not run before all is saved."""
         return self._job_waits or (self._choice is not None and self._choice.way is Way.JOB_WAITS)
+
+
+class KeepsNothing(Keeping):
+    """For an operation that saves everything before the job continues, or lets the processes keep it."""
+
+    chooses = False
+
+    def __init__(self, vaults: Vaults) -> None:
+        super().__init__(vaults, lambda: None)
+
+    def choice(self) -> Choice:
+        return SAVED_FIRST

@@ -63,7 +63,7 @@ class Line:
 
     @property
     def agent(self) -> Agent:
-        """Connected. Raises as `Agent`."""
+        """The client of the agent, connected now at the latest. Raises as `Agent`."""
         if self._agent is None:
             self._agent = Agent(self.pid)
         return self._agent

@@ -16,7 +16,7 @@ from gpucr import records
 from gpucr.driver.api import Driver
 from gpucr.errors import InterposerError, JobChanged, Unsupported
 from gpucr.gpu_state.interposed.line import Line, spoken, unlocked
-from gpucr.interposer import sharing
+from gpucr.interposer import owners
 from gpucr.interposer.client import Held
 from gpucr.interposer.presence import is_interposed
 from gpucr.interposer.protocol import BadAnswer, Block, Flag, Kept, Refused
@@ -38,7 +38,7 @@ def find_shares(lines: Sequence[Line], others: Mapping[int, str]) -> tuple[Share
             blocks[line.pid] = line.agent.blocks()
     told = {pid: each for pid in others if (each := _blocks_of(pid)) is not None}
     try:
-        found = sharing.find(blocks | told)
+        found = owners.find(blocks | told)
     except OSError as e:
         raise InterposerError(
             "it cannot be told whose device memory is whose", hint="that needs ptrace access to the job: run as root"

@@ -39,7 +39,7 @@ class _Kept(Struct, frozen=True):
 
     @property
     def by_gpu(self) -> dict[str, int]:
-        """Bytes by GPU UUID."""
+        """How much of what the process keeps belongs on each GPU, in bytes by UUID."""
         found: dict[str, int] = {}
         for each in self.blocks:
             uuid = gpu_of(each, self.places)

@@ -319,17 +319,15 @@ class Keeper:
 
         CRIU gets time for that, because only CRIU can undo its changes to the network.
         """
-        from gpucr.linux import processes  # only here
-
         end = time.monotonic() + _UNDO_LIMIT_S
         while (at_work := [pid for pid in self._criu if pid not in self._ended]) and time.monotonic() < end:
             for pid in at_work:
-                processes.kill_tree(pid, including_root=False, timeout_s=0)
+                _kill_below(pid, timeout_s=0)
                 os.kill(pid, signal.SIGCONT)  # its gpucr may have been killed after stopping it
             with contextlib.suppress(ChildProcessError):
                 self._reap(blocking=False)
             time.sleep(_POLL_S)
-        processes.kill_tree(os.getpid(), including_root=False)
+        _kill_below(os.getpid())
 
     # --- both ---
 
@@ -372,9 +370,7 @@ class Keeper:
     def _end_with_gpucr(self) -> None:
         """Wait for gpucr's end, and kill what is below; the main thread collects it, and writes how the job ended."""
         select.select([self._operation_fd], [], [])
-        from gpucr.linux import processes  # only here
-
-        processes.kill_tree(os.getpid(), including_root=False)
+        _kill_below(os.getpid())
 
     def _reap(self, *, blocking: bool) -> bool:
         """Reap one ended child. False if there is none. Raises ChildProcessError if there is no child."""
@@ -405,6 +401,12 @@ class Keeper:
         name, data = self._status_name, json.dumps(body).encode()
         with contextlib.suppress(OSError):  # the folder is gone, or the disk is full: nobody to report it to
             durable.write_below(self._status_fd, name, data, temporary=f"{name}.new")
+
+
+def _kill_below(pid: int, timeout_s: float = 10.0) -> None:
+    from gpucr.linux import processes  # only if gpucr has ended before the job was complete
+
+    processes.kill_tree(pid, including_root=False, timeout_s=timeout_s)
 
 
 def _show(view: dict[str, Any]) -> None:

@@ -90,7 +90,7 @@ class DeviceReader:
         self._thread = threading.Thread(target=self._run, name="device-reader", daemon=True)
 
     def start(self) -> None:
-        """Begin."""
+        """Begin to read, in threads of its own."""
         if self._order or self._unchecked:
             self._thread.start()
         else:
@@ -103,7 +103,7 @@ class DeviceReader:
 
     @property
     def loaded_bytes(self) -> int:
-        """`loaded`, over all parts."""
+        """How much of all parts is in its destination, in bytes."""
         with self._changed:
             return sum(loading.loaded_bytes for loading in self._loadings.values())
 

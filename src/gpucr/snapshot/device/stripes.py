@@ -45,7 +45,7 @@ class Layout(Struct, frozen=True):
 
     @classmethod
     def of(cls, data: DeviceData) -> Layout:
-        """From the manifest."""
+        """The layout that the manifest records for a part."""
         return cls(data.size_bytes, data.piece_bytes, data.stripes)
 
     @property
@@ -133,7 +133,7 @@ class Stripes:
 
     @property
     def fds(self) -> tuple[int, ...]:
-        """The open files."""
+        """The descriptors of the open files, in the order of the stripes."""
         return tuple(self._fds)
 
     def grow(self, layout: Layout) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from gpucr.diagnosis.preflight.support import ties as facts
 from gpucr.diagnosis.preflight.ties.look import Seen, Tie, socket_inode
+from gpucr.interposer.place import is_bound_name
 from gpucr.linux.processes import OpenFile
 from gpucr.linux.unix_diag import UnixSocket
 
@@ -46,8 +47,6 @@ def _is_reached_by_name(seen: Seen, found: UnixSocket) -> bool:
 
 def _is_of_the_agent(found: UnixSocket) -> bool:
     """Whether it is a connection to the interposer's agent, which closes them before CRIU comes."""
-    from gpucr.interposer.place import is_bound_name  # jobs without CUDA start without it
-
     return is_bound_name(found.name)
 
 
