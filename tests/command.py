@@ -12,8 +12,9 @@ from typing import Any
 
 from tests.docs import schemas
 from tests.loaded import Loaded
+from tests.patience import PATIENCE
 
-TIMEOUT_S = 60
+TIMEOUT_S = 60 * PATIENCE
 
 
 @functools.cache

@@ -10,9 +10,17 @@ from typing import Protocol
 import pytest
 
 from tests.conftest import skip_or_fail
-from tests.machines.images import BOOKWORM, Image, MachinesMissing, Release, build_images, find_images
+from tests.machines.images import (
+    BOOKWORM,
+    REPOSITORY,
+    Image,
+    MachinesMissing,
+    Release,
+    build_images,
+    find_images,
+)
 from tests.machines.machine import Hardware, Machine, Wire
-from tests.machines.results import Results
+from tests.machines.results import FILE, Results
 from tests.ports import lasting_port
 
 USUAL = Hardware()
@@ -64,6 +72,19 @@ def pytest_sessionfinish() -> None:
         _RESULTS.write()
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say what ran on which machine, and where that is noted."""
+    lines = _RESULTS.lines()
+    if not lines or not IS_CHOSEN:
+        return
+    terminalreporter.section("machines")
+    for line in lines:
+        terminalreporter.write_line(line)
+    terminalreporter.write_line(
+        f"{FILE.relative_to(REPOSITORY)} has what passed: `python3 -m tests.docs` makes pages of it"
+    )
+
+
 @pytest.fixture(scope="session")
 def images() -> dict[Release, Image]:
     """What machines boot from; skips the test where they cannot boot."""
@@ -83,7 +104,11 @@ def boot(images: dict[Release, Image], tmp_path: Path, request: pytest.FixtureRe
     machines: list[Machine] = []
 
     def make(
-        release: Release = BOOKWORM, hardware: Hardware = USUAL, *, kernel: str | None = None, options: str = ""
+        release: Release = BOOKWORM,
+        hardware: Hardware = USUAL,
+        *,
+        kernel: str | None = None,
+        options: str = "",
     ) -> Machine:
         number = len(machines) + 1
         machine = Machine(images[release], tmp_path / f"machine-{number}", hardware, number)

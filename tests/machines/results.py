@@ -28,6 +28,13 @@ class Results:
         """A test ``passed`` or ``failed``."""
         self._outcomes[test] = outcome
 
+    def lines(self) -> list[str]:
+        """For the end of a run: each test that had a machine, how it ended, and which machines these were."""
+        return [
+            f"{self._outcomes.get(test, 'failed')}: {_subject(test)}, {_case(test)}: {'; '.join(machines)}"
+            for test, machines in sorted(self._machines.items())
+        ]
+
     def write(self, file: Path = FILE) -> None:
         """Put a row for each test that has passed on a machine into the file; one that has failed loses its row.
 

@@ -77,6 +77,12 @@ def test_a_row_is_replaced_and_a_failure_removes_it(tmp_path: Path) -> None:
         assert found["title"] == "Machines"
         return [row[:3] for row in found["tables"][0]["rows"]]
 
+    ended = Results()
+    ended.booted(f"{file}::test_a_dump[12]", ["Debian 12"])
+    assert ended.lines() == ["failed: Jobs in machines, a dump (12): Debian 12"], "none that ended before it began"
+    ended.ended(f"{file}::test_a_dump[12]", "passed")
+    assert ended.lines() == ["passed: Jobs in machines, a dump (12): Debian 12"]
+
     dump, restore = ["Jobs in machines", "a dump (12)"], ["Jobs in machines", "a restore (12)"]
     assert ran("Debian 12", dump="passed", restore="passed") == [[*dump, "Debian 12"], [*restore, "Debian 12"]]
     assert ran("Debian 13", dump="passed", restore="failed") == [[*dump, "Debian 13"]]

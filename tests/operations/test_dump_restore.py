@@ -340,13 +340,13 @@ def test_the_deadline_passes_during_a_dump(
 
 
 def test_ctrl_c_while_criu_dumps(counter: CounterFactory, driver: CudaDriver, tmp_path: Path) -> None:
-    job = counter("--mib", "256")
+    job = counter("--mib", "64")  # a machine of 1 GiB has the room
     process = command.start("dump", job.pid, "--to", tmp_path / "s")
     assert process.stderr is not None
     while "with CRIU" not in process.stderr.readline():
         assert process.poll() is None
     os.kill(process.pid, signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=command.TIMEOUT_S)
     if process.returncode == 0:  # the dump had been committed before the signal came
         job.reap()
         gpucr.restore(tmp_path / "s")

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import gpucr
+from tests import command
 from tests.counter import CounterFactory, wait_until
 from tests.memory_cgroup import limited
 from tests.storm import later
@@ -52,8 +53,8 @@ def cgroup() -> Iterator[tuple[Path, Path]]:
 
 
 def _run(folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", OPERATION, str(folder), *map(str, arguments)]
-    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    words = [sys.executable, "-c", OPERATION, str(folder), *map(str, arguments)]
+    return subprocess.run(words, check=False, capture_output=True, text=True, timeout=command.TIMEOUT_S)
 
 
 def _kills(folder: Path) -> int:
