@@ -247,7 +247,7 @@ class Bench:
 
     @contextlib.contextmanager
     def _store(self) -> Iterator[Path]:
-        """In memory: what a disk takes is no part of a standstill."""
+        """In memory: a standstill has nothing of the time that a disk takes."""
         store = self._tmpfs / f"gpucr-incremental-{os.getpid()}"
         gpucr.init_store(store)
         try:

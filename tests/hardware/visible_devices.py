@@ -1,4 +1,4 @@
-"""Whatever order a program sees its GPUs in, its memory comes back on the GPU that it is sent to. Two GPUs, as root.
+"""In any order that a program sees its GPUs, its memory comes back where it is sent. Two GPUs, as root.
 
     python3 tests/hardware/visible_devices.py --gib 40 --times 3
 
