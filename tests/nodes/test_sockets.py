@@ -110,6 +110,14 @@ elif kind == "time wait":
         say(socket.create_connection((other, 7000), 20).getpeername()[1])
     else:
         say(listener.accept()[0].fileno() > 0)
+elif kind == "to the world":
+    outside = socket.create_connection((other[:-1] + "3", 7001)) if node == 1 else None
+    wait()
+    if node == 1:
+        sock.sendall(b"still there")
+        say(attempt(outside.recv, 9), attempt(outside.send, b"x"))
+    else:
+        say(sock.recv(100))
 elif kind == "being made":
     again = None
     if node == 1:
@@ -162,6 +170,25 @@ def test_sockets_at_new_addresses(machines: LoadedNodes, kind: str, first: str, 
     machines.restore(*machines.map_words([2, 3]), at=[2, 3])
     here, there = (machines.machines[number].addresses[family] for number in (2, 3))
     assert results(machines) == [each.format(here=here, there=there) for each in (first, second)]
+    machines.nothing_is_blocked()
+
+
+@pytest.mark.parametrize("way", [[], later(["--leave-running"])], ids=["ended", "left running"])
+def test_connections_to_the_rest_of_the_world_are_closed(machines: LoadedNodes, way: list[str]) -> None:
+    """And those to other parts are not, and nobody says that they would be."""
+    third = machines.machines[2]
+    listens = f"import socket, time; s = socket.create_server(('{third.addresses['4']}', 7001)); print(s, flush=True)"
+    world = third.python(f"{listens}; s.accept(); time.sleep(600)")
+    assert world.stdout is not None
+    world.stdout.readline()
+    start(machines, "to the world", "4")
+    warned = [" ".join(each["warnings"]) for each in machines.dump(*way)]
+    assert "to programs outside it" not in warned[0]
+    assert "the job has 1 connection to programs outside it (10.78.0.2:" in warned[1]
+    for node in machines.parts() if way else ():
+        node.kill_job()
+    machines.restore()
+    assert results(machines) == ["b'still there'", "b'' BrokenPipeError"]
     machines.nothing_is_blocked()
 
 

@@ -40,10 +40,16 @@ def check_outside_connections(
         method, why = find_method()
         if method is None:
             return [facts.NO_FILTER.seen(why)]
-    if not found:
+    return found_outside([each.connection for each in found], tcp, left_running=left_running)
+
+
+def found_outside(connections: Sequence[Connection], tcp: TcpMode, *, left_running: bool) -> list[Finding]:
+    """What a dump and a restore do to these connections to programs outside the job."""
+    if not connections:
         return []
     fact = facts.CONNECTIONS if left_running else facts.CONNECTIONS_WAIT if tcp == "keep" else facts.CONNECTIONS_END
-    return [fact.seen(_some([str(each.connection) for each in found]), connections=_count(len(found), "connection"))]
+    count = _count(len(connections), "connection")
+    return [fact.seen(_some([str(each) for each in connections]), connections=count)]
 
 
 def check_kept_connections(
