@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -182,9 +183,13 @@ class Node:
 
     def start_program(self, program: str, *words: object, env: dict[str, str] | None = None) -> None:
         """Start a Python program as its part."""
-        with self.output.open("wb") as out:
+        self.start_command([sys.executable, "-I", "-S", "-c", program, *map(str, words)], self.output, env=env)
+
+    def start_command(self, words: Sequence[str], prints_to: Path, *, env: dict[str, str] | None = None) -> None:
+        """Start a command as its part."""
+        with prints_to.open("wb") as out:
             self._job = subprocess.Popen(
-                [*self.enter(), sys.executable, "-I", "-S", "-c", program, *map(str, words)],
+                [*self.enter(), *words],
                 env={**os.environ, **(env or {})},
                 stdin=subprocess.DEVNULL,
                 stdout=out,
