@@ -234,9 +234,13 @@ class LoadedNodes:
             "--meet-within", "20s", "--timeout", 60,
         ]  # fmt: skip
 
+    def job(self, part: int) -> object:
+        """How gpucr is told which job the part is, on its machine."""
+        return self.parts()[part].pid
+
     def start_dump(self, part: int, *more: object, name: str = "set") -> subprocess.Popen[str]:
         """Start the dump of one part, where it is."""
-        words = ["nodes", "dump", self.parts()[part].pid, "--to", f"{self.store}#{name}", *self.options(part), *more]
+        words = ["nodes", "dump", self.job(part), "--to", f"{self.store}#{name}", *self.options(part), *more]
         return self.machines[self.at[part]].start(*words)
 
     def start_restore(self, part: int, *more: object, name: str = "set") -> subprocess.Popen[str]:

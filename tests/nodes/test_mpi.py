@@ -10,6 +10,7 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,10 +18,12 @@ from tests.conftest import skip_or_fail
 from tests.counter import wait_until
 from tests.nodes.conftest import require_networks
 from tests.nodes.full_load import LoadedNodes
+from tests.nodes.two_nodes import ended
 from tests.storm import IS_STORM, later
 
 pytestmark = pytest.mark.criu
 
+NAME = "mpi"
 ROUNDS = 50 if IS_STORM else 1
 
 # A rank of two: in each step both send 256 KiB at once, and compare all of what they get; then they add up something.
@@ -73,6 +76,8 @@ exec mv {launch}.new {launch}
 class MpiNodes(LoadedNodes):
     """A job of two ranks: `mpirun` with one is part 0, its daemon with the other one part 1."""
 
+    names = (NAME, NAME)
+
     def start_ranks(self) -> None:
         """Start both parts, and wait until they talk."""
         program, agent, launch = (self.folder / name for name in ("rank", "agent", "launch"))
@@ -89,18 +94,40 @@ class MpiNodes(LoadedNodes):
         }
         env = {f"OMPI_MCA_{name}": str(value) for name, value in settings.items()}
         env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-        first, second = self.parts()
         ranks = [
             ["--host", f"{node.addresses['4']}:1", "-np", "1", "-wdir", str(node.folder), str(program)]
-            for node in (first, second)
+            for node in self.parts()
         ]
-        says = first.folder / "mpirun"
-        first.start_command(["mpirun", *ranks[0], ":", *ranks[1]], says, env=env)
-        wait_until(launch.exists, says.read_text)
-        second.start_command(["sh", "-c", f"exec {launch.read_text()}"], second.folder / "orted", env=env)
+        self._run(0, ["mpirun", *ranks[0], ":", *ranks[1]], env)
+        wait_until(launch.exists, self._said)
+        self._run(1, ["sh", "-c", launch.read_text()], env)
         for node in self.parts():
-            wait_until(node.output.exists, says.read_text)
+            wait_until(node.output.exists, self._said)
             node.works()
+
+    def _run(self, part: int, words: list[str], env: dict[str, str]) -> None:
+        """With `gpucr run`: `mpirun` and its daemon make terminals, whose numbers all machines of this test share."""
+        folder = self.parts()[part].folder
+        options = ("--name", NAME, "--network", "host", "--cwd", folder)
+        code, _, said = ended(self.machines[part].start("run", *options, "--", *words, env=env))
+        assert code == 0, said
+
+    def _said(self) -> str:
+        return "".join(path.read_text() for path in self.folder.glob("node-*/state/gpucr/jobs/*/*.log"))
+
+    def job(self, part: int) -> object:
+        return self.names[part]
+
+    def restore(self, *more: object, at: list[int] | None = None, name: str = "set") -> list[dict[str, Any]]:
+        """Also notes how the parts are named where they are now."""
+        made = super().restore(*more, at=at, name=name)
+        self.names = (str(made[0]["name"]), str(made[1]["name"]))
+        return made
+
+    def close(self) -> None:
+        for part, name in enumerate(self.names):
+            ended(self.machines[self.at[part]].start("stop", name, "--grace", "0s"))
+        super().close()
 
     def goes_on(self) -> None:
         for node in self.parts():
@@ -113,8 +140,8 @@ class MpiNodes(LoadedNodes):
         assert other == [steps, value]
         assert int(value) == 3 * sum(range(int(steps)))
         wait_until(lambda: all(node.is_gone() for node in self.parts()), "mpirun and its daemon to end")
-        said = (self.parts()[0].folder / "mpirun").read_text().splitlines()
-        assert set(said) <= {f"mpirun: Forwarding signal {signal.SIGCONT:d} to job"}  # which let it go
+        let_go = f": Forwarding signal {signal.SIGCONT:d} to job"
+        assert all(line.endswith(let_go) for line in self._said().splitlines()), self._said()
         self.nothing_is_blocked()
 
 

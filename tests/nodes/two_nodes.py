@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -183,13 +182,9 @@ class Node:
 
     def start_program(self, program: str, *words: object, env: dict[str, str] | None = None) -> None:
         """Start a Python program as its part."""
-        self.start_command([sys.executable, "-I", "-S", "-c", program, *map(str, words)], self.output, env=env)
-
-    def start_command(self, words: Sequence[str], prints_to: Path, *, env: dict[str, str] | None = None) -> None:
-        """Start a command as its part."""
-        with prints_to.open("wb") as out:
+        with self.output.open("wb") as out:
             self._job = subprocess.Popen(
-                [*self.enter(), *words],
+                [*self.enter(), sys.executable, "-I", "-S", "-c", program, *map(str, words)],
                 env={**os.environ, **(env or {})},
                 stdin=subprocess.DEVNULL,
                 stdout=out,
@@ -254,10 +249,10 @@ class Node:
         return not processes_in(self.folder)
 
     def reap(self) -> None:
-        """Collect its first process, whose pid is taken until then."""
-        assert self._job is not None
+        """Collect its first process, whose pid is taken until then; `gpucr run` has another one do that."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._job.wait(DEADLINE_S)
+            if self._job is not None:
+                self._job.wait(DEADLINE_S)
 
     def kill_job(self) -> None:
         """End its part."""
