@@ -115,7 +115,7 @@ def own_ghosts(images_dir: Path) -> Ghosts:
 
 def _numbers(count: int) -> range:
     """So many in a row that no other restore has, as good as surely. They are not long: names may be 255 bytes long."""
-    first = 1 + int.from_bytes(os.urandom(8), "big") % (_LARGEST_GHOST - count)
+    first = 1 + int(os.urandom(8).hex(), 16) % (_LARGEST_GHOST - count)
     return range(first, first + count)
 
 
