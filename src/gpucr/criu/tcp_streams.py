@@ -1,9 +1,10 @@
 """Windows of TCP connections, as CRIU dumps them, that the kernel would refuse at a restore.
 
-A receiver whose memory is full drops what has come, and announces a window of 0 (Linux 6.18). By then such a segment
-has told the other end's window (``snd_wl1``), from behind that window. TCP_REPAIR_WINDOW takes no such value: EINVAL,
-and no restore of this snapshot succeeds (seen with CRIU 4.2.1 and 200 connections whose readers were frozen, one dump
-in 28). What was dropped is sent again, from the next byte that is to come: so that is where the window was told.
+A receiver whose memory is full drops what has come, and announces a window of 0 (Linux 6.18). Such a segment may have
+been the last to bring the other end's window, and it began (``snd_wl1``) behind what may come now. TCP_REPAIR_WINDOW
+takes no such value: EINVAL, and no restore of this snapshot succeeds (seen with CRIU 4.2.1 and 200 connections whose
+readers were frozen, one dump in 28). What was dropped is sent again from the next byte that is to come, so that byte
+stands for the segment.
 """
 
 from __future__ import annotations
