@@ -2,8 +2,8 @@
 
 ``GPUCR_TEST_PLATFORM`` is ``sim`` or ``gpu``; without it, a usable NVIDIA driver decides. On ``sim`` the simulator is
 put in place before the first test.
-``GPUCR_REQUIRE=gpu,criu,root,iptables,runtimes,podman,containerd,prometheus,slurm,htcondor,ray,torch,machines`` turns
-the skips for these into failures.
+``GPUCR_REQUIRE=gpu,criu,root,iptables,runtimes,podman,containerd,prometheus,slurm,htcondor,ray,torch,mpi,machines``
+turns the skips for these into failures.
 """
 
 from __future__ import annotations

@@ -39,10 +39,16 @@ class OneJob(LoadedNodes):
         self.programs: list[Sequence[str]] = [
             ("-c", LOAD, str(part), str(count), str(CONNECTIONS), json.dumps(addresses)) for part in range(count)
         ]
-        self.stores = dict.fromkeys(range(count), self.store)
+        self.stores: dict[int, Path | str] = dict.fromkeys(range(count), self.store)
         """That of each part."""
+        self.key_words: Sequence[object] = ()
+        """Options that open the store."""
         self.changed: dict[str, str | None] = {}
         """Slurm's variables that are not as they should be."""
+
+    def store_at(self, url: str) -> None:
+        """Have the store there."""
+        self.stores = dict.fromkeys(self.stores, url)
 
     def start(
         self,
@@ -105,6 +111,16 @@ class OneJob(LoadedNodes):
 
         return bool(self.machines[self.at[0]].run_inside(look))
 
+    def wait_for_ears(self, part: int) -> None:
+        """Wait until the `gpucr batch` of a part catches the signal that announces the end."""
+
+        def listens() -> bool:
+            lines = Path(f"/proc/{self.tasks[part].pid}/status").read_text().splitlines()
+            caught = next((int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:")), 0)
+            return bool(caught >> (signal.SIGURG - 1) & 1)
+
+        wait_until(listens, "gpucr to listen")
+
     def signal(self, *parts: int, number: signal.Signals = signal.SIGURG) -> None:
         """Send it to the `gpucr batch` of these parts, or of all."""
         for part in parts or self.tasks:
@@ -129,7 +145,7 @@ class OneJob(LoadedNodes):
 
     def sets(self) -> set[tuple[str, bool]]:
         """The sets in the store, each with whether it is complete."""
-        found: list[dict[str, Any]] = command.run_json("ls", self.store)["snapshots"]
+        found: list[dict[str, Any]] = command.run_json("ls", self.stores[0], *self.key_words)["snapshots"]
         return {(each["part"]["set_id"], each["complete"]) for each in found}
 
     def close(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import random
 import shutil
@@ -229,17 +228,11 @@ def test_a_signal_while_a_node_waits_for_the_others(opened: ExitStack, tmp_path:
     for parts in ([0], [1]):
         job = one_job(opened, tmp_path / str(parts[0]))
         job.start(parts=parts)
-        wait_until(functools.partial(_listens, job.tasks[parts[0]].pid), "gpucr to listen")
+        job.wait_for_ears(parts[0])
         job.signal()
         assert job.codes() == [99], job.said()
         assert "SIGURG came before the job ran: it has to be started again" in job.said()
         job.nothing_runs()
-
-
-def _listens(pid: int) -> bool:
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    caught = next((int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:")), 0)
-    return bool(caught >> (signal.SIGURG - 1) & 1)
 
 
 @long

@@ -10,7 +10,16 @@ from google.protobuf.message import Message
 
 from gpucr.criu import images, images_pb2
 from gpucr.criu.image_entries import ImageError, ImageReader
-from gpucr.criu.linked_files import GHOST, GHOST_MAGIC, LINKED, REMAP_IMAGE, REMAP_MAGIC, save_linked_files
+from gpucr.criu.linked_files import (
+    GHOST,
+    GHOST_MAGIC,
+    LINKED,
+    REMAP_IMAGE,
+    REMAP_MAGIC,
+    Ghosts,
+    own_ghosts,
+    save_linked_files,
+)
 from tests.criu.test_image_contents import image
 
 PROCFS = 2
@@ -145,3 +154,32 @@ def test_a_file_shrinks_while_it_is_saved(found: Images, monkeypatch: pytest.Mon
     monkeypatch.setattr(os, "sendfile", lambda *_: 0)
     with pytest.raises(OSError, match="became shorter while it was copied"):
         found.save("link_remap.2")
+
+
+def test_each_restore_makes_ghosts_under_names_of_its_own(found: Images) -> None:
+    found.write({1: "/a", 2: "/b", 3: "/c"}, [(1, 1, GHOST), (2, 1, GHOST), (3, 2, GHOST), (6, 7, PROCFS)])
+    for number in (1, 2):
+        (found.folder / f"ghost-file-{number}.img").write_text(str(number))
+    seen = []
+    for _ in range(2):
+        folder = images.RestoreImages(found.folder, "mark")
+        ghosts = own_ghosts(found.folder)
+        folder.replace(ghosts.changed, ghosts.renamed)
+        numbers = [int(name.split(".")[-2], 16) for name in ghosts.names]
+        assert [name.split(".")[0] for name in ghosts.names] == ["/a", "/b", "/c"]
+        assert numbers[0] == numbers[1] != numbers[2]
+        content = [(folder.folder / f"ghost-file-{number:x}.img").read_text() for number in numbers]
+        assert content == ["1", "1", "2"]
+        assert not (folder.folder / "ghost-file-1.img").exists()
+        seen.append(ghosts.names)
+        folder.close()
+    assert not set(seen[0]) & set(seen[1])
+    assert found.remaps() == [(1, 1, GHOST), (2, 1, GHOST), (3, 2, GHOST), (6, 7, PROCFS)]
+
+
+@pytest.mark.parametrize("remaps", [None, [], [(1, 7, PROCFS)]])
+def test_no_ghosts_to_renumber(found: Images, remaps: list[tuple[int, int, int]] | None) -> None:
+    found.write({1: "/a"}, remaps or [])
+    if remaps is None:
+        (found.folder / REMAP_IMAGE).unlink()
+    assert own_ghosts(found.folder) == Ghosts()

@@ -13,6 +13,7 @@ import pytest
 
 from gpucr.diagnosis.preflight import (
     Finding,
+    TcpMode,
     check_files,
     check_kept_connections,
     check_outside_connections,
@@ -20,8 +21,9 @@ from gpucr.diagnosis.preflight import (
     check_shared_files,
     surroundings,
 )
-from gpucr.linux import capabilities, processes
+from gpucr.linux import capabilities, processes, sock_diag
 from gpucr.linux.files_in_use import files_in_use, holders
+from gpucr.linux.sock_diag import TcpSocket, TcpState
 from gpucr.model import Connection, Endpoint, Job, JobFile
 from tests.conftest import skip_or_fail
 
@@ -176,6 +178,29 @@ def test_connections_of_a_job_to_the_outside() -> None:
         with listener.accept()[0]:  # now this process is the other end, and of the job
             assert check_outside_connections(both) == []
         child.kill()
+
+
+@pytest.mark.parametrize(
+    ("address", "tcp", "is_inside", "is_refused"),
+    [
+        ("fe80::1", "close", True, True),
+        ("fe80::1", "close", False, False),
+        ("fe80::1", "keep", False, True),
+        ("fd00::1", "close", True, False),
+        ("169.254.0.1", "close", True, False),
+    ],
+)
+def test_link_local_connections_that_would_be_restored(
+    monkeypatch: pytest.MonkeyPatch, address: str, tcp: TcpMode, is_inside: bool, is_refused: bool
+) -> None:
+    """Of IPv6: CRIU binds them without the interface."""
+    ends = Endpoint(address, 80), Endpoint(address, 40000)
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    found = [TcpSocket(family, TcpState.ESTABLISHED, *each, 1 + n) for n, each in enumerate((ends, ends[::-1]))]
+    monkeypatch.setattr(sock_diag, "sockets_of", lambda *_: found[: 1 + is_inside])
+    said = check_outside_connections(Job(processes.tree(os.getpid())[:1], ()), tcp)
+    assert [each.code for each in said if each.severity == "blocking"] == ["GPUCR-CONNECTIONS"] * is_refused
+    assert any("over IPv6 link-local addresses" in each.what for each in said) == is_refused
 
 
 HERE = Connection(Endpoint(LOOPBACK, 40000), Endpoint("192.0.2.7", 443))

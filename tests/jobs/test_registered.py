@@ -117,6 +117,21 @@ def test_the_name_a_restored_job_takes(what: str, snapshot: Snapshot, state: Pat
         assert name.name == "trainer-1-2"
 
 
+def test_a_part_takes_the_name_of_another_part_that_was_dumped_here(snapshot: Snapshot, state: Path) -> None:
+    """Two nodes swap the parts of a job, which have one name. Both were dumped, and are restored together."""
+    launch = snapshot.manifest.launch
+    assert launch is not None
+    there = replace(launch, log_path=str(state / "trainer-1" / "20260102-030406.log"))
+    other = dataclasses.replace(snapshot, manifest=replace(snapshot.manifest, launch=there))
+    _register("trainer-1", ProcessId(unused_pid(), 1))
+    registered.registry().update(_look("trainer-1"), dumped=True, log_path=there.log_path)
+    for parts, expected in (((), "trainer-1-2"), ((other,), "trainer-1")):
+        with restored_name(snapshot, other_parts=parts) as name:
+            assert name is not None
+            assert name.name == expected
+            assert name.log_path == Path(launch.log_path)
+
+
 def test_jobs_with_the_same_user_log_are_distinguished_by_snapshot(snapshot: Snapshot, tmp_path: Path) -> None:
     launch = snapshot.manifest.launch
     assert launch is not None

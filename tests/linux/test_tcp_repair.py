@@ -15,6 +15,7 @@ from gpucr.linux.sock_diag import TcpSocket
 from gpucr.linux.tcp_reset import reset_peer
 from gpucr.model import Connection, Endpoint
 from tests.children import Child, python
+from tests.counter import wait_until
 from tests.own_network import own_network
 
 pytestmark = pytest.mark.root
@@ -49,6 +50,21 @@ def served(family: socket.AddressFamily = socket.AF_INET) -> Iterator[tuple[Chil
         (end,) = [each for each in sock_diag.sockets_of([child.pid]) if each.is_connection]
         client.settimeout(60)
         yield child, client, end
+
+
+def test_urgent_data_that_is_only_announced() -> None:
+    """As long as the reader's buffer is full, it cannot come."""
+    with served() as (child, client, end):
+        assert tcp_repair.with_urgent_data([child.id]) == ()
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
+        client.settimeout(0)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                client.send(bytes(1 << 16))
+        client.settimeout(60)
+        assert tcp_repair.with_urgent_data([child.id]) == ()
+        client.send(b"!", socket.MSG_OOB)
+        wait_until(lambda: tcp_repair.with_urgent_data([child.id]) == (end.inode,), "it to be announced")
 
 
 def test_a_socket_is_usable_again_as_it_was() -> None:

@@ -23,7 +23,7 @@ PORT = 9911
 
 # A part: its number, how many parts, connections for each pair, the addresses of all, by family. The part with the
 # higher number of a pair connects. Both send the same 1 MiB again and again, each from another offset, until a file is
-# there.
+# there. With one more word it also counts in device memory.
 LOAD = f"""
 import json, os, selectors, socket, sys, time
 node, count, each = map(int, sys.argv[1:4])
@@ -70,6 +70,26 @@ for family, listener in zip(sorted(addresses), listeners):
 chosen = selectors.DefaultSelector()
 for end in ends:
     chosen.register(end.socket, selectors.EVENT_READ | selectors.EVENT_WRITE, end)
+counted, count_on_gpu = 0, lambda: None
+if len(sys.argv) > 5:
+    import ctypes
+    cuda = ctypes.CDLL("libcuda.so.1")
+    context, memory, value = ctypes.c_void_p(), ctypes.c_uint64(), ctypes.c_uint64()
+    def call(name, *arguments):
+        result = getattr(cuda, name)(*arguments)
+        assert result == 0, (name, result)
+    def count_on_gpu():
+        global counted
+        call("cuMemcpyDtoH_v2", ctypes.byref(value), memory, ctypes.c_size_t(8))
+        assert value.value == counted, ("wrong device memory", value.value, counted)
+        counted += 1
+        value.value = counted
+        call("cuMemcpyHtoD_v2", memory, ctypes.byref(value), ctypes.c_size_t(8))
+    call("cuInit", 0)
+    call("cuDevicePrimaryCtxRetain", ctypes.byref(context), 0)
+    call("cuCtxSetCurrent", context)
+    call("cuMemAlloc_v2", ctypes.byref(memory), ctypes.c_size_t(1 << 20))
+    call("cuMemcpyHtoD_v2", memory, ctypes.byref(value), ctypes.c_size_t(8))
 print("connected", len(ends), flush=True)
 finishing, told, left = False, 0.0, len(ends)
 buffer = bytearray(PIECE)
@@ -98,6 +118,7 @@ while left:
     now = time.monotonic()
     if now - told > 0.05:
         told, finishing = now, finishing or os.path.exists("finish")
+        count_on_gpu()
         print("step", sum(end.got for end in ends) >> 12, min(end.got for end in ends), flush=True)
 print("result", json.dumps([[end.peer, end.number, end.sent, end.got] for end in ends]), flush=True)
 """
@@ -110,9 +131,9 @@ class LoadNode(Node):
         super().__init__(number, folder)
         self.addresses = addresses
 
-    def start_load(self, count: int, each: int, addresses: dict[str, list[str]]) -> None:
+    def start_load(self, count: int, each: int, addresses: dict[str, list[str]], *, on_gpu: bool) -> None:
         """Start its part."""
-        self.start_program(LOAD, self.number, count, each, json.dumps(addresses))
+        self.start_program(LOAD, self.number, count, each, json.dumps(addresses), *(["gpu"] if on_gpu else []))
 
     def run_inside(self, look: Any) -> Any:
         """The result of a function that a thread calls in its network."""
@@ -184,11 +205,11 @@ class LoadedNodes:
             tc = ["tc", "qdisc", "add", "dev", "eth", "root", *queue]
             subprocess.run([*each.enter(), *tc], check=True, timeout=DEADLINE_S)
 
-    def start_job(self, each: int, families: str = "46") -> None:
+    def start_job(self, each: int, families: str = "46", *, on_gpu: bool = False) -> None:
         """Start all parts, with so many connections for each pair, and wait until all carry data."""
         addresses = {family: [node.addresses[family] for node in self.machines[: self.count]] for family in families}
         for node in self.machines[: self.count]:
-            node.start_load(self.count, each, addresses)
+            node.start_load(self.count, each, addresses, on_gpu=on_gpu)
         self.goes_on()
 
     def parts(self) -> list[LoadNode]:
@@ -213,9 +234,13 @@ class LoadedNodes:
             "--meet-within", "20s", "--timeout", 60,
         ]  # fmt: skip
 
+    def job(self, part: int) -> object:
+        """How gpucr is told which job the part is, on its machine."""
+        return self.parts()[part].pid
+
     def start_dump(self, part: int, *more: object, name: str = "set") -> subprocess.Popen[str]:
         """Start the dump of one part, where it is."""
-        words = ["nodes", "dump", self.parts()[part].pid, "--to", f"{self.store}#{name}", *self.options(part), *more]
+        words = ["nodes", "dump", self.job(part), "--to", f"{self.store}#{name}", *self.options(part), *more]
         return self.machines[self.at[part]].start(*words)
 
     def start_restore(self, part: int, *more: object, name: str = "set") -> subprocess.Popen[str]:

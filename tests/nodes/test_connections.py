@@ -218,3 +218,18 @@ def test_a_part_is_missing_in_the_store(started: ExitStack, tmp_path: Path) -> N
     assert (code, other) == (5, 5), "each looks before it waits for others"
     assert "lacks the snapshot of node 1" in said
     assert "lacks the snapshot of node 1" in other_said
+
+
+def test_nodes_restore_different_sets(started: ExitStack, tmp_path: Path) -> None:
+    nodes = loaded(started, tmp_path, 2, 2)
+    nodes.dump("--leave-running", name="one")
+    nodes.dump(name="other")
+    for node in nodes.parts():
+        node.reap()
+    done = [ended(each) for each in [nodes.start_restore(0, name="one"), nodes.start_restore(1, name="other")]]
+    assert [code for code, _, _ in done] == [1, 1]
+    assert all("node 1 failed: it wants to restore" in said for _, _, said in done), done
+    assert all(node.is_gone() for node in nodes.parts())
+    nodes.restore(name="other")
+    nodes.goes_on()
+    nodes.finish()

@@ -48,6 +48,8 @@ if kind == "udp":
 if node == 0:
     listener = socket.socket(family)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if kind == "urgent on its way":
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 14)
     listener.bind((mine, 7000))
     listener.listen()
     sock = listener.accept()[0]
@@ -89,6 +91,27 @@ elif kind == "urgent":
         sock.sendall(b"cd")
     wait()
     say(sock.recv(1, socket.MSG_OOB) if node == 0 else "")
+elif kind == "urgent on its way":
+    if node == 1:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 18)
+        sock.sendall(bytes(48 << 10))
+        sock.send(b"!", socket.MSG_OOB)
+    else:  # it has not come, but is announced
+        sock.setblocking(False)
+        seen = lambda: attempt(sock.recv, 1, socket.MSG_OOB | socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        while seen() != "BlockingIOError":
+            time.sleep(0.01)
+        sock.settimeout(20)
+    wait()
+    if node == 1:
+        sock.close()
+    say(sock.makefile("rb").read().count(b"!") if node == 0 else "")
+elif kind == "not accepted":
+    again = socket.create_connection((other, 7000), 20) if node == 1 else None
+    wait()
+    if node == 1:
+        again.sendall(b"at last")
+    say(listener.accept()[0].recv(9) if node == 0 else "")
 elif kind == "listening":
     wait()
     if node == 1:
@@ -110,6 +133,14 @@ elif kind == "time wait":
         say(socket.create_connection((other, 7000), 20).getpeername()[1])
     else:
         say(listener.accept()[0].fileno() > 0)
+elif kind == "to the world":
+    outside = socket.create_connection((other[:-1] + "3", 7001)) if node == 1 else None
+    wait()
+    if node == 1:
+        sock.sendall(b"still there")
+        say(attempt(outside.recv, 9), attempt(outside.send, b"x"))
+    else:
+        say(sock.recv(100))
 elif kind == "being made":
     again = None
     if node == 1:
@@ -135,6 +166,10 @@ def start(machines: LoadedNodes, kind: str, family: str) -> None:
     mine = [each.addresses[family] for each in machines.parts()]
     for node in machines.parts():
         node.start_program(PROGRAM, node.number, mine[node.number], mine[1 - node.number], kind)
+    wait_until_ready(machines)
+
+
+def wait_until_ready(machines: LoadedNodes) -> None:
     for node in machines.parts():
         wait_until(lambda node=node: "ready" in node.lines(), lambda node=node: str(node.lines()))  # type: ignore[misc]
 
@@ -165,6 +200,25 @@ def test_sockets_at_new_addresses(machines: LoadedNodes, kind: str, first: str, 
     machines.nothing_is_blocked()
 
 
+@pytest.mark.parametrize("way", [[], later(["--leave-running"])], ids=["ended", "left running"])
+def test_connections_to_the_rest_of_the_world_are_closed(machines: LoadedNodes, way: list[str]) -> None:
+    """And those to other parts are not, and nobody says that they would be."""
+    third = machines.machines[2]
+    listens = f"import socket, time; s = socket.create_server(('{third.addresses['4']}', 7001)); print(s, flush=True)"
+    world = third.python(f"{listens}; s.accept(); time.sleep(600)")
+    assert world.stdout is not None
+    world.stdout.readline()
+    start(machines, "to the world", "4")
+    warned = [" ".join(each["warnings"]) for each in machines.dump(*way)]
+    assert "to programs outside it" not in warned[0]
+    assert "the job has 1 connection to programs outside it (10.78.0.2:" in warned[1]
+    for node in machines.parts() if way else ():
+        node.kill_job()
+    machines.restore()
+    assert results(machines) == ["b'still there'", "b'' BrokenPipeError"]
+    machines.nothing_is_blocked()
+
+
 def test_remains_of_connections_are_in_nobodys_way(machines: LoadedNodes) -> None:
     start(machines, "time wait", "4")
     machines.dump()
@@ -177,15 +231,59 @@ def test_remains_of_connections_are_in_nobodys_way(machines: LoadedNodes) -> Non
     [
         ("emptied", "has closed the connection from 10.78.0.2", ["True", ""]),
         ("urgent", "has urgent data that the job has not read", ["b'!'", ""]),
+        ("urgent on its way", "has urgent data that the job has not read", ["0", ""]),
+        later("not accepted", "has not been accepted yet", ["b'at last'", ""]),
     ],
 )
 def test_data_in_no_process_lets_the_job_run(
     machines: LoadedNodes, kind: str, says: str, later_seen: list[str]
 ) -> None:
     start(machines, kind, "4")
-    done = [ended(each) for each in [machines.start_dump(part) for part in range(2)]]
+    done = [ended(each) for each in [machines.start_dump(part, "--timeout", "6s") for part in range(2)]]
     assert [code for code, _, _ in done] == [1, 1]
     assert says in done[0][2]
     assert "GPUCR-IN-FLIGHT-CONNECTION" in done[0][2]
     assert results(machines) == later_seen
+    machines.nothing_is_blocked()
+
+
+LINK_LOCAL = """
+import os, socket, sys, time
+number, *addresses = sys.argv[1:]
+def scoped(address):
+    return (address, 7000, 0, socket.if_nametoindex("eth"))
+if number == "0":
+    listener = socket.socket(socket.AF_INET6)
+    listener.bind(scoped(addresses[0]))
+    listener.listen()
+    sock = listener.accept()[0]
+else:
+    sock = None
+    while sock is None:
+        sock = socket.socket(socket.AF_INET6)
+        try:
+            sock.connect(scoped(addresses[0]))
+        except OSError:
+            sock = time.sleep(0.02)
+print("ready", flush=True)
+while not os.path.exists("go"):
+    time.sleep(0.01)
+sock.sendall(number.encode())
+print("result", sock.recv(9), flush=True)
+"""
+
+
+def test_link_local_addresses_are_refused_before_anything_stands_still(machines: LoadedNodes) -> None:
+    """CRIU could not bind them again, and the set would be worth nothing."""
+    addresses = ("fe80::1:1", "fe80::1:2")
+    for node, address in zip(machines.parts(), addresses, strict=True):
+        node.ip("addr", "add", f"{address}/64", "dev", "eth", "nodad")
+        node.start_program(LINK_LOCAL, node.number, *addresses)
+    wait_until_ready(machines)
+    done = [ended(each) for each in [machines.start_dump(part) for part in range(2)]]
+    assert {code for code, _, _ in done} <= {1, 3}
+    said = next(said for code, _, said in done if code == 3)
+    assert "GPUCR-CONNECTIONS" in said
+    assert "the job has 1 connection over IPv6 link-local addresses" in said
+    assert results(machines) == ["b'1'", "b'0'"]
     machines.nothing_is_blocked()

@@ -249,10 +249,10 @@ class Node:
         return not processes_in(self.folder)
 
     def reap(self) -> None:
-        """Collect its first process, whose pid is taken until then."""
-        assert self._job is not None
+        """Collect its first process, whose pid is taken until then; `gpucr run` has another one do that."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._job.wait(DEADLINE_S)
+            if self._job is not None:
+                self._job.wait(DEADLINE_S)
 
     def kill_job(self) -> None:
         """End its part."""

@@ -85,6 +85,17 @@ def test_all_nodes_reach_the_same_outcome_under_any_request_failure(kind: str, g
             assert "it is not known" in said
 
 
+@pytest.mark.parametrize("by", ["name", "id"])
+def test_a_set_with_a_part_of_another_one(by: str) -> None:
+    store = new_store(MemoryBackend())
+    (one, _), (other, _) = complete(store, "one"), complete(store, "other")
+    sets.remove(store, one.id)
+    assert sets.complete(store, StoredSet(one.id, "one", (one.snapshot_ids[0], other.snapshot_ids[1])))
+    with pytest.raises(StoreDamaged, match="has a snapshot that is not its part of node 1"):
+        snapshots.find_parts(store, "one" if by == "name" else one.id)
+    assert len(snapshots.find_parts(store, "other")) == 2
+
+
 def test_an_invalid_set_is_never_accepted() -> None:
     backend = MemoryBackend()
     store = new_store(backend)

@@ -84,6 +84,31 @@ def test_an_upgraded_library_whose_old_version_is_still_cached(
     assert list(job.folder.glob("*.cr*")) == []
 
 
+DELETED = """
+file = open("scratch", "w+")
+file.write("mine")
+file.flush()
+os.unlink("scratch")
+done()
+step()
+file.seek(0)
+done(file.read())
+step()
+"""
+
+
+def test_restores_of_the_same_deleted_file_at_once(start: StartJob, tmp_path: Path) -> None:
+    """CRIU's own name for the first deleted file of any job: here another restore is just using it."""
+    job = start(DELETED)
+    job.dump_and_end(tmp_path / "s")
+    of_another = job.folder / "scratch.cr.1.ghost"
+    of_another.write_text("theirs")
+    gpucr.restore(tmp_path / "s")
+    assert job.go_on() == "mine"
+    assert of_another.read_text() == "theirs"
+    assert list(job.folder.glob("*.ghost")) == [of_another]
+
+
 def test_an_upgraded_library_and_a_store(start: StartJob, tmp_path: Path) -> None:
     job = start(UPGRADED)
     gpucr.init_store(tmp_path / "store")

@@ -17,6 +17,7 @@ import struct
 import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from msgspec import Struct
 
@@ -181,6 +182,11 @@ class RestoreImages:
         """In a rehearsal a folder of its view, for the folders of changed images."""
         self._changed = contextlib.ExitStack()
 
+    @property
+    def is_in_view(self) -> bool:
+        """Whether the job is restored for a rehearsal, in a private view."""
+        return self._view is not None
+
     def use_view(self, root: Path) -> None:
         """Changed images are made below a private view's folder."""
         self._view = root
@@ -189,10 +195,11 @@ class RestoreImages:
         """Use this image instead of the snapshot's. Raises Unsupported."""
         self.replace({NAME: image.encode()})
 
-    def replace(self, images: Mapping[str, bytes]) -> None:
-        """Use these images, by name, instead of the current ones. Raises Unsupported."""
+    def replace(self, images: Mapping[str, bytes], renamed: Mapping[str, str] | None = None) -> None:
+        """Use these images, by name, instead of the current ones, and others under new names. Raises Unsupported."""
         try:
-            self.folder = self._changed.enter_context(changed_images(self.folder, images, self.mark, self._view))
+            changed = changed_images(self.folder, images, self.mark, self._view, renamed or {})
+            self.folder = self._changed.enter_context(changed)
         except OSError as e:
             raise Unsupported(
                 f"no folder can be made for a changed image: {e.strerror} ({e.filename})",
@@ -205,11 +212,15 @@ class RestoreImages:
 
 @contextlib.contextmanager
 def changed_images(
-    images_dir: Path, changed: Mapping[str, bytes], mark: str = "", made_in_view: Path | None = None
+    images_dir: Path,
+    changed: Mapping[str, bytes],
+    mark: str = "",
+    made_in_view: Path | None = None,
+    renamed: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[Path]:
     """A private folder for the block: what is ``changed``, by name, and otherwise the images of ``images_dir``.
 
-    `remove_changed` finds it by this ``mark``.
+    ``renamed``: new names by old ones. `remove_changed` finds the folder by this ``mark``.
 
     They are hard links in a sibling folder inside the snapshot, which nobody else can replace. If that fails (a
     read-only disk), they are symbolic links in the system's temporary folder; then no other user may be able to change
@@ -226,6 +237,8 @@ def changed_images(
             fd = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             with os.fdopen(fd, "wb") as stream:
                 stream.write(data)
+        for old, new in renamed.items():
+            (folder / old).rename(folder / new)
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)

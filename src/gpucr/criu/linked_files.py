@@ -10,7 +10,8 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
@@ -23,6 +24,7 @@ REMAP_IMAGE = "remap-fpath.img"
 REMAP_MAGIC, GHOST_MAGIC = 0x59133954, 0x52583605  # REMAP_FPATH_MAGIC, GHOST_FILE_MAGIC of CRIU's image format
 LINKED, GHOST = 0, 1  # remap_type
 _MAX_REMAP_BYTES = 16 << 20
+_LARGEST_GHOST = (1 << 28) - 1
 _CALL_BYTES = 64 << 20
 """Size of one sendfile(2): signals are handled in between."""
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -74,18 +76,47 @@ def save_linked_files(
     return tuple(names)
 
 
-def passing_ghosts(images_dir: Path) -> tuple[str, ...]:
-    """The names, as the tree sees them, under which a restore makes ghosts, and which it removes again.
+@dataclass(frozen=True)
+class Ghosts:
+    """Files without a name that a restore makes again, with numbers that no other restore has.
 
-    Raises OSError, and ImageError for damaged images.
+    ``names``: as the tree sees them, for a moment. ``changed`` and ``renamed``: the images to restore from, and new
+    names of others by old ones.
+    """
+
+    names: tuple[str, ...] = ()
+    changed: Mapping[str, bytes] = field(default_factory=dict)
+    renamed: Mapping[str, str] = field(default_factory=dict)
+
+
+def own_ghosts(images_dir: Path) -> Ghosts:
+    """Those of these images. Raises OSError, and ImageError for damaged images.
+
+    CRIU counts from 1, and makes ``PATH.cr.NUMBER.ghost``. Two restores at once of jobs that had deleted files of the
+    same name would find each other's, fail, and remove them (seen with OpenMPI's ``/dev/shm/open_mpi.0000`` and CRIU
+    4.2.1: "Can't create ghost regfile: File exists").
     """
     try:
-        ghosts = [each for each in read_remaps(images_in(images_dir)) if each.remap_type == GHOST]
+        entries = read_remaps(images_in(images_dir))
     except FileNotFoundError:
-        return ()
-    paths = FilesImage.read(images_dir).paths() if ghosts else {}
+        return Ghosts()
+    ghosts = [each for each in entries if each.remap_type == GHOST]
+    if not ghosts:
+        return Ghosts()
+    paths = FilesImage.read(images_dir).paths()
+    old = dict.fromkeys(each.remap_id for each in ghosts)
+    new = dict(zip(old, _numbers(len(old)), strict=True))
+    for each in ghosts:
+        each.remap_id = new[each.remap_id]
     names = (f"{paths[each.orig_id]}.cr.{each.remap_id:x}.ghost" for each in ghosts if each.orig_id in paths)
-    return tuple(dict.fromkeys(names))
+    renamed = {f"ghost-file-{number:x}.img": f"ghost-file-{own:x}.img" for number, own in new.items()}
+    return Ghosts(tuple(dict.fromkeys(names)), {REMAP_IMAGE: _remaps(entries)}, renamed)
+
+
+def _numbers(count: int) -> range:
+    """So many in a row that no other restore has, as good as surely. They are not long: names may be 255 bytes long."""
+    first = 1 + int(os.urandom(8).hex(), 16) % (_LARGEST_GHOST - count)
+    return range(first, first + count)
 
 
 def read_remaps(open_image: OpenImage) -> list[images_pb2.Remap]:
@@ -98,9 +129,11 @@ def read_remaps(open_image: OpenImage) -> list[images_pb2.Remap]:
 def _write_remaps(images_dir: Path, entries: list[images_pb2.Remap]) -> None:
     (images_dir / REMAP_IMAGE).unlink()
     with _create(images_dir / REMAP_IMAGE) as image:
-        image.write(head(REMAP_MAGIC))
-        for entry in entries:
-            image.write(encoded(entry))
+        image.write(_remaps(entries))
+
+
+def _remaps(entries: list[images_pb2.Remap]) -> bytes:
+    return b"".join([head(REMAP_MAGIC), *map(encoded, entries)])
 
 
 def _write_ghost(path: Path, source: int, status: os.stat_result) -> None:

@@ -65,7 +65,7 @@ class RemoveImages(Action):
 
 
 class RemoveGhosts(Action):
-    """Remove the names under which a killed CRIU has made files that are to have none (`passing_ghosts`)."""
+    """Remove the names under which a killed CRIU has made files that are to have none (`own_ghosts`)."""
 
     is_on_record: ClassVar[bool] = True
 

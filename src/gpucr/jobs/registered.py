@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from gpucr.errors import Busy, GpucrError, InvalidRequest, Unsupported, reason_of
@@ -186,7 +186,12 @@ class DumpNote:
 
 
 def restored_name_or_warning(
-    snapshot: JobSnapshot, opened: contextlib.ExitStack, *, name: str | None = None, clone: bool = False
+    snapshot: JobSnapshot,
+    opened: contextlib.ExitStack,
+    *,
+    name: str | None = None,
+    clone: bool = False,
+    other_parts: Sequence[JobSnapshot] = (),
 ) -> tuple[RestoredName | None, tuple[str, ...]]:
     """Enter `restored_name`; an unwritable registry is only a warning and does not prevent a restore.
 
@@ -196,9 +201,9 @@ def restored_name_or_warning(
     try:
         if name is not None or clone:
             with registry_in_use():
-                made = opened.enter_context(restored_name(snapshot, name=name, clone=clone))
+                made = opened.enter_context(restored_name(snapshot, name=name, clone=clone, other_parts=other_parts))
         else:
-            made = opened.enter_context(restored_name(snapshot))
+            made = opened.enter_context(restored_name(snapshot, other_parts=other_parts))
     except (OSError, GpucrError) as e:
         if name is not None or clone or isinstance(e, Busy):
             raise
@@ -253,13 +258,14 @@ class RestoredName:
 
 @contextlib.contextmanager
 def restored_name(
-    snapshot: JobSnapshot, *, name: str | None = None, clone: bool = False
+    snapshot: JobSnapshot, *, name: str | None = None, clone: bool = False, other_parts: Sequence[JobSnapshot] = ()
 ) -> Iterator[RestoredName | None]:
     """Reserve the name for a snapshot's job; None if it was not started by `gpucr run`.
 
     It is the job's old name, unless another job has it now or this is a ``clone``: then NAME-2, NAME-3, ... A user's
     ``name`` must be free. Unless this is a clone, its log exists when the block begins: CRIU opens it by name. Unless
-    the block registers the job, the registry stays as it is. Raises InvalidRequest and OSError.
+    the block registers the job, the registry stays as it is. ``other_parts`` of the job on other nodes may have had the
+    name here when they were dumped. Raises InvalidRequest and OSError.
     """
     launch = snapshot.manifest.launch
     if launch is None:
@@ -272,7 +278,7 @@ def restored_name(
         return
     log_path = None if clone else Path(launch.log_path)
     with contextlib.ExitStack() as held:
-        reservation = held.enter_context(_reserved(snapshot, launch.name, name, log_path))
+        reservation = held.enter_context(_reserved((snapshot, *other_parts), launch.name, name, log_path))
         warnings: tuple[str, ...] = ()
         if log_path is not None and _make_log(log_path):
             held.callback(_unmake_log, log_path, reservation)
@@ -281,13 +287,15 @@ def restored_name(
 
 
 def _reserved(
-    snapshot: JobSnapshot, old_name: str, name: str | None, log_path: Path | None
+    parts: Sequence[JobSnapshot], old_name: str, name: str | None, log_path: Path | None
 ) -> contextlib.AbstractContextManager[Reservation]:
     """The name of the job that continues the log ``log_path``; None: a clone's."""
     jobs = registry()
 
     def is_free(taken_by: ListedJob) -> bool:
-        return is_replaceable(taken_by) or _is_same_job(taken_by, snapshot, log_path)
+        return is_replaceable(taken_by) or (
+            log_path is not None and any(_is_same_job(taken_by, each) for each in parts)
+        )
 
     if name is not None:
         return jobs.reserve(name, log_path=log_path, replaces=is_free)
@@ -297,14 +305,15 @@ def _reserved(
     return jobs.reserve_numbered(old_name, first=2, log_path=log_path)
 
 
-def _is_same_job(job: ListedJob, snapshot: JobSnapshot, log_path: Path | None) -> bool:
+def _is_same_job(job: ListedJob, snapshot: JobSnapshot) -> bool:
     """Whether this is the snapshot's dumped job: every start has its own log and keeps it.
 
     Unless the user has named the log: then another job may share it, and the snapshot distinguishes them.
     """
-    if job.state.word != "dumped" or job.record is None or log_path is None or job.record.log != log_path:
+    launch = snapshot.manifest.launch
+    if job.state.word != "dumped" or job.record is None or launch is None or job.record.log != Path(launch.log_path):
         return False
-    is_own_log = log_path.parent.parent == state_folder() / "jobs"
+    is_own_log = job.record.log.parent.parent == state_folder() / "jobs"
     return is_own_log or job.record.snapshot == snapshot.where
 
 

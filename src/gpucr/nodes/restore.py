@@ -84,15 +84,16 @@ def run_restore_part(
                 set_id = meeting.arrive(lambda: _set_id(store, wanted, rendezvous.node_count))
                 begin = time.monotonic()
                 deadline = begin + timeout_s
-                stored, part = _part_of(store, set_id, rendezvous.node)
+                parts = _parts_of(store, set_id, rendezvous.node)
                 not_over_yet()
-                snapshot = SnapshotInStore.of(store, stored)
+                snapshot, *others = (SnapshotInStore.of(store, each) for each in parts)
                 moved = agree(meeting, snapshot.manifest, addresses, deadline, force=terms.force)
                 not_over_yet()
                 connections = tuple(each.connection for each in snapshot.manifest.peers)
                 of_this_node = replace(
                     request,
                     snapshot=snapshot,
+                    other_parts=others,
                     between=Between(connections, moved),
                     before_it_runs=lambda: meeting.together("ready", deadline),
                 )
@@ -102,7 +103,8 @@ def run_restore_part(
                 if meeting.error is not None:  # the reason for which it was cancelled here
                     raise meeting.error from None
                 raise
-        return PartReport(part, stored.name or "", report, time.monotonic() - begin)
+        part = SetPart(set_id, rendezvous.node, rendezvous.node_count)
+        return PartReport(part, snapshot.stored.name or "", report, time.monotonic() - begin)
 
 
 def _set_id(store: Store, wanted: str, node_count: int) -> str:
@@ -122,15 +124,15 @@ def _set_id(store: Store, wanted: str, node_count: int) -> str:
     return part.set_id
 
 
-def _part_of(store: Store, set_id: str, node: int) -> tuple[StoredSnapshot, SetPart]:
+def _parts_of(store: Store, set_id: str, node: int) -> tuple[StoredSnapshot, ...]:
+    """This node's part of the set first, then the others."""
     listing = snapshots.list_all(store)
     made = listing.sets.get(set_id)
-    wanted = made.snapshot_ids[node] if made is not None else ""
-    found = [(each, each.part) for each in listing.snapshots if each.part is not None and each.id == wanted]
-    if not found:
+    parts = listing.parts(made) if made is not None else ()
+    if made is None or len(parts) < len(made.snapshot_ids):
         raise StoreError(
-            f"the store {store.backend.url} does not have the part of node {node} in the set {set_id}",
+            f"the store {store.backend.url} does not have all parts of the set {set_id}",
             path=store.backend.url,
             hint="do all nodes see the same store? gpucr ls shows what is in it",
         )
-    return found[0]
+    return (parts[node], *parts[:node], *parts[node + 1 :])

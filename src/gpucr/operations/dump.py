@@ -40,7 +40,7 @@ from gpucr.snapshot.destination import DumpCounts, repairs_of
 from gpucr.snapshot.device.writer import DeviceWriter
 from gpucr.snapshot.job_snapshot import JobSnapshot
 from gpucr.snapshot.location import Compress, Place, TargetPlace, find_target
-from gpucr.snapshot.manifest import OverruledFinding
+from gpucr.snapshot.manifest import Manifest, OverruledFinding
 from gpucr.undo.cancellation import Cancellation
 from gpucr.undo.events import OnProgress
 from gpucr.undo.operation import AS_USUAL, TO_MOVE, Operation, Terms, deadline_after, operation
@@ -451,7 +451,7 @@ def run_prepared(prepared: Prepared, running: Operation, roll: Roll | None) -> D
         phases=phases,
         size_bytes=snapshot.manifest.size_bytes,
         downtime_s=_downtime_s(prepared.steps, phases),
-        warnings=_warnings(prepared),
+        warnings=_warnings(prepared, snapshot.manifest),
         counts=context.target.counts(context.writer),
         lock=context.cuda.gang.first_lock if context.cuda is not None else None,
         rehearsal=context.rehearsal.report if context.rehearsal is not None else None,
@@ -469,12 +469,15 @@ def _close(context: OwnDump, *, has_staging: bool) -> None:
         context.target.close()
 
 
-def _warnings(prepared: Prepared) -> tuple[str, ...]:
-    context = prepared.context
+def _warnings(prepared: Prepared, manifest: Manifest) -> tuple[str, ...]:
+    context, findings = prepared.context, list(prepared.findings)
+    if context.network.peers is not None:  # only now is known which connections lead to other parts of the job
+        findings = [each for each in findings if each.about != "connections"]
+        findings += preflight.found_outside(manifest.connections, "close", left_running=context.leave_running)
     noted = (context.note.warning,) if context.note is not None and context.note.warning is not None else ()
     repaired = repairs_of(context.target, context.writer)
     hooks = context.cuda.hooks.warnings if context.cuda is not None else ()
-    return (*(finding.warning() for finding in prepared.findings), *noted, *repaired, *hooks)
+    return (*(finding.warning() for finding in findings), *noted, *repaired, *hooks)
 
 
 def _downtime_s(steps: Sequence[Step], phases: Sequence[Phase]) -> float:

@@ -150,6 +150,7 @@ class RestoreRequest:
     before_it_runs: Callable[[], None] | None = None
     ends_with_caller: bool = False
     between: Between | None = None
+    other_parts: Sequence[JobSnapshot] = ()
 
     def __post_init__(self) -> None:
         _require("files", self.files, FilesMode)

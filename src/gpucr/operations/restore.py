@@ -230,7 +230,7 @@ def prepare(
     placement = place_snapshot(manifest, request.gpus, here, uses)
     source = source_of(snapshot)
     registration, warnings = registered.restored_name_or_warning(
-        snapshot, opened, name=request.name, clone=request.clone
+        snapshot, opened, name=request.name, clone=request.clone, other_parts=request.other_parts
     )
     plan = plan_sandbox(
         snapshot, registration, isolate=request.isolate, clone=request.clone, shell_job=options.shell_job

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from msgspec import structs
 
 from gpucr.criu.images import FilesImage, RestoreImages
-from gpucr.criu.linked_files import passing_ghosts
+from gpucr.criu.linked_files import own_ghosts
 from gpucr.criu.options import RestoreOptions
-from gpucr.criu.recovery import EndRestore, RemoveGhosts
+from gpucr.criu.recovery import EndRestore, RemoveGhosts, images_to_be_changed
 from gpucr.criu.remains import task_pids
 from gpucr.linux import processes
 from gpucr.model import ProcessId, ProcessInfo
@@ -72,7 +72,9 @@ class CriuRestore:
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
         """Restore, then take stock of the restored processes."""
-        self._ghosts = self._passing_ghosts()
+        # The helper makes files without a name, and in a rehearsal's view nobody else makes any.
+        if self._site.value.helper is None and not self._images[0].is_in_view:
+            self._ghosts = self._own_ghosts()
         if self._ghosts.paths:
             self._protection.protect(self._ghosts)
         with interrupts.allowed():
@@ -98,10 +100,16 @@ class CriuRestore:
                 deadline=self._deadline,
             )
 
-    def _passing_ghosts(self) -> RemoveGhosts:
-        """Those of a sandbox's own shared memory end with it."""
+    def _own_ghosts(self) -> RemoveGhosts:
+        """Have CRIU make names that no other restore makes. Those in a sandbox's own shared memory end with it."""
         with images_read_from(self._images[0].original):
-            names = [name for each in self._images for name in passing_ghosts(each.original)]
+            found = [own_ghosts(each.original) for each in self._images]
+        if any(each.changed for each in found):
+            self._protection.protect(images_to_be_changed(self._images))
+        for images, ghosts in zip(self._images, found, strict=True):
+            if ghosts.changed:
+                images.replace(ghosts.changed, ghosts.renamed)
+        names = [name for each in found for name in each.names]
         others = f"{SHARED_MEMORY}/" if self._site.value.isolated else ""
         told = (each for each in names if can_be_told(each) and not (others and each.startswith(others)))
         return RemoveGhosts(tuple(told))

@@ -304,6 +304,14 @@ def _all_parts(store: Store, listing: Listing, made: StoredSet) -> tuple[StoredS
             path=store.backend.url,
             hint="use another set, or another copy of the store",
         )
+    whose = [(each.part.set_id, each.part.node) if each.part is not None else None for each in parts]
+    strays = [str(node) for node, each in enumerate(whose) if each != (made.id, node)]
+    if strays:
+        raise StoreDamaged(
+            f"the set {made.label} has a snapshot that is not its part of node {', '.join(strays)}",
+            path=store.backend.url,
+            hint="use another set, or another copy of the store",
+        )
     return parts
 
 

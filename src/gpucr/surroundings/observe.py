@@ -13,6 +13,7 @@ from msgspec import Struct
 from gpucr.criu.image_entries import ImageError
 from gpucr.criu.images import FilesImage
 from gpucr.criu.linked_files import save_linked_files
+from gpucr.criu.tcp_streams import correct_windows
 from gpucr.diagnosis.preflight.databases import databases_of
 from gpucr.errors import CriuError, reason_of
 from gpucr.linux.descriptor_scan import NAMELESS
@@ -73,11 +74,14 @@ def look_at_files(
 ) -> TreeFiles:
     """Find the files that a frozen tree uses, and save the content of those whose opened name is gone into ``images``.
 
-    Call it in CRIU's post-dump hook: CRIU's names for those files are gone when it releases the tree. Raises as
-    `look_outside`; ``look`` and ``is_sandboxed`` as there.
+    Call it in CRIU's post-dump hook: CRIU's names for those files are gone when it releases the tree. Images of TCP
+    connections that no restore could use are corrected, too. Raises as `look_outside`; ``look`` and ``is_sandboxed`` as
+    there.
     """
     ours = tuple(process.pid for process in tree if is_sandboxed or look.sees_our_files(process.pid))
     in_use = tuple(files_in_use(ours, look))
+    with _images_explained(), folder.filled():
+        correct_windows(images)
     passing = _save_linked_files(images, folder, tree[0].pid, {file.inode for file in in_use})
     return TreeFiles(tree[0].pid, images, ours, in_use, passing)
 

@@ -233,7 +233,10 @@ class AdaptFiles:
         if not self._in_view:
             self._protection.protect(images_to_be_changed(self._images))
         for folder, image in zip(self._images, images, strict=True):
-            self._change(folder, image)
+            if self._in_view:
+                folder.use_view(self._site.value.shared_root)
+            if image.is_changed:
+                folder.change(image)
         return sum(cut.whole_bytes - cut.size_bytes for cut in self._cut)
 
     def _is_closed(self, connection: Connection) -> bool:
@@ -241,12 +244,6 @@ class AdaptFiles:
         if connection in self._peers:
             return self._between is None
         return self._tcp == "close"
-
-    def _change(self, folder: RestoreImages, image: FilesImage) -> None:
-        if image.is_changed:
-            if self._in_view:
-                folder.use_view(self._site.value.shared_root)
-            folder.change(image)
 
     def undo(self) -> None:
         """Append to the files what was cut off."""

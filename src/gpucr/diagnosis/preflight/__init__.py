@@ -37,6 +37,7 @@ from gpucr.diagnosis.preflight.surroundings import (
     check_outside_connections,
     check_ports,
     check_shared_files,
+    found_outside,
 )
 from gpucr.diagnosis.preflight.tree import (
     check_free_pids,
@@ -131,6 +132,7 @@ __all__ = [
     "check_traps",
     "check_users",
     "check_watches",
+    "found_outside",
     "kept_bytes",
     "look",
     "mps_programs",

@@ -1,4 +1,4 @@
-"""Communication with other machines that no snapshot has: RDMA, and other networks that NCCL may use instead of TCP.
+"""Communication with other machines that no restore takes up: RDMA, networks of NCCL's, TCP from link-local addresses.
 
 Seen with NCCL 2.28.9 (two ranks of torch 2.11 over sockets, /proc/net/unix): from its first collective on, a
 communicator has an abstract local socket ``tmp/nccl-socket-RANK-HASH``, which is gone after destroy_process_group. Over
@@ -12,7 +12,8 @@ import contextlib
 from gpucr.diagnosis.preflight.findings import Finding
 from gpucr.diagnosis.preflight.sharing import name_processes
 from gpucr.diagnosis.preflight.support import gpu_memory
-from gpucr.linux import memory, processes, sockets
+from gpucr.diagnosis.preflight.surroundings import check_link_local
+from gpucr.linux import memory, processes, sock_diag, sockets
 from gpucr.linux.processes import open_files
 from gpucr.model import Job
 
@@ -33,7 +34,7 @@ def check_between_nodes(job: Job) -> list[Finding]:
     if ranks:
         evidence = f"there is a socket {_COMMUNICATOR}*, and {'; '.join(dict.fromkeys(ranks.values()))}"
         found.append(gpu_memory.NODES_NCCL.seen(evidence, processes=name_processes([*ranks])))
-    return found
+    return found + check_link_local(sock_diag.outside_connections(sock_diag.sockets_of(job.pids)))
 
 
 def _has_rdma(pid: int, mapped: frozenset[str]) -> bool:

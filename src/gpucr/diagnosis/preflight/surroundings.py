@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import os
 import stat
 from collections.abc import Collection, Mapping, Sequence
@@ -15,6 +16,7 @@ from gpucr.diagnosis.preflight.support.fact import Fact
 from gpucr.linux import file_locks, files_in_use, processes, sock_diag
 from gpucr.linux.namespaces import namespace_id
 from gpucr.linux.one_look import OneLook
+from gpucr.linux.sock_diag import TcpSocket
 from gpucr.model import Connection, Endpoint, FileLock, Job, JobFile
 from gpucr.network.filters import find_method
 from gpucr.network.kept import find
@@ -25,14 +27,18 @@ FilesMode = Literal["keep", "rewind"]
 TcpMode = Literal["close", "keep"]
 """Connections whose peer is outside the job: closed in the restored job, or restored."""
 
-_SHOWN = 3
+_SHOWN, _IPV6 = 3, 6
 
 
 def check_outside_connections(
     job: Job, tcp: TcpMode = "close", *, left_running: bool = False, look: OneLook | None = None
 ) -> list[Finding]:
-    """Connections of a job that is to be dumped to programs outside it."""
-    found = sock_diag.outside_connections(sock_diag.sockets_of(job.pids, look))
+    """Connections of a job that is to be dumped to programs outside it, and those that no restore can make again."""
+    sockets = sock_diag.sockets_of(job.pids, look)
+    found = sock_diag.outside_connections(sockets)
+    closed = {each.inode for each in found} if tcp == "close" else ()
+    if impossible := check_link_local([each for each in sockets if each.is_connection and each.inode not in closed]):
+        return impossible
     if tcp == "keep":
         elsewhere = [pid for pid in job.pids if _is_in_another_network(pid)]
         if elsewhere:
@@ -40,10 +46,25 @@ def check_outside_connections(
         method, why = find_method()
         if method is None:
             return [facts.NO_FILTER.seen(why)]
-    if not found:
+    return found_outside([each.connection for each in found], tcp, left_running=left_running)
+
+
+def check_link_local(restored: Collection[TcpSocket]) -> list[Finding]:
+    """Connections that are to be restored and cannot be: CRIU binds them without the interface (seen with 4.2.1)."""
+    ends = [ipaddress.ip_address(each.local.address) for each in restored]
+    count = sum(each.version == _IPV6 and each.is_link_local for each in ends)
+    if not count:
+        return []
+    return [facts.LINK_LOCAL.seen("sock_diag", connections=_count(count, "connection"))]
+
+
+def found_outside(connections: Sequence[Connection], tcp: TcpMode, *, left_running: bool) -> list[Finding]:
+    """What a dump and a restore do to these connections to programs outside the job."""
+    if not connections:
         return []
     fact = facts.CONNECTIONS if left_running else facts.CONNECTIONS_WAIT if tcp == "keep" else facts.CONNECTIONS_END
-    return [fact.seen(_some([str(each.connection) for each in found]), connections=_count(len(found), "connection"))]
+    count = _count(len(connections), "connection")
+    return [fact.seen(_some([str(each) for each in connections]), connections=count)]
 
 
 def check_kept_connections(

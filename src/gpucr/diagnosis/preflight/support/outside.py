@@ -40,6 +40,13 @@ NO_FILTER = Fact(
     code="GPUCR-CONNECTIONS",
     case="a dump with `--tcp keep`",
 )
+LINK_LOCAL = Fact(
+    what="the job has {connections} over IPv6 link-local addresses",
+    consequence="CRIU cannot bind them again",
+    remedy="have the job use other addresses",
+    code="GPUCR-CONNECTIONS",
+    case="inside the job, or between its parts on several nodes",
+)
 _HAD = "the job had {connections} to programs outside it"
 CONNECTIONS_CLOSED = Fact(
     what=_HAD + "; they are closed",
