@@ -132,6 +132,7 @@ def test_root() -> None:
         (25, "blocking", "CAP_SYS_TIME is missing"),
         (24, "warning", "CAP_SYS_RESOURCE is missing"),
         (12, "warning", "CAP_NET_ADMIN is missing"),
+        (13, "warning", "CAP_NET_RAW is missing"),
     ],
 )
 def test_root_in_a_container(number: int, severity: str, what: str) -> None:

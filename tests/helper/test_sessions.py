@@ -35,10 +35,16 @@ import os, socket, time
 listener = socket.create_server(("127.0.0.1", 0))
 out = socket.create_connection(listener.getsockname())
 inside, _ = listener.accept()
+asked = socket.create_connection(listener.getsockname())
+answers, _ = listener.accept()
+asked.shutdown(socket.SHUT_WR)  # half closed: CRIU sends the end of the question again
 count = 0
 def beat():
     out.sendall(b"x")
     assert inside.recv(1) == b"x"
+    assert answers.recv(1) == b""
+    answers.sendall(b"y")
+    assert asked.recv(1) == b"y"
 """
 FILTERED = """
 import ctypes, os, time

@@ -26,6 +26,7 @@ _FURTHER = {
     "SYS_TIME": catalogue.NO_SYS_TIME,
     "SYS_RESOURCE": catalogue.NO_SYS_RESOURCE,
     "NET_ADMIN": catalogue.NO_NET_ADMIN,
+    "NET_RAW": catalogue.NO_NET_RAW,
 }
 
 

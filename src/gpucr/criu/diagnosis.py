@@ -230,7 +230,7 @@ KNOWN_FAILURES: tuple[FailurePattern, ...] = (
         "not-permitted",
         r"Operation not permitted|Permission denied",
         "CRIU may not do what it needs",
-        "run as root, in containers with CAP_SYS_ADMIN, CAP_SYS_PTRACE and CAP_CHECKPOINT_RESTORE",
+        "run as root, in containers with CAP_SYS_ADMIN, CAP_SYS_PTRACE, CAP_CHECKPOINT_RESTORE and CAP_NET_RAW",
     ),
 )
 

@@ -20,7 +20,8 @@ _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 4, 36  # include/uapi/linux/prctl.h
 _KEYCTL = {"x86_64": 250, "aarch64": 219}  # the number of keyctl(2)
 _JOIN_SESSION_KEYRING = 1  # include/uapi/linux/keyctl.h
 _FIRST_FREE_FD = 10
-_ALWAYS = ("CHECKPOINT_RESTORE", "NET_ADMIN", "SETPCAP", "SYS_PTRACE", "SYS_RESOURCE")
+# CAP_NET_RAW: CRIU sends a half-closed connection the FIN of its other end.
+_ALWAYS = ("CHECKPOINT_RESTORE", "NET_ADMIN", "NET_RAW", "SETPCAP", "SYS_PTRACE", "SYS_RESOURCE")
 _WITH_FILTERS = (*_ALWAYS, "SYS_ADMIN")  # also before Linux 5.9, which has no CAP_CHECKPOINT_RESTORE
 _prctl = libc.function("prctl", ctypes.c_int, *(ctypes.c_ulong,) * 4)
 KEEPER_MODULE = "gpucr.jobs.sandbox.keeper"
