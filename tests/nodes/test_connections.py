@@ -43,13 +43,24 @@ def snapshot_of(nodes: LoadedNodes, part: int) -> str:
     return next(str(each["id"]) for each in found if each["part"]["node"] == part)
 
 
+ROUNDS = 50 if IS_STORM else 1
+
+
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("at", [[0, 1], later([1, 0]), [2, 3]], ids=["in place", "swapped", "new addresses"])
 def test_200_connections_under_full_load(started: ExitStack, tmp_path: Path, at: list[int]) -> None:
+    """There and back again, many times in a storm."""
     nodes = loaded(started, tmp_path, 2, 200, spare=2)
-    nodes.dump()
-    nodes.nothing_is_blocked()
-    nodes.restore(*nodes.map_words(at), at=at)
-    nodes.goes_on()
+    for number in range(ROUNDS):
+        to = at if number % 2 == 0 else [0, 1]
+        name = f"set-{number}"
+        nodes.dump(name=name)
+        nodes.nothing_is_blocked()
+        nodes.restore(*nodes.map_words(to), at=to, name=name)
+        nodes.goes_on()
+        command.run("rm", f"{nodes.store}#{name}")
+        if number % 10 == 9:
+            command.run("prune", nodes.store, "--keep-last", "1", "--grace", "0")
     nodes.finish()
 
 
