@@ -171,6 +171,7 @@ class _PowerLoss:
             yield reported(f"stored:s{number}")
         self._does("copy", at / _STORE, at / _COPIES)
         yield reported("copied:")
+        yield reported("removing:s0")
         self._does("rm", f"{at / _STORE}#s0")
         yield reported("removed:s0")
         for _ in range(2):  # retires what nothing needs, and deletes it
@@ -248,6 +249,8 @@ class _PowerLoss:
             there.add(str(folder))
             found += _half(folder, is_known=str(folder) in places)
         found += [f"{place} is absent" for place in places if place not in there]
+        if "removed:s0" in known and f"{self._seen / _STORE}#s0" in there:
+            found.append("what was removed is there")
         listed = command.run("jobs", "--all", env={"XDG_STATE_HOME": str(self._seen / "state")})
         if listed.returncode != 0:
             found.append(f"gpucr jobs: {listed.stderr}")
@@ -267,7 +270,7 @@ class _PowerLoss:
                 places.append(str(seen / name))
             elif what == "stored":
                 places.append(f"{seen / _STORE}#{name}")
-            elif what == "removed":
+            elif what == "removing":
                 places.remove(f"{seen / _STORE}#{name}")
             elif what == "copied":
                 places += [f"{seen / _COPIES}#s{number}" for number in range(3)]
