@@ -128,7 +128,7 @@ class Machine:
                     *("-accel", "tcg,thread=multi", "-smp", "2"),
                     *("-cpu", self.hardware.cpu, "-m", str(self.hardware.memory_mib)),
                     *("-kernel", str(boots.program), "-initrd", str(boots.initrd)),
-                    *("-append", f"console=ttyS0 quiet panic=-1 {options}".rstrip()),
+                    *("-append", f"console=ttyS0 quiet panic=-1 no_timer_check {options}".rstrip()),
                     *("-serial", f"file:{self.console}"),
                     *("-chardev", f"socket,id=monitor,path={self._socket('monitor')},server=on,wait=off"),
                     *("-mon", "chardev=monitor,mode=control"),
