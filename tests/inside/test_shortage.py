@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,26 +18,36 @@ from tests.counter import wait_until
 from tests.inside.conftest import is_running, sh
 
 _MIB = 1 << 20
-_SMALLEST_MIB = {"ext4": 16, "xfs": 300, "btrfs": 120}
+_SIZES_MIB = {"ext4": 100, "xfs": 300, "btrfs": 250}
 
 
-@pytest.fixture(params=sorted(_SMALLEST_MIB))
-def full(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
-    """A file system without room."""
+@pytest.fixture(params=sorted(_SIZES_MIB))
+def small(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """A small file system with a store, and a folder for gpucr's state."""
     image, place = tmp_path / "image", tmp_path / "full"
     place.mkdir()
     kind = request.param
     sh(
-        f"truncate --size {_SMALLEST_MIB[kind]}M {image}; mkfs.{kind} -q {image}; mount -o loop {image} {place}; "
+        f"truncate --size {_SIZES_MIB[kind]}M {image}; mkfs.{kind} -q {image}; mount -o loop {image} {place}; "
         f"mkdir {place}/state"
     )
     assert command.run("store", "init", place / "store").returncode == 0
+    yield place
+    sh(f"umount {place}")
+
+
+@pytest.fixture
+def full(small: Path) -> Path:
+    """A file system without room."""
+    _fill(small)
+    return small
+
+
+def _fill(place: Path) -> None:
     sh(f"dd if=/dev/zero of={place}/filler bs=64K 2>/dev/null || true; sync")
     with contextlib.suppress(OSError):  # btrfs has small files elsewhere
         for number in itertools.count():
             (place / f"filler-{number}").write_bytes(bytes(1500))
-    yield place
-    sh(f"umount {place}")
 
 
 def test_no_room_for_a_snapshot(full: Path, job: str) -> None:
@@ -50,6 +62,57 @@ def test_no_room_for_gpucr_s_state(full: Path) -> None:
     done = command.run("run", "--name", "one", "--", "sleep", "1", env={"XDG_STATE_HOME": str(full / "state")})
     assert done.returncode not in (0, 1, 10), done.stderr
     assert "space" in done.stderr or "room" in done.stderr
+
+
+def test_a_full_file_system_is_read_and_freed(small: Path, tmp_path: Path, job: str) -> None:
+    """Snapshots on it can be listed, verified, copied and restored. Removing one makes room for another."""
+    full_state = {"XDG_STATE_HOME": str(small / "state")}
+
+    def does(*words: object, code: int = 0, env: dict[str, str] | None = None) -> str:
+        done = command.run(*words, env=env)
+        assert done.returncode == code, (words, done.stderr)
+        return done.stdout + done.stderr
+
+    does("dump", job, "--leave-running", "--to", small / "folder")
+    for name in ("one", "two"):
+        does("dump", job, "--leave-running", "--to", f"{small}/store#{name}")
+    _fill(small)
+    for words in (
+        ("ls", small / "store"),
+        ("jobs",),
+        ("verify", "--deep", small / "store"),
+        ("verify", "--deep", small / "folder"),
+        ("inspect", f"{small}/store#one"),
+        ("diff", f"{small}/store#one", f"{small}/store#two"),
+    ):
+        does(*words, env=full_state)
+    does("store", "init", tmp_path / "other")
+    does("copy", small / "store", tmp_path / "other", env=full_state)
+    for place in (small / "folder", f"{small}/store#two"):
+        does("restore", place, "--clone", "--name", "restored")
+        wait_until(lambda: is_running("restored"), "the job to run", timeout_s=120)
+        does("kill", "restored")
+    done = command.run("restore", small / "folder", "--clone", "--json", env=full_state)
+    assert "space" in done.stderr
+    if done.returncode == 0:  # btrfs had room for the first of the registry's files
+        with contextlib.suppress(ProcessLookupError):  # its log is there as well
+            os.kill(command.parsed(done.stdout)["pid"], signal.SIGKILL)
+    else:
+        assert done.returncode == 3, done.stderr
+
+    does("rm", f"{small}/store#one", env=full_state)
+    does("rm", f"{small}/store#two", env=full_state)
+    done = command.run("prune", small / "store", "--grace", "0s", env=full_state)
+    if done.returncode != 0:
+        assert "free 1 MiB" in done.stderr
+        sh(f"truncate --size -1M {small}/filler")
+        does("prune", small / "store", "--grace", "0s", env=full_state)
+    does("prune", small / "store", "--grace", "0s", env=full_state)  # what was retired is deleted
+    assert sum(path.stat().st_size for path in (small / "store").rglob("*") if path.is_file()) < _MIB
+    sh(f"rm -f {small}/filler*")
+    does("dump", job, "--leave-running", "--to", f"{small}/store#three")
+    does("verify", "--deep", small / "store")
+    assert is_running(job)
 
 
 def test_no_inodes_for_a_snapshot(tmp_path: Path, job: str) -> None:

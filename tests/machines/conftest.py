@@ -21,11 +21,12 @@ from tests.machines.images import (
 )
 from tests.machines.machine import Hardware, Machine, Wire
 from tests.machines.results import FILE, Results
+from tests.patience import PATIENCE
 from tests.ports import lasting_port
 
 USUAL = Hardware()
 IS_CHOSEN = os.environ.get("GPUCR_MACHINES", "") not in ("", "0")
-_LIMIT_S = 1800
+_LIMIT_S = 1800 * PATIENCE
 _RESULTS = Results()
 
 

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import gc
 import json
+import os
 import re
 import time
 from datetime import datetime
@@ -19,6 +21,7 @@ from gpucr.operations.stores import init_store
 from gpucr.store import index as indexes
 from gpucr.store import retired, snapshots, writers
 from gpucr.store.keys import Secret
+from gpucr.store.local import LocalBackend
 from gpucr.store.opened import Store
 from gpucr.store.prune import PruneReport, prune
 from gpucr.store.retention import PruneRules
@@ -39,6 +42,22 @@ def _prune_all(store: Store, **rules: float) -> PruneReport:
         report = prune(store, PruneRules(grace_s=0.0, **rules))  # type: ignore[arg-type]
         last = report if report.deleted_packs or report.removed else last
     return last
+
+
+def test_a_store_is_closed_as_soon_as_nobody_uses_it(tmp_path: Path) -> None:
+    """Not when garbage is collected: its file system would stay busy until then."""
+    (tmp_path / "store").mkdir(mode=0o700)
+    gc.disable()
+    try:
+        store = new_store(LocalBackend(tmp_path / "store"), None, pack_bytes=8 * PIECE_BYTES)
+        dump(store, {"a": content(1, 2, 3)}, "old")
+        dump(store, {"a": content(3)}, "new")
+        assert prune(store, PruneRules(keep_last=1, grace_s=0.0, repack_below=0.9)).repacked_bytes > 0
+        del store
+        opened = [os.path.realpath(path) for path in Path("/proc/self/fd").iterdir()]
+        assert [path for path in opened if path.startswith(str(tmp_path))] == []
+    finally:
+        gc.enable()
 
 
 def test_unneeded_data_is_deleted_and_needed_data_kept(secret: Secret | None) -> None:

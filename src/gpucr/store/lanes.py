@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -86,12 +86,13 @@ class _Lane:
 
 
 class Lanes:
-    """Up to ``count`` open packs. ``on_finished`` gets each published pack, from the thread that filled it."""
+    """Up to ``count`` open packs. ``written_bytes`` is the size of those that were published."""
 
-    def __init__(self, store: Store, count: int, on_finished: Callable[[PackContents], None]) -> None:
+    def __init__(self, store: Store, count: int) -> None:
         self._store = store
         self._count = count
-        self._on_finished = on_finished
+        self.written_bytes = 0
+        self._published: list[PackContents] = []
         self._freed = threading.Condition()
         self._idle: list[_Lane] = []
         self._lanes: list[_Lane] = []
@@ -127,6 +128,12 @@ class Lanes:
         finally:
             for lane in lanes:
                 self._give(lane)
+
+    def take_published(self) -> list[PackContents]:
+        """The packs that were published since the last call."""
+        with self._freed:
+            taken, self._published = self._published, []
+        return taken
 
     def discard(self) -> None:
         """Remove all open packs. Waits for the threads that fill them."""
@@ -165,7 +172,9 @@ class Lanes:
         except BaseException:
             pack.discard()
             raise
-        self._on_finished(contents)
+        with self._freed:
+            self._published.append(contents)
+            self.written_bytes += contents.size_bytes
 
     def _drop(self, lane: _Lane) -> None:
         pack, lane.pack = lane.pack, None

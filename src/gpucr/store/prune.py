@@ -87,7 +87,7 @@ def prune(
     except StoreError as e:
         if e.code != NO_SPACE:
             raise
-        hint = "free some KiB there by other means, and prune again: what is to go is written down before it goes"
+        hint = "free 1 MiB there by other means, and prune again: what is to go is written down before it goes"
         raise StoreError(e.message, path=e.path, hint=hint, code=NO_SPACE) from e
 
 

@@ -26,7 +26,7 @@ from gpucr.store.lanes import LANES, Lanes
 from gpucr.store.memory import AlignedBuffer
 from gpucr.store.opened import Store
 from gpucr.store.pace import Pace
-from gpucr.store.pack import PackContents, Place, padded
+from gpucr.store.pack import Place, padded
 from gpucr.store.pieces import ZERO_ID, PieceRef
 from gpucr.store.reader import StoreReader
 
@@ -78,15 +78,14 @@ class StoreWriter:
         self._added: set[bytes] = set()
         self._damaged: set[bytes] = set()
         self._retired: set[bytes] = set()
-        self._unindexed: list[PackContents] = []
         self._counts = WriteCounts()
         self._error: BaseException | None = None
-        self._lanes = Lanes(store, lanes, self._finished)
+        self._lanes = Lanes(store, lanes)
 
     @property
     def counts(self) -> WriteCounts:
         with self._lock:
-            return replace(self._counts, checked_bytes=self._checks.read_bytes)
+            return replace(self._counts, checked_bytes=self._checks.read_bytes, written_bytes=self._lanes.written_bytes)
 
     def add(self, buffer: Buffer) -> PieceRef:
         """Store one piece of 1 byte up to the store's piece size, if it is new. Returns its reference.
@@ -240,18 +239,12 @@ class StoreWriter:
 
     # --- packs -----------------------------------------------------------------------------------------------
 
-    def _finished(self, contents: PackContents) -> None:
-        with self._lock:
-            self._unindexed.append(contents)
-            self._add_counts(written_bytes=contents.size_bytes)
-
     def _flush(self) -> None:
         self._lanes.finish()
         with self._lock:
-            packs, self._unindexed = self._unindexed, []
             damaged = self._damaged - self._retired
             self._retired |= damaged
-        indexes.publish(self.store, packs)
+        indexes.publish(self.store, self._lanes.take_published())
         if damaged:
             # From now on the new copy is found before the damaged one, and no new writer relies on the latter.
             retired.retire(self.store, damaged)

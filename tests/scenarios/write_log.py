@@ -1,4 +1,4 @@
-"""The log of dm-log-writes, in the machine: what was on the disk if the power went at some moment.
+"""The log of dm-log-writes, which QEMU's blklogwrites writes too: what was on the disk if the power went.
 
 Documentation/admin-guide/device-mapper/log-writes.rst has the format. A write is logged when it has completed, and what
 was flushed is logged before the flush that it needs. So at each flush, everything before it is on the disk; of what
@@ -36,9 +36,12 @@ class Entry:
 
 
 class WriteLog:
-    """The entries of a log on the device ``path``, and the marks that somebody has put between them."""
+    """The entries of a log on the device ``path``, and the marks that somebody has put between them.
 
-    def __init__(self, path: str) -> None:
+    With ``marks_from`` marks are writes from that sector of the disk on, of 512 bytes.
+    """
+
+    def __init__(self, path: str, marks_from: int | None = None) -> None:
         self._fd = os.open(path, os.O_RDONLY)
         magic, version, count, self.sector_bytes = _SUPER.unpack(os.pread(self._fd, _SUPER.size, 0))
         if magic != _MAGIC or version != 1:
@@ -55,6 +58,10 @@ class WriteLog:
                 continue
             at += self.sector_bytes
             data_bytes = 0 if flags & _DISCARD else sectors * self.sector_bytes
+            if marks_from is not None and sectors and sector >= marks_from:
+                self.marks[os.pread(self._fd, data_bytes, at).rstrip(b"\0").decode()] = len(self.entries)
+                at += data_bytes
+                continue
             self.entries.append(Entry(sector, sectors, flags, at, data_bytes))
             at += data_bytes
 
