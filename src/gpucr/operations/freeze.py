@@ -19,11 +19,10 @@ from typing import TYPE_CHECKING, Literal
 from gpucr.criu.recovery import EndDump
 from gpucr.diagnosis import preflight
 from gpucr.diagnosis.traps import findings_of_traps
-from gpucr.driver.gpus import gpu_processes
 from gpucr.errors import GpucrError, InvalidRequest, JobDamaged, ProcessNotFound
 from gpucr.gang.threads import STOP_TIMEOUT_S
 from gpucr.gpu_state.cuda_work import CudaWork, Purpose, cuda_work
-from gpucr.gpu_state.held import device_bytes_in_use
+from gpucr.gpu_state.held import CudaJob
 from gpucr.gpu_state.source import SavedLater
 from gpucr.gpu_state.ways import GpuState, may_be_interposed, require_possible
 from gpucr.jobs import registered, selection
@@ -134,20 +133,22 @@ def _prepare(
 ) -> _Prepared:
     found.require_without_us()
     job = found.job
-    uses = gpu_processes() if job.gang else ()
-    held = device_bytes_in_use(job, uses)
+    seen = CudaJob.seen(job, found.require_cuda()) if job.gang else None
     cuda: CudaWork | None = None
-    if job.gang:
+    if seen is not None:
         purpose = Purpose(deadline=deadline, gpu_state=request.gpu_state, others=request.others)
-        cuda = cuda_work(found.driver, job, protection, held, SavedLater(), purpose)
+        cuda = cuda_work(seen, protection, SavedLater(), purpose)
 
     def needs() -> list[preflight.MemoryNeed]:
+        held = seen.held if seen is not None else {}
         return preflight.needs_of_suspend(held, in_files=True, on_gpu=cuda.on_gpu if cuda is not None else {})
+
+    uses, may_share = seen.uses if seen is not None else (), may_be_interposed(request.gpu_state)
 
     findings = (
         *(findings_of_spool(cuda, needs()) if cuda is not None else ()),
         *selection.findings_before_freeze(job, needs()),
-        *findings_of_traps(job, found.driver, uses, may_share=may_be_interposed(request.gpu_state)),
+        *findings_of_traps(job, found.driver, uses, may_share=may_share),
         *preflight.check_tracers(job),
         *preflight.check_ptrace(member.pid for member in job.gang),
         *(preflight.check_handed_over(cuda.custom.pids(job.gang)) if cuda is not None else ()),
