@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from gpucr.criu.options import choose_dump_options
 from gpucr.diagnosis import preflight
 from gpucr.errors import CudaStarted, GpucrError, InvalidRequest
@@ -305,17 +307,6 @@ def prepare(
     else:  # no CUDA, or its device memory is away
         needs = preflight.needs_of_dump({}, target.disk, job.pids, target.buffers_bytes, look=look)
         about_memory = selection.findings_before_freeze(job, needs)
-    shown = job.trees if leave_running and (stands_still or job.gang) else ()
-    findings = (
-        *about_memory,
-        *preflight.check_dump_by_user(job, criu.install, in_sandbox=found.sandbox is not None),
-        *selection.findings_for_criu(
-            found, request.tcp, leave_running=leave_running, is_frozen=frozen is not None, look=look
-        ),
-        *preflight.check_databases(job, leave_running=leave_running, look=look),
-        *(each for tree in shown for each in preflight.check_terminal(tree)),
-        *target.findings(job, device_bytes),
-    )
     options = choose_dump_options(
         job.pids, leave_running=leave_running or stands_still, other_root_pids=job.other_root_pids, look=look
     )
@@ -338,9 +329,12 @@ def prepare(
         launch=registered.launch_record(note.of_root) if note.of_root is not None else None,
         sandbox=found.sandbox,
         note=note,
-        overruled=tuple(OverruledFinding(f.sentence(), f.consequence) for f in findings if f.severity == "blocking"),
         rehearsal=Rehearsal(terms, deadline) if request.rehearse else None,
     )
+    around = _findings_around(found, context, request.tcp, was_frozen=frozen is not None)
+    findings = (*about_memory, *around, *target.findings(job, device_bytes))
+    overruled = (OverruledFinding(f.sentence(), f.consequence) for f in findings if f.severity == "blocking")
+    context = replace(context, overruled=tuple(overruled))
     steps, commit = (
         _steps(context, before, parts, persist=request.persist) if frozen is None else _steps_of_save(context)
     )
@@ -364,6 +358,20 @@ def _device_of(found: selection.FoundJob, request: DumpRequest) -> DeviceOfDump:
     from gpucr.operations import dump_device  # jobs without CUDA start without it
 
     return dump_device.DeviceOfDump(found, request)
+
+
+def _findings_around(
+    found: selection.FoundJob, context: OwnDump, tcp: preflight.TcpMode, *, was_frozen: bool
+) -> list[preflight.Finding]:
+    """What speaks against it besides device memory and the place of the snapshot."""
+    job, leave_running, look = found.job, context.leave_running, context.look
+    shown = job.trees if leave_running and (context.is_frozen or job.gang) else ()
+    return [
+        *preflight.check_dump_by_user(job, context.criu.install, in_sandbox=found.sandbox is not None),
+        *selection.findings_for_criu(found, tcp, leave_running=leave_running, is_frozen=was_frozen, look=look),
+        *preflight.check_databases(job, leave_running=leave_running, look=look),
+        *(each for tree in shown for each in preflight.check_terminal(tree)),
+    ]
 
 
 def _steps_of_save(context: OwnDump) -> tuple[list[Step], CommitSnapshot]:
