@@ -11,7 +11,7 @@ from gpucr.errors import CustomStorageError, DriverError, GpucrError, JobChanged
 from gpucr.gang import Gang
 from gpucr.gpu_state.backend import CUSTOM_STORAGE, Backend
 from gpucr.gpu_state.custom_storage.client import Carrier
-from gpucr.gpu_state.custom_storage.goes import Goes, HandedOver, NothingTaken, Taken, ToDisk, ToHostMemory, ToSaver
+from gpucr.gpu_state.custom_storage.goes import Goes, HandedOver, Taken, ToDisk, ToHostMemory, ToSaver
 from gpucr.gpu_state.custom_storage.holding import whole_pages
 from gpucr.gpu_state.custom_storage.spool import Spool
 from gpucr.gpu_state.holders import Holders
@@ -62,7 +62,7 @@ class CustomStorage:
         self._before = before
         self._wait_all_saved = wait_all_saved
         self._stage = Stage.HERE
-        self._taken: Taken = NothingTaken()
+        self._taken: Taken = Taken()
 
     @property
     def extents(self) -> tuple[StagedExtent, ...]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from abc import ABC, abstractmethod
-from typing import Protocol
+from collections.abc import Callable
 
 from msgspec import Struct
 
@@ -38,16 +37,15 @@ class HandedOver(Struct, frozen=True):
         return sum(extent.size_bytes for extent in self.extents)
 
 
-class Taken(Protocol):
-    """Memory on its way."""
+class Taken:
+    """Memory on its way; of this class itself: none, the process has all of it.
 
-    @property
-    def extents(self) -> tuple[StagedExtent, ...]:
-        """As in `Stored`."""
+    ``extents`` and ``source``: as in `Stored`.
+    """
 
-    @property
-    def source(self) -> Source | None:
-        """The readable data; None: not yet, or nothing."""
+    def __init__(self, extents: tuple[StagedExtent, ...] = (), source: Source | None = None) -> None:
+        self.extents = extents
+        self.source = source
 
     def start(self) -> None:
         """Let the carrier bring it there."""
@@ -62,45 +60,23 @@ class Taken(Protocol):
         """The process has its memory again."""
 
 
-class Goes(Protocol):
+class Goes:
     """Where the memory of one process goes. ``words``: for messages."""
 
-    @property
-    def words(self) -> str:
-        """The place, as messages name it."""
+    words: str
 
     def prepare(self, size_bytes: int) -> None:
         """The process runs: begin to make room for about this much."""
 
     def wait_prepared(self) -> None:
-        """Wait until `prepare`'s work is done."""
+        """Wait until the room of `prepare` is there."""
 
     def take(self, handed: HandedOver) -> Taken:
         """It holds this from now on. Raises OSError, CustomStorageError where there is no room."""
+        raise NotImplementedError
 
     def close(self) -> None:
         """Free what holds the data here. Idempotent."""
-
-
-class NothingTaken:
-    """See `Taken`: the process has all of its memory, or none on a GPU."""
-
-    source: Source | None = None
-
-    def __init__(self, extents: tuple[StagedExtent, ...] = ()) -> None:
-        self.extents = extents
-
-    def start(self) -> None:
-        pass
-
-    def wait_saved(self) -> None:
-        pass
-
-    def complete(self) -> None:
-        pass
-
-    def let_go(self) -> None:
-        pass
 
 
 class CarriedSource:
@@ -115,33 +91,21 @@ class CarriedSource:
         self._carrier.read_into(self.part.pid, position, data)
 
 
-class ToSaver:
-    """See `Goes`: the saver takes the bytes while they are on the GPU, and has them in files afterwards."""
+class ToSaver(Goes):
+    """The saver takes the bytes while they are on the GPU, and has them in files afterwards."""
 
     words = "the snapshot"
 
     def __init__(self, saver: Saver) -> None:
         self._saver = saver
 
-    def prepare(self, size_bytes: int) -> None:
-        pass
-
-    def wait_prepared(self) -> None:
-        pass
-
     def take(self, handed: HandedOver) -> Taken:
-        return BeingSaved(handed, self._saver) if handed.size_bytes else NothingTaken(handed.extents)
-
-    def close(self) -> None:
-        pass
+        return _BeingSaved(handed, self._saver) if handed.size_bytes else Taken(handed.extents)
 
 
-class BeingSaved:
-    """See `Taken`."""
-
+class _BeingSaved(Taken):
     def __init__(self, handed: HandedOver, saver: Saver) -> None:
-        self.extents = handed.extents
-        self.source: Source | None = CarriedSource(handed.part, handed.size_bytes, handed.carrier)
+        super().__init__(handed.extents, CarriedSource(handed.part, handed.size_bytes, handed.carrier))
         self._handed = handed
         self._saver = saver
 
@@ -153,38 +117,23 @@ class BeingSaved:
             pass
         self._handed.carrier.of("saved", self._handed.process)
 
-    def complete(self) -> None:
-        pass
 
-    def let_go(self) -> None:
-        pass
+class _ToFile(Goes):
+    """A copy in a file of gpucr's. With ``keeps_itself`` the process keeps it for a resume when gpucr has ended."""
 
-
-class _ToFile(ABC):
-    """A copy in a file of gpucr's."""
-
-    keeps_itself = False
-    """Whether the process keeps the file for a later resume, when gpucr has ended."""
-
-    def __init__(self) -> None:
+    def __init__(self, new: Callable[[int], File], *, keeps_itself: bool = False) -> None:
+        self._new = new
         self._made: list[File] = []
-
-    @abstractmethod
-    def _file(self, size_bytes: int) -> File:
-        """A new one. Raises OSError, CustomStorageError."""
+        self._keeps_itself = keeps_itself
 
     def prepare(self, size_bytes: int) -> None:
-        self._made.append(self._file(size_bytes))
-
-    @abstractmethod
-    def wait_prepared(self) -> None:
-        """See `Goes`."""
+        self._made.append(self._new(size_bytes))
 
     def take(self, handed: HandedOver) -> Taken:
         self.wait_prepared()
         if not self._made:
-            self._made.append(self._file(handed.size_bytes))
-        return Copied(handed, self._made[0], keeps_itself=self.keeps_itself)
+            self._made.append(self._new(handed.size_bytes))
+        return _Copied(handed, self._made[0], keeps_itself=self._keeps_itself)
 
     def close(self) -> None:
         """Close the copy. What the process holds of it stays."""
@@ -194,32 +143,21 @@ class _ToFile(ABC):
 
 
 class ToDisk(_ToFile):
-    """See `Goes`: host memory has no room for it."""
+    """Host memory has no room for it."""
 
     def __init__(self, spool: Spool) -> None:
-        super().__init__()
-        self._spool = spool
+        super().__init__(spool.file)
         self.words = f"a disk ({spool.folder})"
-
-    def _file(self, size_bytes: int) -> SpoolFile:
-        return self._spool.file(size_bytes)
-
-    def wait_prepared(self) -> None:
-        pass
 
 
 class ToHostMemory(_ToFile):
-    """See `Goes`."""
+    """Its pages are made while the process runs."""
 
     words = "host memory"
 
     def __init__(self, *, keeps_itself: bool) -> None:
-        super().__init__()
-        self.keeps_itself = keeps_itself
+        super().__init__(lambda size_bytes: StagingFile.create(size_bytes, KEPT_NAME), keeps_itself=keeps_itself)
         self._populating: list[threading.Thread] = []
-
-    def _file(self, size_bytes: int) -> StagingFile:
-        return StagingFile.create(size_bytes, KEPT_NAME)
 
     def prepare(self, size_bytes: int) -> None:
         with contextlib.suppress(OSError):  # the rest is allocated on demand
@@ -233,12 +171,11 @@ class ToHostMemory(_ToFile):
             each.join()
 
 
-class Copied:
-    """See `Taken`. It can be read when the process is CHECKPOINTED."""
+class _Copied(Taken):
+    """It can be read when the process is CHECKPOINTED."""
 
     def __init__(self, handed: HandedOver, file: File, *, keeps_itself: bool) -> None:
-        self.extents = handed.extents
-        self.source: Source | None = None
+        super().__init__(handed.extents)
         self._handed = handed
         self._file = file
         self._keeps_itself = keeps_itself
@@ -248,9 +185,6 @@ class Copied:
         file.resize(max(file.size_bytes, self._handed.size_bytes))
         carrier.place(process, [file.fd], max(file.size_bytes, PAGE_BYTES))
         carrier.of("copy", process)
-
-    def wait_saved(self) -> None:
-        pass
 
     def complete(self) -> None:
         file, handed = self._file, self._handed
