@@ -12,7 +12,7 @@ import contextlib
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal
 
@@ -33,13 +33,13 @@ from gpucr.linux.sock_diag import TcpSocket
 from gpucr.model import Connection, GangLock
 from gpucr.network.lock import JobNetwork
 from gpucr.network.steps import Quiet, Unblock
-from gpucr.operations.dump import KEEPER_LIMIT_S, DumpReport, FrozenParts, prepare, run_prepared
+from gpucr.operations.dump import KEEPER_LIMIT_S, DumpReport, FrozenParts, prepare, run_prepared, target_of
 from gpucr.operations.end_frozen import EndFrozenJob
 from gpucr.operations.freeze_steps import findings_of_spool, steps_to_freeze
 from gpucr.operations.plan import Plan
 from gpucr.operations.requests import DumpRequest, FreezeRequest
 from gpucr.snapshot.job_snapshot import JobSnapshot
-from gpucr.snapshot.location import Compress, Place, TargetPlace, find_target
+from gpucr.snapshot.location import Compress, Place, TargetPlace
 from gpucr.snapshot.recovery import DiscardFolder, RemoveWorkingFolder
 from gpucr.surroundings.recovery import RemoveLinkRemaps
 from gpucr.undo.cancellation import Cancellation
@@ -235,10 +235,12 @@ class FrozenJob:
         `gpucr.dump`.
         """
         self._require_frozen("saved")
-        place = find_target(to, compress=compress, encrypt=encrypt, trust_store=trust_store, key=key)
-        return self._save(place, Terms(timeout_s, force, on_progress, cancel))
+        request = DumpRequest(
+            self.pid, to, True, "sync", compress=compress, encrypt=encrypt, trust_store=trust_store, key=key
+        )
+        return self._save(request, target_of(request), Terms(timeout_s, force, on_progress, cancel))
 
-    def _save(self, place: TargetPlace, terms: Terms) -> DumpReport:
+    def _save(self, request: DumpRequest, place: TargetPlace, terms: Terms) -> DumpReport:
         hold = self._require_frozen("saved")
         found = hold.taken.found
         with operation("save", self.pid, terms) as running:
@@ -248,7 +250,7 @@ class FrozenJob:
                     found,
                     place,
                     hold.protection,
-                    DumpRequest(found.job.root.pid, "", leave_running=True, persist="sync"),
+                    request,
                     terms.within(running.deadline),
                     hold.parts,
                 )
@@ -331,9 +333,9 @@ class FrozenJob:
         )
 
 
-def save_frozen(job: FrozenJob, place: TargetPlace, terms: Terms) -> DumpReport:
-    """`FrozenJob.save` to an opened destination."""
-    return job._save(place, terms)  # noqa: SLF001
+def save_frozen(job: FrozenJob, request: DumpRequest, place: TargetPlace, terms: Terms) -> DumpReport:
+    """`FrozenJob.save` to the opened destination of a request."""
+    return job._save(replace(request, leave_running=True), place, terms)  # noqa: SLF001
 
 
 def block_connections(job: FrozenJob) -> tuple[tuple[TcpSocket, ...], tuple[Connection, ...]]:
