@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import re
 from collections.abc import Iterable, Mapping
+from ipaddress import ip_address
 from typing import NamedTuple
 
 from msgspec import Struct, field
@@ -238,8 +239,6 @@ class Endpoint(Struct, frozen=True, order=True):
 
     def require_valid(self) -> None:
         """Raise ValueError if it is not what it should be: for one that was read from a file."""
-        from ipaddress import ip_address  # a keeper, which loads this module, has no use for it
-
         try:
             is_shortest = str(ip_address(self.address)) == self.address
         except ValueError:

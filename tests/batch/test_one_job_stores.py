@@ -95,13 +95,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
 @pytest.fixture
 def in_s3(job: OneJob, server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[OneJob]:
     """The same, with a store that each machine reaches through a proxy of its own."""
-    for name, value in {
-        "AWS_ACCESS_KEY_ID": "key",
-        "AWS_SECRET_ACCESS_KEY": "secret",
-        "AWS_REGION": "us-east-1",
-        "AWS_ALLOW_HTTP": "true",
-        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{server.port}",  # in each network
-    }.items():
+    for name, value in server.environment.items():
         monkeypatch.setenv(name, value)
     with ExitStack() as opened:
         for machine in job.machines:

@@ -6,7 +6,6 @@ import contextlib
 import errno
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -24,9 +23,9 @@ from gpucr import Phase
 from gpucr.criu.install import find_criu
 from gpucr.driver.cuda import load_driver
 from gpucr.linux import memory
+from tests.benchmarks.whole import results_of
 from tests.storm import long
 
-ROOT = Path(__file__).parents[2]
 GIB = 2**30
 LIMITS = Limits(
     disk_write=2.0 * GIB,
@@ -376,17 +375,8 @@ def test_the_whole_comparison_where_no_driver_is_found(sim_only: None, tmp_path:
     images = tmp_path / "images"
     temporary.mkdir()
     images.mkdir()
-    command = [sys.executable, "-m", "benchmarks", "compare", "--gib", "0.015625", "--to", str(images)]
-    done = subprocess.run(
-        [*command, "--limit-gib", "0.1", "--warm-gib", "0", "--json"],
-        cwd=ROOT,
-        env={**env, "TMPDIR": str(temporary)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    data = json.loads(done.stdout)
+    small = ("--gib", "0.015625", "--limit-gib", "0.1", "--warm-gib", "0")
+    data = results_of("compare", *small, "--to", images, env={**env, "TMPDIR": str(temporary)})
     assert data["schema"] == "gpucr.benchmark.compare"
     assert data["ok"] is True
     assert data["hardware"]["simulated"] is True

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-
 import pytest
 
 from gpucr.linux import descriptor_limit
+from tests.benchmarks.whole import results_of
 from tests.storm import long
 
 CONNECTIONS = 10_000
@@ -18,13 +15,7 @@ CONNECTIONS = 10_000
 @pytest.mark.root
 @pytest.mark.usefixtures("sim_only")
 def test_thousands_of_idle_connections_keep_nothing_but_a_little_memory() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks", "forwarding", "--gb", "0.01", "--rounds", "1",
-         "--connections", str(CONNECTIONS), "--json"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(done.stdout)
+    found = results_of("forwarding", "--gb", "0.01", "--rounds", "1", "--connections", CONNECTIONS)
     assert [each["way"] for each in found["ways"]] == ["direct", "plain loop", "gpucr"]
     assert all(each["gb_per_s"] > 0 for each in found["ways"])
     (idle,) = found["idle"]  # it waits for the job to sleep

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from benchmarks import store_dump
 from benchmarks.store_dump import Result
+from tests.benchmarks.whole import results_of
 from tests.storm import long
-
-ROOT = Path(__file__).parents[2]
 
 
 def test_rates_are_relative_to_the_plain_folder() -> None:
@@ -29,16 +25,8 @@ def test_rates_are_relative_to_the_plain_folder() -> None:
 @long
 @pytest.mark.criu
 def test_it_runs_on_the_simulated_driver(sim_only: None, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks", "store-dump", "--gib", "0.008", "--warm-gib", "0", "--rounds", "1"]
-    done = subprocess.run(
-        [*command, "--ways", "folder,auto+encrypted", "--to", str(tmp_path), "--json"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    ways = json.loads(done.stdout)["ways"]
+    small = ("--gib", "0.008", "--warm-gib", "0", "--rounds", "1")
+    ways = results_of("store-dump", *small, "--ways", "folder,auto+encrypted", "--to", tmp_path)["ways"]
     assert ways["folder"]["medians"].keys() == ways["auto+encrypted"]["of_folder"].keys() == set(store_dump.MEASURED)
     counts = ways["auto+encrypted"]["counts"]
     assert counts["again"]["written_bytes"] < counts["dump"]["written_bytes"]

@@ -16,7 +16,6 @@ import gpucr
 from gpucr import DoctorReport, Finding
 from gpucr.checkups import memory, repairs
 from gpucr.cli import doctor as cli
-from gpucr.criu import provide
 from gpucr.criu.install import CriuInstall
 from gpucr.diagnosis.canaries.results import WHAT, CanaryOutcome, CanaryResult, MeasuredMachine, ProbeReport
 from gpucr.errors import CriuUnavailable, Unsupported
@@ -276,7 +275,7 @@ def test_each_thing_is_fixed_once(policies: tuple[Path, Path]) -> None:
 def test_criu_is_fetched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     program = tmp_path / "4.2.1-forky/usr/sbin/criu"
     install = CriuInstall((str(program),), (4, 2, 1), "provided", program)
-    monkeypatch.setattr(provide, "provide_criu", lambda _say: install)
+    monkeypatch.setattr(repairs, "provide_criu", lambda _say: install)
     (done,) = repairs.repair(
         [Finding("blocking", "none", "PATH", "no dump", "fetch", repair="fetch-criu", about="CRIU")]
     )
@@ -287,7 +286,7 @@ def test_criu_cannot_be_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(_say: object) -> CriuInstall:
         raise CriuUnavailable("apt knows no mirror", hint="set one")
 
-    monkeypatch.setattr(provide, "provide_criu", refuse)
+    monkeypatch.setattr(repairs, "provide_criu", refuse)
     (done,) = repairs.repair(
         [Finding("blocking", "none", "PATH", "no dump", "fetch", repair="fetch-criu", about="CRIU")]
     )

@@ -31,7 +31,7 @@ PROGRAM = """
 import sys
 from gpucr.cli.output import prepare_streams
 from gpucr.cli.progress import progress_printer
-from gpucr.undo.steps import run_steps
+from tests.undo.alone import run_steps
 prepare_streams()
 
 class Step:

@@ -52,7 +52,10 @@ def error(text: str, place: str = "criu/some.c:1") -> str:
         ("Can't dump nested pid namespace for 77", "nested-namespace"),
         ("Can't dump file 5 of that type [140777] (socket)", "unsupported-file"),
         ("prctl: Can't set exe link: Permission denied", "not-permitted"),
-        ("libnet_init failed (libnet_open_raw4(): SOCK_RAW allocation failed: Operation not permitted)", "not-permitted"),
+        (
+            "libnet_init failed (libnet_open_raw4(): SOCK_RAW allocation failed: Operation not permitted)",
+            "not-permitted",
+        ),
         ("x86: FPU xsave area present, but host cpu doesn't support it", "processor"),
         ("cpu: CPU instruction capabilities do not match run time", "processor"),
         ("Unable to set a monotonic clock offset: Operation not permitted", "clocks"),

@@ -12,9 +12,10 @@ import pytest
 import gpucr
 from gpucr.undo.events import OnProgress
 from gpucr.undo.interrupts import Interrupts
-from gpucr.undo.steps import Meter, run_steps
+from gpucr.undo.steps import Meter
 from tests.docs import support
 from tests.docs.pages import CODE, error_classes, first_cells, page, rows, section
+from tests.undo.alone import run_steps
 
 _RECORDS_PAGE: str = support.site_module("generated").records()
 

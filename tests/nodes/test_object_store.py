@@ -59,13 +59,7 @@ def nodes(
     sim_only: None, tmp_path: Path, server: Server, network: Network, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[TwoNodes]:
     require_networks()
-    for name, value in {
-        "AWS_ACCESS_KEY_ID": "key",
-        "AWS_SECRET_ACCESS_KEY": "secret",
-        "AWS_REGION": "us-east-1",
-        "AWS_ALLOW_HTTP": "true",
-        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{server.port}",  # in each network
-    }.items():
+    for name, value in server.environment.items():
         monkeypatch.setenv(name, value)
     with contextlib.ExitStack() as opened:
         made = TwoNodes(tmp_path, f"s3://{BUCKET}/jobs-{next(_NUMBERS)}")

@@ -575,14 +575,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture
 def s3(server: Server, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Where the server is, as users say it: in the environment."""
-    for name, value in {
-        "AWS_ACCESS_KEY_ID": "key",
-        "AWS_SECRET_ACCESS_KEY": "secret",
-        "AWS_REGION": "us-east-1",
-        "AWS_ALLOW_HTTP": "true",
-        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{server.port}",
-    }.items():
+    """A place there, which the environment says how to reach."""
+    for name, value in server.environment.items():
         monkeypatch.setenv(name, value)
     return f"s3://{BUCKET}/jobs"
 

@@ -38,6 +38,17 @@ class Server:
     port: int
     folder: Path
 
+    @property
+    def environment(self) -> dict[str, str]:
+        """Where it is, as users say it. A network of its own needs a `CuttingProxy` at the same port."""
+        return {
+            "AWS_ACCESS_KEY_ID": "key",
+            "AWS_SECRET_ACCESS_KEY": "secret",
+            "AWS_REGION": "us-east-1",
+            "AWS_ALLOW_HTTP": "true",
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.port}",
+        }
+
     def unfinished_uploads(self) -> list[Path]:
         """What is left of uploads in parts that were neither completed nor aborted."""
         return list((self.folder / ".localbucket-uploads").glob("*"))

@@ -20,7 +20,8 @@ from gpucr.errors import DeadlineExceeded, DriverError, GpucrError, Interrupted,
 from gpucr.undo import steps as steps_module
 from gpucr.undo.events import Progress
 from gpucr.undo.interrupts import Interrupts
-from gpucr.undo.steps import LeftBehind, Meter, Phase, Step, WithoutUndo, run_steps
+from gpucr.undo.steps import LeftBehind, Meter, Phase, Step, WithoutUndo
+from tests.undo.alone import run_steps
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 Action = Callable[[Interrupts], None]
@@ -723,7 +724,7 @@ def test_a_non_python_handler_is_left_alone(tmp_path: Path) -> None:
     )
     subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source], check=True)
     code = (
-        "import signal; from gpucr.undo.steps import run_steps\n"
+        "import signal; from tests.undo.alone import run_steps\n"
         "assert signal.getsignal(signal.SIGHUP) is None\n"
         "print(run_steps([])); signal.raise_signal(signal.SIGHUP); print('lives')"
     )

@@ -413,6 +413,7 @@ NO_NET_RAW = Fact(
     about="privileges",
     severity="warning",
     what="CAP_NET_RAW is missing",
-    consequence="CRIU cannot restore a job with a TCP connection that its other end had closed: it may not send the end",
+    consequence="CRIU cannot restore a job with a TCP connection that its other end had closed: "
+    "it may not send the end",
     remedy="give the container CAP_NET_RAW (`--cap-add`), or run gpucr outside it",
 )

@@ -8,6 +8,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from gpucr.checkups.memory import PRIVATE_POLICY, SHARED_POLICY, chosen
+from gpucr.criu.provide import provide_criu
 from gpucr.diagnosis.preflight.findings import Finding, RepairName
 from gpucr.errors import CriuUnavailable, Interrupted
 from gpucr.undo.cancellation import Cancellation
@@ -54,8 +55,6 @@ def repair(
 
 
 def _fetch_criu(name: RepairName, on_event: OnEvent | None) -> Repair:
-    from gpucr.criu.provide import provide_criu  # rarely needed, and slow to import
-
     try:
         install = provide_criu(on_event)
     except CriuUnavailable as e:

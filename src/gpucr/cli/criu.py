@@ -10,6 +10,7 @@ from gpucr.cli.options import json_option
 from gpucr.cli.output import print_json, say
 from gpucr.criu.engine import Criu
 from gpucr.criu.install import ENVIRONMENT_VARIABLE, CriuInstall, find_criu
+from gpucr.criu.provide import provide_criu
 from gpucr.errors import CriuError, CriuUnavailable
 
 
@@ -58,8 +59,6 @@ def find_or_fetch(*, fetch: bool = True) -> CriuInstall:
     except CriuUnavailable:
         if not fetch or os.environ.get(ENVIRONMENT_VARIABLE):  # the one that it names is never replaced by another
             raise
-    from gpucr.criu.provide import provide_criu  # rarely needed, and slow to import
-
     return provide_criu(on_event=say)
 
 

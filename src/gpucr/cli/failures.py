@@ -16,6 +16,7 @@ from gpucr.cli import usage
 from gpucr.cli.output import JsonWanted, print_json, say
 from gpucr.errors import CriuError, DriverError, DriverUnavailable, GpucrError, InvalidRequest, OutputLost, Unsupported
 from gpucr.linux.descriptor_limit import OUT_OF_DESCRIPTORS
+from gpucr.undo.logs import append_to_log
 
 _MORE_MEMORY = "free memory, or raise the limit (ulimit -v); `gpucr ps` shows where the job is"
 _MORE_THREADS = "raise the limits on processes and memory (ulimit -u, ulimit -v), then try again"
@@ -95,8 +96,6 @@ def ignored(arguments: sys.UnraisableHookArgs) -> None:
 
 def _write_down(error: Exception) -> None:
     with contextlib.suppress(Exception):  # the same error may occur here
-        from gpucr.undo.logs import append_to_log  # late: hardly ever needed
-
         append_to_log("internal", "".join(traceback.format_exception(error)))
 
 

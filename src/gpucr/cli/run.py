@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -118,12 +118,18 @@ def command(
         _start_later(request, settings, as_json=as_json)
         return
     started, pids = _start(request, supervision, settings)
-    record, plan = started.record, started.plan
-    for warning in plan.warnings:
+    for warning in started.plan.warnings:
         say(f"warning: {warning}")
     warn_of_our_end()
     if supervision is not None:
-        warn_of_shutdowns(record.pid)
+        warn_of_shutdowns(started.record.pid)
+    _print_started(started, pids, request, as_json=as_json)
+
+
+def _print_started(
+    started: StartedJob, pids: Mapping[str, int | None], request: LaunchRequest, *, as_json: bool
+) -> None:
+    record, plan = started.record, started.plan
     if as_json:
         print_json(
             "run",

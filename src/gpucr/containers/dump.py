@@ -21,11 +21,10 @@ from gpucr.criu.recovery import EndDump
 from gpucr.diagnosis import preflight
 from gpucr.diagnosis.preflight.support import machine as facts
 from gpucr.diagnosis.traps import findings_of_traps
-from gpucr.driver.gpus import gpu_processes
 from gpucr.errors import CriuError, CudaStarted, GpucrError, JobChanged, SnapshotExists
 from gpucr.gang import uses_libcuda
 from gpucr.gpu_state.cuda_work import CudaWork, Purpose, cuda_work
-from gpucr.gpu_state.held import device_bytes_in_use
+from gpucr.gpu_state.held import CudaJob
 from gpucr.jobs import selection
 from gpucr.jobs.taken import taken_job
 from gpucr.linux import cgroups, processes
@@ -201,21 +200,19 @@ def _prepare(
 ) -> tuple[JobDump, CudaWork, list[preflight.Finding]]:
     job = found.job
     preflight.require_privileges(job.root.pid)
-    uses = gpu_processes()
-    held = device_bytes_in_use(job, uses)
-    expected_bytes = sum(sum(by_gpu.values()) for by_gpu in held.values())
+    seen = CudaJob.seen(job, found.require_cuda())
     target = FolderTarget(images / GPU_PART_NAME, with_images=False)
     writer = DeviceWriter(target.sink)
-    cuda = cuda_work(found.driver, found.job, protection, held, writer, Purpose())
+    cuda = cuda_work(seen, protection, writer, Purpose())
     findings = [
         *selection.findings_before_freeze(
-            job, preflight.needs_of_dump(held, images, job.pids, target.buffers_bytes, cuda.on_gpu)
+            job, preflight.needs_of_dump(seen.held, images, job.pids, target.buffers_bytes, cuda.on_gpu)
         ),
-        *findings_of_traps(job, found.driver, uses),
+        *findings_of_traps(job, seen.driver, seen.uses),
         *preflight.check_suspended(job),
         *preflight.check_handed_over(cuda.custom.pids(job.gang)),
         *findings_of_processes(found),
-        *target.findings(job, expected_bytes),
+        *target.findings(job, seen.held_bytes),
     ]
     # Assume that it is left running: then nothing that the container may still need is discarded early.
     return (

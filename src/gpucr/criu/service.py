@@ -22,6 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol
 
+from google.protobuf.message import DecodeError
 from msgspec import Struct
 
 from gpucr.criu import in_namespaces, rpc_pb2
@@ -97,8 +98,6 @@ class Entered(Struct, frozen=True):
 
 
 def _decoded(packet: bytes) -> rpc_pb2.Response:
-    from google.protobuf.message import DecodeError  # with the first message, as rpc_pb2
-
     try:
         return rpc_pb2.Response.FromString(packet)
     except DecodeError as e:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 from msgspec import Struct
 
-from gpucr.driver.api import Driver
 from gpucr.driver.gpus import list_gpus
 from gpucr.gang import Gang
 from gpucr.gang.holdable import Others
@@ -16,6 +15,7 @@ from gpucr.gpu_state import kinds
 from gpucr.gpu_state.at_work import AtWork
 from gpucr.gpu_state.custom_storage.backend import CustomStorages, files_of
 from gpucr.gpu_state.driver_staging import DriverStaging
+from gpucr.gpu_state.held import CudaJob
 from gpucr.gpu_state.interposed.hooks import ProgramHooks, has_hooks
 from gpucr.gpu_state.interposed.interposers import Interposers
 from gpucr.gpu_state.opencl import LetGoOfOpenCl
@@ -39,7 +39,7 @@ from gpucr.gpu_state.stop_others import StopOthers
 from gpucr.gpu_state.ways import GpuState, uses_files
 from gpucr.interposer.presence import agent_threads
 from gpucr.linux.opencl import has_opencl
-from gpucr.model import CudaState, GangMember, Gpu, Job, ProcessId
+from gpucr.model import CudaState, GangMember, Gpu, ProcessId
 from gpucr.undo.protection import Protection
 from gpucr.undo.steps import Step
 
@@ -157,65 +157,47 @@ class Purpose(Struct, frozen=True):
     others: Others | None = None
 
 
-def _seen_gpus(
-    job: Job, gpus: Sequence[Gpu], held: Mapping[int, Mapping[str, int]]
-) -> Callable[[ProcessId], ProcessGpus]:
+def _seen_gpus(of: CudaJob, gpus: Sequence[Gpu]) -> Callable[[ProcessId], ProcessGpus]:
     """Ask the members now, while they can be asked. One that starts CUDA later is asked when it is found."""
 
     @functools.cache
     def seen(process: ProcessId) -> ProcessGpus:
-        return gpus_of(process, gpus, used=held.get(process.pid, {}))
+        return gpus_of(process, gpus, used=of.held.get(process.pid, {}))
 
-    for member in job.gang:
+    for member in of.job.gang:
         seen(member.id)
     return seen
 
 
-def cuda_work(
-    driver: Driver | None,
-    job: Job,
-    protection: Protection,
-    held: Mapping[int, Mapping[str, int]],
-    saver: Saver | None,
-    purpose: Purpose,
-) -> CudaWork:
-    """For a job that uses CUDA, by this driver. ``held``: its device memory, per pid and GPU UUID. Changes nothing.
+def cuda_work(of: CudaJob, protection: Protection, saver: Saver | None, purpose: Purpose) -> CudaWork:
+    """For this job. Changes nothing. Without a ``saver`` the CPU threads keep running.
 
-    Without a ``saver`` the CPU threads keep running.
+    Raises Unsupported if its device memory cannot leave as the purpose insists.
     """
-    gpu_state, save_gently, moves = purpose.gpu_state, purpose.save_gently, purpose.moves
-    if driver is None or not job.gang:
-        raise ValueError("the job does not use CUDA")
-    threads, guarded = GangThreads(agent_threads), GangProtection(protection)
-    at_work = AtWork(job, held, moves=moves)
+    job, threads, guarded = of.job, GangThreads(agent_threads), GangProtection(protection)
+    at_work = AtWork(job, of.held, moves=purpose.moves)
     gpus = list_gpus()
-    seen = _seen_gpus(job, gpus, held)
-    saves = Saves(saver, gently=save_gently)
-    interposers = Interposers(
-        driver, lambda process: [gpu.uuid for gpu in seen(process).visible], guarded,
-        to_host=purpose.to_host, moves=moves, gpu_state=gpu_state, saver=saver,
-        wait_saved=saver.wait if saver is not None and save_gently else None,
-    )  # fmt: skip
-    interposers.require(job.gang, held)
+    seen = _seen_gpus(of, gpus)
+    saves = Saves(saver, gently=purpose.save_gently)
+    interposers = _interposers(of, guarded, saver, purpose, seen)
     custom = CustomStorages(
-        driver, "driver" if moves else gpu_state, gpus, held,
-        saver=files_of(saver, held, may_wait=not save_gently),
+        of.driver, "driver" if purpose.moves else purpose.gpu_state, gpus, of.held,
+        saver=files_of(saver, of.held, may_wait=not purpose.save_gently),
         to_process=purpose.to_host, is_interposed=lambda pid: interposers.of(pid) is not None,
         tell_guard=guarded.carried, on_begun=saves.all_of,
     )  # fmt: skip
     custom.require(job.gang)
-
+    gpu_state = purpose.gpu_state
     staging = DriverStaging(use_files=uses_files(gpu_state), is_saved=saver is not None, gpu_state=gpu_state)
-    needs = {} if moves else interposers.left_to_driver(held)
+    needs = {} if purpose.moves else interposers.left_to_driver(of.held)
     guarded.needs(needs)
     above = (interposers, *(kinds.registered(protection) if saver is not None else ()))
     order = Order((custom, staging), above, needs=needs, saves=saves)
-    gang = Gang(driver, job.gang, deadline=purpose.deadline, around=order, others=purpose.others)
-    expected_bytes = sum(sum(by_gpu.values()) for by_gpu in held.values())
+    gang = Gang(of.driver, job.gang, deadline=purpose.deadline, around=order, others=purpose.others)
     return CudaWork(
         gang=gang,
         seen=seen,
-        device_bytes=held,
+        device_bytes=of.held,
         order=order,
         staging=staging,
         threads=threads,
@@ -230,7 +212,7 @@ def cuda_work(
             staging,
             guarded,
             at_work,
-            expected_bytes=expected_bytes,
+            expected_bytes=of.held_bytes,
             whole_tree=purpose.whole_tree,
             threads=threads if saver is not None else None,
         ),
@@ -240,3 +222,19 @@ def cuda_work(
             interposers.agent_of,
         ),
     )
+
+
+def _interposers(
+    of: CudaJob,
+    guarded: GangProtection,
+    saver: Saver | None,
+    purpose: Purpose,
+    seen: Callable[[ProcessId], ProcessGpus],
+) -> Interposers:
+    made = Interposers(
+        of.driver, lambda process: [gpu.uuid for gpu in seen(process).visible], guarded,
+        to_host=purpose.to_host, moves=purpose.moves, gpu_state=purpose.gpu_state, saver=saver,
+        wait_saved=saver.wait if saver is not None and purpose.save_gently else None,
+    )  # fmt: skip
+    made.require(of.job.gang, of.held)
+    return made

@@ -7,15 +7,41 @@ Its interposer knows.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from gpucr.driver.gpus import list_gpus
+from msgspec import Struct
+
+from gpucr.driver.api import Driver
+from gpucr.driver.gpus import gpu_processes, list_gpus
 from gpucr.gpu_state.placement import gpus_of
 from gpucr.interposer.client import ask_blocks, ask_status
 from gpucr.interposer.presence import is_interposed
 from gpucr.interposer.protocol import ON_DEVICE, Block, Flag
 from gpucr.linux import processes
 from gpucr.model import CudaState, Gpu, GpuUse, Job, ProcessId
+
+
+class CudaJob(Struct, frozen=True):
+    """A job that uses CUDA, its driver, and what it has on GPUs. Read once, before anything is stopped.
+
+    ``uses``: NVML's figures, of all processes. ``held``: the job's device memory in bytes, by pid and GPU UUID.
+    """
+
+    job: Job
+    driver: Driver
+    uses: Sequence[GpuUse]
+    held: Mapping[int, Mapping[str, int]]
+
+    @classmethod
+    def seen(cls, job: Job, driver: Driver) -> CudaJob:
+        """What it has now."""
+        uses = gpu_processes()
+        return cls(job, driver, uses, device_bytes_in_use(job, uses))
+
+    @property
+    def held_bytes(self) -> int:
+        """All of its device memory."""
+        return sum(sum(by_gpu.values()) for by_gpu in self.held.values())
 
 
 def device_bytes_in_use(job: Job, uses: Sequence[GpuUse]) -> dict[int, dict[str, int]]:

@@ -18,6 +18,7 @@ from gpucr.gang.around import Around
 from gpucr.gang.threads import GangThreads
 from gpucr.gpu_state import staging
 from gpucr.gpu_state.at_work import forget_dead
+from gpucr.gpu_state.custom_storage import kept
 from gpucr.gpu_state.room import total_of, wait_for_room
 from gpucr.interposer.presence import agent_threads, is_interposed
 from gpucr.linux import memory, processes
@@ -217,8 +218,6 @@ class BringBack(Action):
         end = time.monotonic() + _DRIVER_LIMIT_S
         while processes.keeps_running(self.carrier) and time.monotonic() < end:
             time.sleep(_LOOK_EVERY_S)
-        from gpucr.gpu_state.custom_storage import kept  # late: ptrace, as above
-
         driver = load_driver()
         for member in members:
             if member.pid not in self.carried or not processes.keeps_running(member.id):
@@ -340,8 +339,6 @@ def _finish_move(gang: Gang, moving: Mapping[int, GpuMap]) -> dict[int, GpuMap]:
 
 def _take_out_again(driver: Driver, pid: int) -> None:
     if memory.has_mapped(pid, f"/{KEPT_NAME}"):
-        from gpucr.gpu_state.custom_storage import kept  # late, as above
-
         kept.let_go(pid, driver.restore_thread_id(pid))  # the driver takes the memory now
     if is_interposed(pid):
         from gpucr.gpu_state.interposed.coming_back import take_out_again  # late, as above

@@ -43,7 +43,7 @@ class FoundJob(Struct, frozen=True):
     has_us: bool = False
     look: OneLook = field(default_factory=OneLook)
 
-    def is_frozen_for(self, leave_running: bool, look: OneLook) -> bool:
+    def is_frozen_for(self, leave_running: bool) -> bool:
         """Whether a dump stops all of it first, and kills it when the snapshot is complete, instead of CRIU.
 
         So with several trees. With TCP sockets, too: a killed CRIU leaves them in a mode in which the job cannot use
@@ -53,8 +53,8 @@ class FoundJob(Struct, frozen=True):
         """
         return (
             bool(self.job.other_root_pids)
-            or tcp_tables.has_sockets(self.job.pids, look)
-            or (not leave_running and any(target.endswith(MASTER) for target in look.files_of(self.job.pids)))
+            or tcp_tables.has_sockets(self.job.pids, self.look)
+            or (not leave_running and any(target.endswith(MASTER) for target in self.look.files_of(self.job.pids)))
         )
 
     def require_cuda(self) -> Driver:

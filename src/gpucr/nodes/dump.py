@@ -145,7 +145,7 @@ class _Dump:
                 leading_out, being_emptied = block_connections(frozen)
                 not_over_yet()
                 keep_blocked(frozen, find_peers(meeting, leading_out, being_emptied, deadline))
-                report = save_frozen(frozen, self._place, terms.within(deadline))
+                report = save_frozen(frozen, request, self._place, terms.within(deadline))
                 self._saved = in_store(report.snapshot)
                 not_over_yet()
                 self._settle(self._saved.stored.id, deadline)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from gpucr.criu.options import choose_dump_options
 from gpucr.diagnosis import preflight
-from gpucr.diagnosis.traps import findings_of_traps
-from gpucr.driver.gpus import gpu_processes
 from gpucr.errors import CudaStarted, GpucrError, InvalidRequest
-from gpucr.gpu_state.ways import GpuState, may_be_interposed, require_possible
+from gpucr.gpu_state.ways import GpuState, require_possible
 from gpucr.jobs import registered, selection
 from gpucr.jobs.selector import JobSelector
 from gpucr.jobs.taken import taken_job
@@ -31,8 +31,6 @@ from gpucr.operations.dump_steps import (
     SaveFirst,
 )
 from gpucr.operations.engines import criu_for_dump, require_possible_rehearsal
-from gpucr.operations.first_pass import first_pass
-from gpucr.operations.freeze_steps import findings_of_spool, steps_to_freeze
 from gpucr.operations.other_parts import MeetFrozen, MeetImaged, OtherParts
 from gpucr.operations.plan import Plan
 from gpucr.operations.requests import DumpRequest, Persist
@@ -50,6 +48,7 @@ from gpucr.undo.steps import Phase, Step
 
 if TYPE_CHECKING:
     from gpucr.gpu_state.cuda_work import CudaWork
+    from gpucr.operations.dump_device import DeviceOfDump
     from gpucr.operations.rehearse import RehearsalReport
     from gpucr.store.keys import Secret
 
@@ -262,6 +261,11 @@ class FrozenParts:
     cuda: CudaWork | None
     network: JobNetwork
 
+    @property
+    def device_bytes(self) -> int:
+        """How much device memory it had when it was frozen."""
+        return sum(self.cuda.sizes.values()) if self.cuda is not None else 0
+
 
 @dataclass(frozen=True)
 class Prepared:
@@ -286,73 +290,25 @@ def prepare(
 
     ``parts``: it is one part of a job, and is left running.
     """
-    deadline = deadline_after(terms.timeout_s)
-    is_frozen, leave_running, gpu_state = frozen is not None, request.leave_running, request.gpu_state
-    job = found.job
-    found.require_without_us()
-    found.require_one_namespace()
-    if request.only and len(job.processes) > 1:
-        raise InvalidRequest(
-            f"process {job.root.pid} has {len(job.processes) - 1} descendants, and a dump cannot leave them out",
-            hint="omit --only to dump the whole tree, or name the descendant itself",
-        )
-    preflight.require_privileges(job.root.pid)
-    look = OneLook() if is_frozen else found.look  # what was seen while it ran says nothing about a frozen one
-    stands_still = is_frozen or parts is not None or found.is_frozen_for(leave_running, look)
-    is_stopped = stands_still or bool(job.gang)
-    uses = gpu_processes() if job.gang and not is_frozen else ()
-    frozen_cuda = frozen.cuda if frozen is not None else None
-    held: Mapping[int, Mapping[str, int]] = frozen_cuda.device_bytes if frozen_cuda is not None else {}
-    kept_bytes = 0
-    if not is_frozen and job.gang:  # what is frozen does not answer
-        from gpucr.gpu_state.held import device_bytes_in_use  # jobs without CUDA start without it
-
-        held, kept_bytes = device_bytes_in_use(job, uses), preflight.kept_bytes(job)
-    held_bytes = sum(sum(by_gpu.values()) for by_gpu in held.values()) + kept_bytes
-    target = place.target(job, held_bytes)
+    _require_possible(found, request)
+    job, deadline, leave_running = found.job, deadline_after(terms.timeout_s), request.leave_running
+    look = found.look if frozen is None else OneLook()  # what was seen while it ran says nothing about a frozen one
+    stands_still = frozen is not None or parts is not None or found.is_frozen_for(leave_running)
+    device = _device_of(found, request) if job.gang and frozen is None else None
+    device_bytes = device.size_bytes if device is not None else frozen.device_bytes if frozen is not None else 0
+    target = place.target(job, device_bytes)
     criu = criu_for_dump(found)
     writer = DeviceWriter(target.sink, share=request.share or 1)
-    cuda = frozen_cuda
-    if job.gang and not is_frozen:
-        from gpucr.gpu_state.cuda_work import Purpose, cuda_work  # jobs without CUDA start without it
-
-        gently = leave_running and request.persist == "background"
-        cuda = cuda_work(
-            found.driver,
-            found.job,
-            protection,
-            held,
-            writer,
-            Purpose(
-                deadline=deadline,
-                save_gently=gently,
-                gpu_state=gpu_state,
-                others=parts.others if parts is not None else None,
-            ),
-        )
-
-    def needs() -> list[preflight.MemoryNeed]:
-        if is_frozen:  # its device memory is already away
-            return preflight.needs_of_dump({}, target.disk, job.pids, target.buffers_bytes, look=look)
-        on_gpu = cuda.on_gpu if cuda is not None else {}
-        return preflight.needs_of_dump(held, target.disk, job.pids, target.buffers_bytes, on_gpu, look)
-
-    findings = (
-        *(findings_of_spool(cuda, needs(), target.disk) if cuda is not None and not is_frozen else ()),
-        *selection.findings_before_freeze(job, needs()),
-        *(findings_of_traps(job, found.driver, uses, may_share=may_be_interposed(gpu_state)) if not is_frozen else ()),
-        *(preflight.check_handed_over(cuda.custom.pids(job.gang)) if cuda is not None and not is_frozen else ()),
-        *preflight.check_dump_by_user(job, criu.install, in_sandbox=found.sandbox is not None),
-        *selection.findings_for_criu(found, request.tcp, leave_running=leave_running, is_frozen=is_frozen, look=look),
-        *preflight.check_databases(job, leave_running=leave_running, look=look),
-        *(each for tree in job.trees for each in preflight.check_terminal(tree) if leave_running and is_stopped),
-        *target.findings(job, held_bytes),
-    )
+    cuda, before = frozen.cuda if frozen is not None else None, list[Step]()
+    if device is not None:
+        cuda = device.work(protection, writer, deadline, parts.others if parts is not None else None)
+        about_memory = device.findings(cuda, target)
+        before = device.steps_before(cuda, writer, deadline)
+    else:  # no CUDA, or its device memory is away
+        needs = preflight.needs_of_dump({}, target.disk, job.pids, target.buffers_bytes, look=look)
+        about_memory = selection.findings_before_freeze(job, needs)
     options = choose_dump_options(
-        job.pids,
-        leave_running=leave_running or stands_still,
-        other_root_pids=job.other_root_pids,
-        look=look,
+        job.pids, leave_running=leave_running or stands_still, other_root_pids=job.other_root_pids, look=look
     )
     if request.rehearse:
         require_possible_rehearsal(shell_job=options.shell_job)
@@ -373,54 +329,89 @@ def prepare(
         launch=registered.launch_record(note.of_root) if note.of_root is not None else None,
         sandbox=found.sandbox,
         note=note,
-        overruled=tuple(OverruledFinding(f.sentence(), f.consequence) for f in findings if f.severity == "blocking"),
-        rehearsal=_rehearsal(terms, deadline) if request.rehearse else None,
+        rehearsal=Rehearsal(terms, deadline) if request.rehearse else None,
     )
-    steps, commit = _steps(context, request, parts, is_frozen=is_frozen)
+    around = _findings_around(found, context, request.tcp, was_frozen=frozen is not None)
+    findings = (*about_memory, *around, *target.findings(job, device_bytes))
+    overruled = (OverruledFinding(f.sentence(), f.consequence) for f in findings if f.severity == "blocking")
+    context = replace(context, overruled=tuple(overruled))
+    steps, commit = (
+        _steps(context, before, parts, persist=request.persist) if frozen is None else _steps_of_save(context)
+    )
     return Prepared(context, tuple(steps), findings, commit)
 
 
-def _rehearsal(terms: Terms, deadline: float | None) -> Rehearsal:
-    from gpucr.operations.rehearse import run_rehearsal  # other dumps start without it
+def _require_possible(found: selection.FoundJob, request: DumpRequest) -> None:
+    """Raise if no dump of it is possible from here."""
+    job = found.job
+    found.require_without_us()
+    found.require_one_namespace()
+    if request.only and len(job.processes) > 1:
+        raise InvalidRequest(
+            f"process {job.root.pid} has {len(job.processes) - 1} descendants, and a dump cannot leave them out",
+            hint="omit --only to dump the whole tree, or name the descendant itself",
+        )
+    preflight.require_privileges(job.root.pid)
 
-    return Rehearsal(lambda snapshot: run_rehearsal(snapshot, terms.within(deadline)))
+
+def _device_of(found: selection.FoundJob, request: DumpRequest) -> DeviceOfDump:
+    from gpucr.operations import dump_device  # jobs without CUDA start without it
+
+    return dump_device.DeviceOfDump(found, request)
+
+
+def _findings_around(
+    found: selection.FoundJob, context: OwnDump, tcp: preflight.TcpMode, *, was_frozen: bool
+) -> list[preflight.Finding]:
+    """What speaks against it besides device memory and the place of the snapshot."""
+    job, leave_running, look = found.job, context.leave_running, context.look
+    shown = job.trees if leave_running and (context.is_frozen or job.gang) else ()
+    return [
+        *preflight.check_dump_by_user(job, context.criu.install, in_sandbox=found.sandbox is not None),
+        *selection.findings_for_criu(found, tcp, leave_running=leave_running, is_frozen=was_frozen, look=look),
+        *preflight.check_databases(job, leave_running=leave_running, look=look),
+        *(each for tree in shown for each in preflight.check_terminal(tree)),
+    ]
+
+
+def _steps_of_save(context: OwnDump) -> tuple[list[Step], CommitSnapshot]:
+    """Of a job that is frozen and stays so."""
+    network, criu = context.network, CriuDump(context)
+    save = CommitSnapshot(context, criu)
+    unblock = [Unblock(network, refuses_new=True)] if network.peers is None else []
+    return [PrepareTarget(context), SaveDevice(context), Block(network), criu, *unblock, save], save
 
 
 def _steps(
-    context: OwnDump, request: DumpRequest, parts: OtherParts | None, *, is_frozen: bool
+    context: OwnDump, before: Sequence[Step], parts: OtherParts | None, *, persist: Persist
 ) -> tuple[list[Step], CommitSnapshot | CriuDump]:
-    cuda, prepare, criu, network = context.cuda, PrepareTarget(context), CriuDump(context), context.network
+    """Of a job that runs. ``before``: for its device memory, while all of it still runs."""
+    cuda, criu, network = context.cuda, CriuDump(context), context.network
     save = CommitSnapshot(context, criu)
-    if is_frozen:
-        unblock: list[Step] = [Unblock(network, refuses_new=True)] if network.peers is None else []
-        return [prepare, SaveDevice(context), Block(network), criu, *unblock, save], save
-    begin: list[Step] = [prepare]
-    if cuda is not None:
-        begin += first_pass(cuda, context.writer, request.share, context.deadline)
-        begin.append(cuda.allocate(leave_running=context.leave_running))
+    begin: list[Step] = [PrepareTarget(context), *before]
     thaw: list[Step] = []
+    end: list[Step] = []
     if context.is_frozen:
-        freeze, thaw = steps_to_freeze(context.job, cuda, context.protection)
+        from gpucr.operations import end_frozen, freeze_steps  # one tree without CUDA is dumped without these
+
+        freeze, thaw = freeze_steps.steps_to_freeze(context.job, cuda, context.protection)
         begin += [Quiet(network, context.deadline), *freeze]
         if parts is not None:
             begin.append(MeetFrozen(parts, network, has_gpu_work=cuda is not None))
         begin.append(Block(network))
+        close = CloseConnections(network, lambda: save.snapshot.where if save.snapshot is not None else "")
+        end = [close, end_frozen.EndFrozenJob(context.job, context.protection)]
     elif cuda is not None:
         freeze, thaw = cuda.steps_to_freeze()
         begin += freeze
     begin.append(criu)
     if not context.leave_running:
-        if context.is_frozen:
-            from gpucr.operations.end_frozen import EndFrozenJob
-
-            close = CloseConnections(network, lambda: save.snapshot.where if save.snapshot is not None else "")
-            return [*begin, save, close, EndFrozenJob(context.job, context.protection)], save
-        return begin, criu
+        return ([*begin, save, *end], save) if context.is_frozen else (begin, criu)
     if parts is not None:
         begin.append(MeetImaged(parts))
     if context.is_frozen:
         begin.append(Unblock(network))
-    if request.persist == "sync":
+    if persist == "sync":
         return [*begin, save, *thaw], save
     return [*begin, *([SaveFirst(context)] if cuda is not None and cuda.may_wait else []), *thaw, save], save
 

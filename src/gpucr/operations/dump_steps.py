@@ -8,7 +8,7 @@ import ipaddress
 import os
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -51,6 +51,7 @@ from gpucr.surroundings.recovery import RemoveLinkRemaps, link_remaps
 from gpucr.surroundings.scheduling import with_scheduling
 from gpucr.undo.interrupts import Interrupts
 from gpucr.undo.logs import log_kept_on_failure
+from gpucr.undo.operation import Terms
 from gpucr.undo.protection import Protection
 from gpucr.undo.steps import LeftBehind, Meter
 from gpucr.version import __version__
@@ -70,15 +71,18 @@ _LOOK_EVERY_S = 0.5  # at CRIU's images while it writes them: those of hundreds 
 class Rehearsal:
     """The rehearsal of a snapshot that a dump has just written; ``hold`` raises what is wrong."""
 
-    def __init__(self, hold: Callable[[JobSnapshot], RehearsalReport]) -> None:
-        self._hold = hold
+    def __init__(self, terms: Terms, deadline: float | None) -> None:
+        self._terms = terms
+        self._deadline = deadline
         self.report: RehearsalReport | None = None
         self.has_failed = False
 
     def hold(self, snapshot: JobSnapshot) -> None:
         """Hold it. After any error the snapshot is not one to keep."""
+        from gpucr.operations.rehearse import run_rehearsal  # other dumps start without it
+
         try:
-            self.report = self._hold(snapshot)
+            self.report = run_rehearsal(snapshot, self._terms.within(self._deadline))
         except BaseException:
             self.has_failed = True
             raise

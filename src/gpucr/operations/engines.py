@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 from gpucr.criu.engine import Criu
 from gpucr.criu.install import CriuInstall, find_criu
@@ -12,6 +13,9 @@ from gpucr.errors import Unsupported
 from gpucr.helper.access import whose_criu
 from gpucr.jobs.selection import FoundJob
 from gpucr.snapshot.origin import RestoreSource
+
+if TYPE_CHECKING:
+    from gpucr.helper.client import HelperCriu
 
 NO_REHEARSAL = "GPUCR-NO-REHEARSAL"
 """Code of what keeps a rehearsal from being held."""
@@ -22,8 +26,7 @@ def criu_for_dump(found: FoundJob) -> Criu:
     install, sandbox = _find_install(), found.sandbox.pids if found.sandbox is not None else None
     if not install.is_helpers:
         return Criu(install, sandbox)
-    by_helper: Criu = _helper().HelperCriu(install, sandbox)
-    return by_helper
+    return helper_criu()(install, sandbox)
 
 
 def install_for_restore(source: RestoreSource) -> CriuInstall:
@@ -44,6 +47,12 @@ def _find_install() -> CriuInstall:
         return find_criu()
     found: CriuInstall = _helper().find_helper()
     return found
+
+
+def helper_criu() -> type[HelperCriu]:
+    """Root's CRIU by the helper, for callers that have none."""
+    made: type[HelperCriu] = _helper().HelperCriu
+    return made
 
 
 def _helper() -> ModuleType:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from gpucr.gpu_state.interposed.first_pass import FirstPass
 from gpucr.snapshot.device.room_sink import RoomSink
 from gpucr.snapshot.device.writer import DeviceWriter
 from gpucr.undo.steps import Step
@@ -17,7 +18,6 @@ def first_pass(cuda: CudaWork, writer: DeviceWriter, pace: float, deadline: floa
     pids = [member.pid for member in cuda.gang.members if cuda.interposers.of(member.pid) is not None]
     if not pids or not pace:
         return []
-    from gpucr.gpu_state.interposed.first_pass import FirstPass  # other operations start without it
 
     def counts() -> tuple[int, int]:
         return writer.early_known_bytes, writer.early_read_bytes

@@ -12,18 +12,17 @@ import contextlib
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal
 
 from gpucr.criu.recovery import EndDump
 from gpucr.diagnosis import preflight
 from gpucr.diagnosis.traps import findings_of_traps
-from gpucr.driver.gpus import gpu_processes
 from gpucr.errors import GpucrError, InvalidRequest, JobDamaged, ProcessNotFound
 from gpucr.gang.threads import STOP_TIMEOUT_S
 from gpucr.gpu_state.cuda_work import CudaWork, Purpose, cuda_work
-from gpucr.gpu_state.held import device_bytes_in_use
+from gpucr.gpu_state.held import CudaJob
 from gpucr.gpu_state.source import SavedLater
 from gpucr.gpu_state.ways import GpuState, may_be_interposed, require_possible
 from gpucr.jobs import registered, selection
@@ -34,13 +33,13 @@ from gpucr.linux.sock_diag import TcpSocket
 from gpucr.model import Connection, GangLock
 from gpucr.network.lock import JobNetwork
 from gpucr.network.steps import Quiet, Unblock
-from gpucr.operations.dump import KEEPER_LIMIT_S, DumpReport, FrozenParts, prepare, run_prepared
+from gpucr.operations.dump import KEEPER_LIMIT_S, DumpReport, FrozenParts, prepare, run_prepared, target_of
 from gpucr.operations.end_frozen import EndFrozenJob
 from gpucr.operations.freeze_steps import findings_of_spool, steps_to_freeze
 from gpucr.operations.plan import Plan
 from gpucr.operations.requests import DumpRequest, FreezeRequest
 from gpucr.snapshot.job_snapshot import JobSnapshot
-from gpucr.snapshot.location import Compress, Place, TargetPlace, find_target
+from gpucr.snapshot.location import Compress, Place, TargetPlace
 from gpucr.snapshot.recovery import DiscardFolder, RemoveWorkingFolder
 from gpucr.surroundings.recovery import RemoveLinkRemaps
 from gpucr.undo.cancellation import Cancellation
@@ -134,20 +133,22 @@ def _prepare(
 ) -> _Prepared:
     found.require_without_us()
     job = found.job
-    uses = gpu_processes() if job.gang else ()
-    held = device_bytes_in_use(job, uses)
+    seen = CudaJob.seen(job, found.require_cuda()) if job.gang else None
     cuda: CudaWork | None = None
-    if job.gang:
+    if seen is not None:
         purpose = Purpose(deadline=deadline, gpu_state=request.gpu_state, others=request.others)
-        cuda = cuda_work(found.driver, job, protection, held, SavedLater(), purpose)
+        cuda = cuda_work(seen, protection, SavedLater(), purpose)
 
     def needs() -> list[preflight.MemoryNeed]:
+        held = seen.held if seen is not None else {}
         return preflight.needs_of_suspend(held, in_files=True, on_gpu=cuda.on_gpu if cuda is not None else {})
+
+    uses, may_share = seen.uses if seen is not None else (), may_be_interposed(request.gpu_state)
 
     findings = (
         *(findings_of_spool(cuda, needs()) if cuda is not None else ()),
         *selection.findings_before_freeze(job, needs()),
-        *findings_of_traps(job, found.driver, uses, may_share=may_be_interposed(request.gpu_state)),
+        *findings_of_traps(job, found.driver, uses, may_share=may_share),
         *preflight.check_tracers(job),
         *preflight.check_ptrace(member.pid for member in job.gang),
         *(preflight.check_handed_over(cuda.custom.pids(job.gang)) if cuda is not None else ()),
@@ -234,10 +235,12 @@ class FrozenJob:
         `gpucr.dump`.
         """
         self._require_frozen("saved")
-        place = find_target(to, compress=compress, encrypt=encrypt, trust_store=trust_store, key=key)
-        return self._save(place, Terms(timeout_s, force, on_progress, cancel))
+        request = DumpRequest(
+            self.pid, to, True, "sync", compress=compress, encrypt=encrypt, trust_store=trust_store, key=key
+        )
+        return self._save(request, target_of(request), Terms(timeout_s, force, on_progress, cancel))
 
-    def _save(self, place: TargetPlace, terms: Terms) -> DumpReport:
+    def _save(self, request: DumpRequest, place: TargetPlace, terms: Terms) -> DumpReport:
         hold = self._require_frozen("saved")
         found = hold.taken.found
         with operation("save", self.pid, terms) as running:
@@ -247,7 +250,7 @@ class FrozenJob:
                     found,
                     place,
                     hold.protection,
-                    DumpRequest(found.job.root.pid, "", leave_running=True, persist="sync"),
+                    request,
                     terms.within(running.deadline),
                     hold.parts,
                 )
@@ -330,9 +333,9 @@ class FrozenJob:
         )
 
 
-def save_frozen(job: FrozenJob, place: TargetPlace, terms: Terms) -> DumpReport:
-    """`FrozenJob.save` to an opened destination."""
-    return job._save(place, terms)  # noqa: SLF001
+def save_frozen(job: FrozenJob, request: DumpRequest, place: TargetPlace, terms: Terms) -> DumpReport:
+    """`FrozenJob.save` to the opened destination of a request."""
+    return job._save(replace(request, leave_running=True), place, terms)  # noqa: SLF001
 
 
 def block_connections(job: FrozenJob) -> tuple[tuple[TcpSocket, ...], tuple[Connection, ...]]:

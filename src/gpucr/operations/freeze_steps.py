@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gpucr.diagnosis import preflight
+from gpucr.gpu_state.stop_others import StopOthers, steps_without_cuda
 from gpucr.model import Job
 from gpucr.undo.protection import Protection
 from gpucr.undo.steps import Step
@@ -20,11 +21,9 @@ if TYPE_CHECKING:
 
 def steps_to_freeze(job: Job, cuda: CudaWork | None, protection: Protection) -> tuple[list[Step], list[Step]]:
     """The steps after which a whole job stands still, also without CUDA, and those after which it runs as found."""
-    from gpucr.gpu_state import stop_others  # one tree without CUDA is dumped without all of this
-
     if cuda is not None:
-        return cuda.steps_to_freeze(stop_others.StopOthers(job, lambda: cuda.gang.members, cuda.guarded))
-    return stop_others.steps_without_cuda(job, protection)
+        return cuda.steps_to_freeze(StopOthers(job, lambda: cuda.gang.members, cuda.guarded))
+    return steps_without_cuda(job, protection)
 
 
 def findings_of_spool(

@@ -7,11 +7,10 @@ from dataclasses import dataclass, replace
 
 from gpucr.diagnosis import preflight
 from gpucr.diagnosis.traps import findings_of_traps
-from gpucr.driver.gpus import gpu_processes
 from gpucr.errors import InvalidRequest
 from gpucr.gpu_state.cuda_work import CudaWork, Purpose, cuda_work
 from gpucr.gpu_state.gpu_choice import GpuRequest
-from gpucr.gpu_state.held import device_bytes_in_use
+from gpucr.gpu_state.held import CudaJob
 from gpucr.gpu_state.move import MoveGang, goes_from_gpu_to_gpu
 from gpucr.gpu_state.placement import Placement, place_moved
 from gpucr.gpu_state.steps import UnlockGang
@@ -124,26 +123,19 @@ def prepare(
             f"process {', '.join(away)} is suspended",
             hint=f"`gpucr resume {job.root.pid} --gpu` brings it back elsewhere",
         )
-    uses = gpu_processes()
-    held = device_bytes_in_use(job, uses)
-    placement = place_moved(job.gang, held, request.gpus)
+    seen = CudaJob.seen(job, found.require_cuda())
+    placement = place_moved(job.gang, seen.held, request.gpus)
     choice = placement.choice
-    needs = preflight.needs_of_suspend(held, in_files=capabilities.can_checkpoint_processes())
+    needs = preflight.needs_of_suspend(seen.held, in_files=capabilities.can_checkpoint_processes())
     findings = [
         *selection.findings_before_freeze(job, needs),
-        *findings_of_traps(job, found.driver, uses),
+        *findings_of_traps(job, seen.driver, seen.uses),
         *preflight.check_room(choice.needed_bytes, placement.here, choice.gpu_map),
     ]
     to_host = not goes_from_gpu_to_gpu(choice)
     host = ToHostMemory(request.share)
-    work = cuda_work(
-        found.driver,
-        job,
-        protection,
-        held,
-        None,
-        Purpose(deadline, to_host=to_host, whole_tree=not request.only, moves=True),
-    )
+    purpose = Purpose(deadline, to_host=to_host, whole_tree=not request.only, moves=True)
+    work = cuda_work(seen, protection, None, purpose)
     if choice.gpu_map is None:
         return PreparedMove(work, host, placement, (), tuple(findings))
     findings += preflight.check_driver(work.gang.driver.capabilities(), choice.gpu_map)

@@ -7,6 +7,7 @@ import os
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from gpucr.criu.images import RestoreImages
@@ -137,61 +138,30 @@ def _options(snapshot: JobSnapshot) -> RestoreOptions:
     return RestoreOptions.from_dump(manifest.criu_options)
 
 
+@dataclass(frozen=True)
+class _Prepared:
+    """A rehearsal that is ready to run. ``full``: the GPUs without room for its device memory, which is left out."""
+
+    steps: tuple[Step, ...]
+    around: Sequence[PutBackSharedFiles | AdaptFiles]
+    criu: CriuRestore
+    gpu: GpuRestore | None
+    protection: Protection
+    findings: tuple[preflight.Finding, ...]
+    full: tuple[preflight.Finding, ...]
+
+
 def _held(snapshot: JobSnapshot, options: RestoreOptions, running: Operation) -> RehearsalReport:
-    deadline = running.deadline
     manifest = snapshot.manifest
     if manifest.kinds:
         kinds.require_kinds(manifest.kinds, snapshot.where)
-    here = list_gpus() if manifest.has_gpu_state else ()
-    placement = place_snapshot(manifest, GpuRequest.of(None, None), here, ())
-    source = source_of(snapshot)
     with contextlib.ExitStack() as opened:
-        opened.callback(_close, source)
-        install = install_for_restore(source)
-        findings = _findings(source, placement, install)
-        full = [each for each in findings if each.code == gpu_use.GPU_FULL.code and each.severity == "blocking"]
-        findings = [each for each in findings if each not in full]
-        preflight.require_no_blocking(findings, force=None)
-        driver = load_driver() if manifest.has_gpu_state else None
-        if driver is not None:
-            opened.enter_context(nvml_kept_open())
-        known = manifest.processes
-        running.require_descriptors(len(known), sum(each.found_state is not None for each in known), TO_MOVE)
-        protection = opened.enter_context(Protection())
-        plan = SandboxPlan("own", uuid.uuid4().hex, None, None, None, alone=False)
-        start = StartSandbox(
-            install,
-            source,
-            plan,
-            protection,
-            ends_with_caller=True,
-            view=lambda: view_for(source, install),
-        )
-        mark = os.urandom(8).hex()
-        images = [RestoreImages(folder, mark) for folder in source.image_folders]
-        gang = coming_gang(driver, deadline) if driver is not None else None
-        criu = CriuRestore(
-            manifest,
-            images,
-            start.site,
-            options,
-            gang=gang,
-            protection=protection,
-            deadline=deadline,
-            stays_stopped=True,
-        )
-        gpu: GpuRestore | None = None
-        if gang is not None:
-            opened.callback(placement.forget, gang)
-        if gang is not None and not full:
-            gpu = GpuRestore(source, gang, placement, criu.tree, protection, deadline)
-        around = _around(source, start.site, images, protection)
-        steps = _steps(source, start, around, criu, gpu, protection)
+        prepared = _prepare(snapshot, options, running, opened)
         try:
-            running.works_on(None, protection)
-            phases = running.run(steps)
+            running.works_on(None, prepared.protection)
+            phases = running.run(prepared.steps)
         finally:
-            for each in (*around, gpu.load if gpu is not None else None):
+            for each in (*prepared.around, prepared.gpu.load if prepared.gpu is not None else None):
                 if each is not None:
                     with contextlib.suppress(GpucrError, OSError):  # hides neither a success nor a failure
                         each.close()
@@ -199,11 +169,60 @@ def _held(snapshot: JobSnapshot, options: RestoreOptions, running: Operation) ->
         snapshot=snapshot,
         processes=len(manifest.processes),
         device_bytes=sum(each.size_bytes for each in manifest.device_parts.values()),
-        left_out=tuple(f"contexts and device memory on the GPU: {each.sentence()}" for each in full),
+        left_out=tuple(f"contexts and device memory on the GPU: {each.sentence()}" for each in prepared.full),
         phases=phases,
         seconds=sum(phase.seconds for phase in phases),
-        warnings=(*(finding.warning() for finding in findings), *criu.warnings),
+        warnings=(*(finding.warning() for finding in prepared.findings), *prepared.criu.warnings),
     )
+
+
+def _prepare(
+    snapshot: JobSnapshot, options: RestoreOptions, running: Operation, opened: contextlib.ExitStack
+) -> _Prepared:
+    """Inspect the snapshot and this machine, and prepare the steps. ``opened`` holds what they need.
+
+    Raises Unsupported for what this machine cannot restore.
+    """
+    manifest, deadline = snapshot.manifest, running.deadline
+    here = list_gpus() if manifest.has_gpu_state else ()
+    placement = place_snapshot(manifest, GpuRequest.of(None, None), here, ())
+    source = source_of(snapshot)
+    opened.callback(_close, source)
+    install = install_for_restore(source)
+    findings = _findings(source, placement, install)
+    full = [each for each in findings if each.code == gpu_use.GPU_FULL.code and each.severity == "blocking"]
+    findings = [each for each in findings if each not in full]
+    preflight.require_no_blocking(findings, force=None)
+    driver = load_driver() if manifest.has_gpu_state else None
+    if driver is not None:
+        opened.enter_context(nvml_kept_open())
+    known = manifest.processes
+    running.require_descriptors(len(known), sum(each.found_state is not None for each in known), TO_MOVE)
+    protection = opened.enter_context(Protection())
+    plan = SandboxPlan("own", uuid.uuid4().hex, None, None, None, alone=False)
+    view = partial(view_for, source, install)
+    start = StartSandbox(install, source, plan, protection, ends_with_caller=True, view=view)
+    mark = os.urandom(8).hex()
+    images = [RestoreImages(folder, mark) for folder in source.image_folders]
+    gang = coming_gang(driver, deadline) if driver is not None else None
+    criu = CriuRestore(
+        manifest,
+        images,
+        start.site,
+        options,
+        gang=gang,
+        protection=protection,
+        deadline=deadline,
+        stays_stopped=True,
+    )
+    gpu: GpuRestore | None = None
+    if gang is not None:
+        opened.callback(placement.forget, gang)
+    if gang is not None and not full:
+        gpu = GpuRestore(source, gang, placement, criu.tree, protection, deadline)
+    around = _around(source, start.site, images, protection)
+    steps = _steps(source, start, around, criu, gpu, protection)
+    return _Prepared(tuple(steps), around, criu, gpu, protection, tuple(findings), tuple(full))
 
 
 def _findings(source: RestoreSource, placement: Placement, install: CriuInstall) -> list[preflight.Finding]:

@@ -31,9 +31,7 @@ from gpucr.jobs import registered
 from gpucr.linux.claims import claimed_pids
 from gpucr.model import GpuMap
 from gpucr.network import kept
-from gpucr.network.between import Between
 from gpucr.network.held_back import HoldBack, LetGo
-from gpucr.network.records import KeptRecord
 from gpucr.network.steps import LetKeptGo
 from gpucr.operations.engines import install_for_restore
 from gpucr.operations.plan import Plan
@@ -51,7 +49,7 @@ from gpucr.snapshot.origin import ProvideFiles, RestoreSource
 from gpucr.snapshot.shared_files import ROOT, names_in_use
 from gpucr.surroundings.databases import PutBackDatabases
 from gpucr.surroundings.folders import MakeFolders
-from gpucr.surroundings.steps import AdaptFiles, StepBeforeCriu, endpoints_to_bind, steps_before_criu
+from gpucr.surroundings.steps import AdaptFiles, SocketsBack, StepBeforeCriu, steps_before_criu
 from gpucr.undo.cancellation import Cancellation
 from gpucr.undo.events import OnProgress
 from gpucr.undo.operation import AS_USUAL, TO_MOVE, Operation, Terms, operation
@@ -238,32 +236,24 @@ def prepare(
     if plan is None:
         opened.enter_context(claimed_pids(process.pid for process in manifest.processes))
     install = install_for_restore(source)
-    in_our_network = plan is None or plan.network == "host"
-    between = request.between
-    if not in_our_network:
-        _require_no_connections(snapshot, between)
-    record = kept.find(manifest.kept) if in_our_network and not request.clone else None
-    tcp = request.tcp or ("keep" if record is not None else "close")
+    sockets = _sockets_back(snapshot, request, plan)
     findings = (
         *findings_of_machine(source, placement.choice, here, install, in_sandbox=plan is not None),
-        *_findings_outside(source, request.files, tcp, plan, between),
+        *_findings_outside(source, request.files, sockets, plan),
         *(check_clone(manifest) if request.clone else ()),
     )
     driver, protection = _driver_for(snapshot, findings), Protection()
     start: StartSandbox | StartKeeper
+    ends = request.ends_with_caller
     if plan is not None:
-        start = StartSandbox(install, source, plan, protection, ends_with_caller=request.ends_with_caller)
+        start = StartSandbox(install, source, plan, protection, ends_with_caller=ends)
     else:
-        own_session = not options.shell_job
-        start = StartKeeper(install, registration, own_session=own_session, ends_with_caller=request.ends_with_caller)
+        start = StartKeeper(install, registration, own_session=not options.shell_job, ends_with_caller=ends)
     mark = os.urandom(8).hex()
     images = [RestoreImages(folder, mark) for folder in source.image_folders]
     for each in images:
         opened.callback(each.close)
-    around = steps_before_criu(
-        source, start.site, images, request.files, tcp, protection,
-        between=between, in_our_network=in_our_network, deadline=deadline,
-    )  # fmt: skip
+    around = steps_before_criu(source, start.site, images, request.files, sockets, protection, deadline)
     gang: Gang | None = _with_cuda().coming_gang(driver, deadline) if driver is not None else None
     criu = CriuRestore(manifest, images, start.site, options, gang=gang, protection=protection, deadline=deadline)
     gpu: GpuRestore | None = None
@@ -274,7 +264,7 @@ def prepare(
     keep = KeepJob(start.site, criu.tree, manifest, registration, protection)
     first: list[Step] = [provide] if load is None else [provide, load] if source.provides_first else [load, provide]
     folders = [MakeFolders(manifest.folders, protection)] if manifest.folders else []
-    ready = _steps_before_it_runs(request, around, record, tcp)
+    ready = _steps_before_it_runs(request, around, sockets)
     after = gpu.steps_after_criu(ready) if gpu is not None else []
     return PreparedRestore(
         source=source,
@@ -311,22 +301,26 @@ def _require_possible(snapshot: JobSnapshot, request: RestoreRequest) -> None:
     preflight.require_privileges(manifest.root_pid)
 
 
-def _require_no_connections(snapshot: JobSnapshot, between: Between | None) -> None:
-    if between is not None and between.connections:
+def _sockets_back(snapshot: JobSnapshot, request: RestoreRequest, plan: SandboxPlan | None) -> SocketsBack:
+    """Raises InvalidRequest if they lead to other nodes, and its network leads nowhere."""
+    between = request.between
+    in_our_network = plan is None or plan.network == "host"
+    if not in_our_network and between is not None and between.connections:
         raise InvalidRequest(
             f"{snapshot.where} has connections to other nodes, and a network of its own leads nowhere",
             hint="restore it without --isolate; start such jobs with `gpucr run --network host`",
         )
+    record = kept.find(snapshot.manifest.kept) if in_our_network and not request.clone else None
+    tcp = request.tcp or ("keep" if record is not None else "close")
+    return SocketsBack(in_our_network, tcp, record, between)
 
 
-def _steps_before_it_runs(
-    request: RestoreRequest, around: Sequence[Step], record: KeptRecord | None, tcp: str
-) -> list[Step]:
+def _steps_before_it_runs(request: RestoreRequest, around: Sequence[Step], sockets: SocketsBack) -> list[Step]:
     """What the restored job waits for, stopped."""
     ready: list[Step] = [WaitForOthers(request.before_it_runs)] if request.before_it_runs is not None else []
     ready += [LetGo(each) for each in around if isinstance(each, HoldBack)]
-    if record is not None:
-        ready.append(LetKeptGo(record, is_taken_up=tcp == "keep"))
+    if sockets.record is not None:
+        ready.append(LetKeptGo(sockets.record, is_taken_up=sockets.tcp == "keep"))
     return ready
 
 
@@ -382,19 +376,14 @@ def _recall_overruled(error: GpucrError, manifest: Manifest, findings: Sequence[
 
 
 def _findings_outside(
-    source: RestoreSource,
-    files: preflight.FilesMode,
-    tcp: preflight.TcpMode,
-    plan: SandboxPlan | None,
-    between: Between | None,
+    source: RestoreSource, files: preflight.FilesMode, sockets: SocketsBack, plan: SandboxPlan | None
 ) -> list[preflight.Finding]:
     manifest = source.snapshot.manifest
     replaced = {str(path) for path in plan.outputs} if plan is not None else set()
-    in_our_network = plan is None or plan.network == "host"
     opened = [file for file in manifest.open_files if file.path not in replaced]
     saved = [state_now(database) for database in manifest.databases]
     members = {member for database in saved for member in database.members}
-    closed = [] if between is not None else [each.connection for each in manifest.peers]
+    closed = [] if sockets.between is not None else [each.connection for each in manifest.peers]
     opening, making = files_to_open(source, apart_from=replaced)
     return [
         *preflight.check_files(opened, manifest.open_folders, files, members),
@@ -403,9 +392,11 @@ def _findings_outside(
         *preflight.check_changed_databases(opened, manifest.created, rewind=files == "rewind", saved=saved),
         *(preflight.check_own_terminals(manifest.terminals) if plan is None else ()),
         *(preflight.check_shared_files(names_in_use(ROOT, manifest.shared_files)) if plan is None else ()),
-        *(preflight.check_ports(endpoints_to_bind(manifest, tcp, between)) if in_our_network else ()),
+        *preflight.check_ports(sockets.to_bind(manifest)),
         *preflight.check_kept_connections(closed, "close", None),
-        *preflight.check_kept_connections(manifest.connections, tcp, manifest.kept, in_our_network=in_our_network),
+        *preflight.check_kept_connections(
+            manifest.connections, sockets.tcp, manifest.kept, in_our_network=sockets.in_our_network
+        ),
     ]
 
 

@@ -25,6 +25,7 @@ from gpucr.linux import processes
 from gpucr.linux.namespaces import last_pid_clear_of
 from gpucr.linux.trusted_paths import open_file
 from gpucr.model import ProcessId
+from gpucr.operations.engines import helper_criu
 from gpucr.operations.restored_tree import RestoredTree
 from gpucr.snapshot.job_snapshot import JobSnapshot
 from gpucr.snapshot.manifest import Manifest
@@ -35,7 +36,6 @@ from gpucr.undo.protection import Protection
 from gpucr.undo.steps import Meter, Result
 
 if TYPE_CHECKING:
-    from gpucr.helper.client import HelperCriu
     from gpucr.linux.private_view import View
 
 LEFTOVER_LIMIT_S = 5.0
@@ -209,7 +209,7 @@ class StartSandbox:
         self._protection.protect(EndSandbox(found.keeper))
         shared, helper = found.shared_memory, None
         if self._install.is_helpers:
-            helper = _helper_criu()(self._install, found.pids)
+            helper = helper_criu()(self._install, found.pids)
         criu = helper or Criu(self._install, found.pids)
         ends = self._ends_with_caller
         self.site.set(RestoreSite(made, criu, True, plan.network, shared, plan.outputs, helper, ends))
@@ -281,7 +281,7 @@ class StartKeeper:
             helped = self._made = sandbox.helped_keepers(
                 log_path=log_path, status_path=status_path, ends_with_caller=self._ends_with_caller
             )
-            criu = _helper_criu()(self._install, keepers=helped)
+            criu = helper_criu()(self._install, keepers=helped)
             self.site.set(
                 RestoreSite(helped, criu, False, "host", helper=criu, ends_with_caller=self._ends_with_caller)
             )
@@ -370,9 +370,3 @@ def _make_log(path: Path) -> None:
         raise Unsupported(
             f"the job's new log {path} cannot be made: {e.strerror}", hint="check who may write to its folder"
         ) from e
-
-
-def _helper_criu() -> type[HelperCriu]:
-    from gpucr.helper.client import HelperCriu  # root starts without the helper
-
-    return HelperCriu

@@ -13,7 +13,7 @@ from msgspec import Struct
 from gpucr.diagnosis import preflight
 from gpucr.diagnosis.traps import findings_of_traps
 from gpucr.driver.api import Driver
-from gpucr.driver.gpus import gpu_processes, list_gpus
+from gpucr.driver.gpus import list_gpus
 from gpucr.errors import GpucrError
 from gpucr.gang import Gang
 from gpucr.gang.around import AllAround
@@ -21,7 +21,7 @@ from gpucr.gpu_state import staging, suspended
 from gpucr.gpu_state.cuda_work import CudaWork, Purpose, cuda_work
 from gpucr.gpu_state.custom_storage.suspended import SuspendedStorage, needed_with_carrier, require_way_back
 from gpucr.gpu_state.gpu_choice import GpuRequest
-from gpucr.gpu_state.held import device_bytes_in_use
+from gpucr.gpu_state.held import CudaJob
 from gpucr.gpu_state.interposed.hooks import call
 from gpucr.gpu_state.interposed.line import require_free
 from gpucr.gpu_state.interposed.suspended import SuspendedBlocks
@@ -183,26 +183,19 @@ def prepare_suspend(
     gpu_state = request.gpu_state
     if may_be_interposed(gpu_state):
         require_free(member.pid for member in found.job.gang)
-    uses = gpu_processes()
-    held = device_bytes_in_use(found.job, uses)
+    seen = CudaJob.seen(found.job, found.require_cuda())
     about_job = [
         *preflight.check_states(found.job),
         *preflight.check_left_locked(found.job),
-        *findings_of_traps(found.job, found.driver, uses, may_share=may_be_interposed(gpu_state)),
+        *findings_of_traps(found.job, seen.driver, seen.uses, may_share=may_be_interposed(gpu_state)),
     ]
     host = ToHostMemory(request.share)
-    work = cuda_work(
-        found.driver,
-        found.job,
-        protection,
-        held,
-        None,
-        Purpose(deadline, gpu_state=gpu_state, to_host=True, whole_tree=not request.only),
-    )
+    purpose = Purpose(deadline, gpu_state=gpu_state, to_host=True, whole_tree=not request.only)
+    work = cuda_work(seen, protection, None, purpose)
     return PreparedSuspend(
         work=work,
         host=host,
-        needs=tuple(preflight.needs_of_suspend(held, in_files=uses_files(gpu_state))),
+        needs=tuple(preflight.needs_of_suspend(seen.held, in_files=uses_files(gpu_state))),
         about_job=(*about_job, *preflight.check_handed_over(work.custom.pids(found.job.gang))),
     )
 

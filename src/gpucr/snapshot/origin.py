@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -153,9 +154,9 @@ class FolderSource(RestoreSource):
 
     @staticmethod
     def _wait(verified: Future[None], check: Callable[[], None]) -> None:
-        from concurrent.futures import wait
-
-        while wait([verified], _LOOK_S).not_done:
+        over = threading.Event()
+        verified.add_done_callback(lambda _: over.set())
+        while not over.wait(_LOOK_S):
             check()
         verified.result()
 

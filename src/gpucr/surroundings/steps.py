@@ -6,9 +6,11 @@ import errno
 import os
 import stat
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
+
+from msgspec import Struct
 
 from gpucr.criu.images import FilesImage, RestoreImages
 from gpucr.criu.recovery import images_to_be_changed
@@ -20,6 +22,7 @@ from gpucr.linux.cut_back import CutOff
 from gpucr.model import Connection, Endpoint, JobFile, moved
 from gpucr.network.between import Between
 from gpucr.network.held_back import HoldBack
+from gpucr.network.records import KeptRecord
 from gpucr.quantities import counted, format_bytes
 from gpucr.snapshot.databases import state_now
 from gpucr.snapshot.manifest import Manifest
@@ -35,25 +38,45 @@ from gpucr.undo.steps import Meter, Result
 _POLL_S = 0.1
 
 
+class SocketsBack(Struct, frozen=True):
+    """How the sockets of a restored job come back.
+
+    ``in_our_network``: it will be in the machine's network, as it was. ``tcp``: what becomes of connections to programs
+    outside; ``record``: those that the dump has kept. ``between``: the connections to its parts on other nodes.
+    """
+
+    in_our_network: bool
+    tcp: TcpMode
+    record: KeptRecord | None = None
+    between: Between | None = None
+
+    def to_bind(self, manifest: Manifest) -> tuple[Endpoint, ...]:
+        """The machine's addresses to which its TCP sockets will be bound."""
+        if not self.in_our_network:
+            return ()
+        kept = [*(manifest.connections if self.tcp == "keep" else ())]
+        addresses: Mapping[str, str] = {}
+        if self.between is not None:
+            kept += self.between.connections
+            addresses = self.between.addresses
+        return tuple(moved(each, addresses) for each in (*manifest.endpoints, *(each.local for each in kept)))
+
+
 def steps_before_criu(
     source: RestoreSource,
     site: Result[RestoreSite],
     images: Sequence[RestoreImages],
     files: FilesMode,
-    tcp: TcpMode,
+    sockets: SocketsBack,
     protection: Protection,
-    *,
-    between: Between | None,
-    in_our_network: bool,
     deadline: float | None,
 ) -> list[StepBeforeCriu]:
     """The steps below that this snapshot needs, in order. ``images``: by tree."""
-    manifest = source.snapshot.manifest
+    manifest, tcp, between = source.snapshot.manifest, sockets.tcp, sockets.between
     steps: list[StepBeforeCriu] = []
     if manifest.shared_files:
         steps.append(PutBackSharedFiles(source, site, protection))
-    endpoints = endpoints_to_bind(manifest, tcp, between)
-    if in_our_network and endpoints:
+    if endpoints := sockets.to_bind(manifest):
         steps.append(FreePorts(site, endpoints, deadline))
     if files == "rewind" and (changed := [each for each in manifest.databases if state_now(each).newer]):
         steps.append(PutBackDatabases(source, changed))
@@ -66,13 +89,6 @@ def steps_before_criu(
 
 
 StepBeforeCriu: TypeAlias = "PutBackSharedFiles | FreePorts | PutBackDatabases | AdaptFiles | HoldBack"
-
-
-def endpoints_to_bind(manifest: Manifest, tcp: TcpMode, between: Between | None = None) -> tuple[Endpoint, ...]:
-    """The addresses to which the restored job's TCP sockets will be bound."""
-    kept = [*(manifest.connections if tcp == "keep" else ()), *(between.connections if between is not None else ())]
-    addresses = between.addresses if between is not None else {}
-    return tuple(moved(each, addresses) for each in (*manifest.endpoints, *(each.local for each in kept)))
 
 
 class PutBackSharedFiles:

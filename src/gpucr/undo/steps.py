@@ -16,7 +16,7 @@ from typing import Generic, Protocol, TypeVar
 from msgspec import Struct
 
 from gpucr.errors import DeadlineExceeded, GpucrError, JobDamaged
-from gpucr.undo.events import Listener, OnProgress, Progress
+from gpucr.undo.events import Listener, Progress
 from gpucr.undo.interrupts import Interrupts, interrupted
 from gpucr.undo.roll import Ended, Roll
 
@@ -171,11 +171,10 @@ class WithoutUndo(AroundStep):
 def run_steps(
     steps: Sequence[Step],
     *,
+    listener: Listener,
+    interrupts: Interrupts,
     roll: Roll | None = None,
     deadline: float | None = None,
-    on_progress: OnProgress | None = None,
-    listener: Listener | None = None,
-    interrupts: Interrupts | None = None,
     begun_before: Sequence[Step] = (),
     before_undo: Callable[[], None] = lambda: None,
     second_undo: Callable[[], bool] | None = None,
@@ -192,10 +191,6 @@ def run_steps(
     ``listener`` and ``interrupts`` are the enclosing operation's (operation.py). ``second_undo`` is called if the undo
     failed, and returns whether everything is as it was found after it.
     """
-    listener = listener or Listener(on_progress)
-    if interrupts is None:
-        with Interrupts(listener.report_ignored) as interrupts:
-            return run_steps(steps, deadline=deadline, listener=listener, interrupts=interrupts)
     interrupts.postpone()
     begun: list[Step] = list(begun_before)
     phases: list[Phase] = []

@@ -7,6 +7,7 @@ privileges, an existing target folder) is a separate error, not a finding.
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING
 
 from gpucr.diagnosis.preflight.capabilities import check_capabilities
@@ -170,8 +171,6 @@ def __getattr__(name: str) -> object:
     """Load what looks at CUDA, or at several trees, when it is first used (PEP 562): most of it is for few jobs."""
     if name not in _HOME_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    import importlib
-
     value: object = getattr(importlib.import_module(f"{__name__}.{_HOME_OF[name]}"), name)
     globals()[name] = value
     return value

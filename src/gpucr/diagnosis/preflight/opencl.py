@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from gpucr.diagnosis.preflight.findings import Finding
 from gpucr.diagnosis.preflight.support import processes as facts
+from gpucr.interposer.client import ask_status
 from gpucr.linux.opencl import LIBRARY, has_opencl
 from gpucr.model import Job
 
@@ -13,8 +14,6 @@ def check_opencl(job: Job) -> list[Finding]:
 
     Without one it shows when the job stands still, by what the driver's checkpoint leaves.
     """
-    from gpucr.interposer.client import ask_status  # hardly any job needs it
-
     found = []
     for member in job.gang:
         if has_opencl(member.pid):

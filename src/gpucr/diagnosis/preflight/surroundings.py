@@ -91,6 +91,8 @@ def check_kept_connections(
 
 def check_ports(endpoints: Collection[Endpoint]) -> list[Finding]:
     """Whether other programs occupy the ports of the job's sockets."""
+    if not endpoints:
+        return []
     taken = sock_diag.in_the_way([each for each in sock_diag.tcp_sockets() if not each.is_left_over], endpoints)
     if not taken:
         return []

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import threading
+import enum
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from gpucr.driver.api import Driver
 from gpucr.errors import CustomStorageError, DriverError, GpucrError, JobChanged
 from gpucr.gang import Gang
 from gpucr.gpu_state.backend import CUSTOM_STORAGE, Backend
-from gpucr.gpu_state.custom_storage import kept
 from gpucr.gpu_state.custom_storage.client import Carrier
-from gpucr.gpu_state.custom_storage.holding import PAGE_BYTES, whole_pages
-from gpucr.gpu_state.custom_storage.messages import Ask
-from gpucr.gpu_state.custom_storage.spool import Spool, SpoolFile
+from gpucr.gpu_state.custom_storage.goes import Goes, HandedOver, Taken, ToDisk, ToHostMemory, ToSaver
+from gpucr.gpu_state.custom_storage.holding import whole_pages
+from gpucr.gpu_state.custom_storage.spool import Spool
 from gpucr.gpu_state.holders import Holders
-from gpucr.gpu_state.source import FileSource, Saver, Source
+from gpucr.gpu_state.source import Saver, Source
 from gpucr.gpu_state.ways import CUSTOM, GpuState, refused
 from gpucr.interposer.vault import VAULT_BYTES
 from gpucr.linux import capabilities, memory, processes
-from gpucr.linux.tmpfs import KEPT_NAME, StagingFile
 from gpucr.model import CudaState, DevicePart, GangMember, Gpu, GpuMap, ProcessId, StagedExtent
 from gpucr.quantities import format_bytes
 from gpucr.undo.steps import Meter
@@ -28,27 +26,19 @@ from gpucr.undo.steps import Meter
 NO_ADDRESS = 1 << 62
 """Handed-over memory has no address in the process: snapshots number it from here."""
 
-_WAIT_S = 0.1
 
+class Stage(enum.Enum):
+    """Where the memory of one process is."""
 
-class CarriedSource:
-    """See `Source`: device memory that the carrier sees on its GPUs."""
-
-    def __init__(self, part: DevicePart, size_bytes: int, carrier: Carrier) -> None:
-        self.part = part
-        self.size_bytes = size_bytes
-        self._carrier = carrier
-
-    def read_into(self, position: int, data: memoryview) -> None:
-        self._carrier.read_into(self.part.pid, position, data)
+    HERE = "the process has it"
+    CARRIED = "the carrier has it"
+    SAVED = "the carrier has it, and all bytes are in their final place"
 
 
 class CustomStorage:
     """See `Backend`, at level 0. The driver's checkpoint is `begin`, and ends with `complete`.
 
-    ``saver``: takes the bytes while they are on the GPU, and has them in files afterwards (None: they go to ``spool``
-    on a disk, or to host memory). ``to_process``: in host memory, the process itself keeps them for a later resume.
-    ``on_begun`` is called when the source is ready and final.
+    ``on_begun`` is called when the source is ready and final, ``before`` when the carrier is about to have the memory.
     """
 
     kind = CUSTOM_STORAGE
@@ -58,30 +48,34 @@ class CustomStorage:
         part: DevicePart,
         process: ProcessId,
         carrier: Carrier,
+        goes: Goes,
         *,
-        saver: Saver | None,
-        spool: Spool | None,
-        to_process: bool,
         on_begun: Callable[[Backend], None],
         before: Callable[[], None],
         wait_all_saved: Callable[[], None],
     ) -> None:
         self.part = part
         self.process = process
-        self.extents: tuple[StagedExtent, ...] = ()
-        self.source: Source | None = None
         self._carrier = carrier
-        self._saver = saver
-        self._spool = spool
-        self._to_process = to_process
+        self._goes = goes
         self._on_begun = on_begun
         self._before = before
         self._wait_all_saved = wait_all_saved
-        self._restore_thread = 0
-        self._file: StagingFile | SpoolFile | None = None
-        self._populating: threading.Thread | None = None
-        self.has_begun = False
-        self._is_saved = False
+        self._stage = Stage.HERE
+        self._taken: Taken = Taken()
+
+    @property
+    def extents(self) -> tuple[StagedExtent, ...]:
+        return self._taken.extents
+
+    @property
+    def source(self) -> Source | None:
+        return self._taken.source
+
+    @property
+    def is_carried(self) -> bool:
+        """Whether the carrier has it."""
+        return self._stage is not Stage.HERE
 
     def available_bytes(self) -> int:
         """Everything, once it is mapped; nothing while a copy is being made."""
@@ -89,71 +83,41 @@ class CustomStorage:
 
     def prepare(self, size_bytes: int) -> int:
         """Make room on the disk, or begin to in host memory, if needed."""
-        if self._saver is None and self._spool is not None:
-            self._file = self._spool.file(size_bytes)
-        elif self._saver is None:
-            with contextlib.suppress(OSError):  # the rest is allocated on demand
-                self._file = file = StagingFile.create(size_bytes, KEPT_NAME)
-                self._populating = threading.Thread(target=_populate, args=(file,), daemon=True)
-                self._populating.start()
+        self._goes.prepare(size_bytes)
         return size_bytes
 
     def wait_prepared(self) -> None:
-        if self._populating is not None:
-            self._populating.join()
+        self._goes.wait_prepared()
 
     def begin(self, restore_thread: int, meter: Meter, deadline: float | None) -> None:
         """LOCKED → CHECKPOINTING. From here on the carrier must complete it, and all bytes must go elsewhere."""
-        self._restore_thread = restore_thread
-        pid = self.part.pid
         self._before()
         with self._named():
             parts = self._carrier.of("checkpoint", self.process).parts
-        self.has_begun = True
-        self.extents = extents_of(parts)
-        size_bytes = sum(extent.size_bytes for extent in self.extents)
-        meter.note(
-            f"process {pid}: {format_bytes(size_bytes)} of device memory go to {_goes_to(self._saver, self._spool)}"
-        )
-        if self._saver is None:
-            self._copy_to_file(size_bytes)
-        elif size_bytes:
-            self.source = CarriedSource(self.part, size_bytes, self._carrier)
+        self._stage = Stage.CARRIED
+        handed = HandedOver(self.part, self.process, extents_of(parts), restore_thread, self._carrier)
+        size = format_bytes(handed.size_bytes)
+        meter.note(f"process {self.part.pid}: {size} of device memory go to {self._goes.words}")
+        self._taken = self._goes.take(handed)
+        if self.source is not None:
             self._on_begun(self)
-            self._carrier.place(self.process, *self._saver.files(self.part))
-
-    def _copy_to_file(self, size_bytes: int) -> None:
-        self.wait_prepared()
-        if self._file is None:
-            spool = self._spool
-            self._file = StagingFile.create(size_bytes, KEPT_NAME) if spool is None else spool.file(size_bytes)
-        self._file.resize(max(self._file.size_bytes, size_bytes))
-        self._carrier.place(self.process, [self._file.fd], max(self._file.size_bytes, PAGE_BYTES))
-        self._carrier.of("copy", self.process)
+        self._taken.start()
 
     def wait_started(self) -> None:
         """The driver's call has done it."""
 
     def wait_saved(self) -> None:
         """Wait until all bytes are in their final place. Raises what prevented that."""
-        if self._saver is not None and self.source is not None and not self._is_saved:
-            while not self._saver.wait_for(self.part, _WAIT_S):
-                pass
-            self._carrier.of("saved", self.process)
-            self._is_saved = True
+        if self._stage is Stage.CARRIED:
+            self._taken.wait_saved()
+            self._stage = Stage.SAVED
 
     def complete(self, meter: Meter) -> None:
         """CHECKPOINTING → CHECKPOINTED: the process's GPUs are free."""
         self._wait_all_saved()
         with self._named():
             self._carrier.of("complete", self.process)
-        if self._file is not None:
-            size_bytes = sum(extent.size_bytes for extent in self.extents)
-            self._file.resize(size_bytes)
-            self.source = FileSource(self.part, self._file.fd, size_bytes)
-            if self._to_process:
-                kept.keep(self._restore_thread, self._file.fd, self._file.size_bytes)
-            self._carrier.ask(Ask("saved", self.part.pid, keeps_itself=self._to_process))
+        self._taken.complete()
 
     @contextlib.contextmanager
     def _named(self) -> Iterator[None]:
@@ -170,7 +134,7 @@ class CustomStorage:
 
     def abort(self) -> None:
         """There is no abort: all bytes are saved and it is completed; if that fails, the process is killed."""
-        if self.has_begun:
+        if self.is_carried:
             with contextlib.suppress(CustomStorageError, DriverError):
                 self._carrier.of("finish", self.process)
 
@@ -182,26 +146,19 @@ class CustomStorage:
 
     def let_go(self) -> None:
         """The process has its memory again."""
-        self.has_begun = False
-        if self._to_process:
-            kept.let_go(self.part.pid, self._restore_thread)
+        self._stage = Stage.HERE
+        self._taken.let_go()
+
+    def forget(self) -> None:
+        """The process keeps what it has, or has ended: the carrier need not bring anything back."""
+        if self.is_carried:
+            with contextlib.suppress(GpucrError):
+                self._carrier.of("forget", self.process)
+            self._stage = Stage.HERE
 
     def close(self) -> None:
         """The copy on the disk, or in host memory, except what the process holds of it."""
-        self.wait_prepared()
-        if self._file is not None:
-            self._file.close()
-
-
-def _goes_to(saver: Saver | None, spool: Spool | None) -> str:
-    if saver is not None:
-        return "the snapshot"
-    return f"a disk ({spool.folder})" if spool is not None else "host memory"
-
-
-def _populate(file: StagingFile) -> None:
-    with contextlib.suppress(OSError):
-        file.populate(0, file.size_bytes)
+        self._goes.close()
 
 
 def extents_of(parts: Sequence[tuple[str, int]]) -> tuple[StagedExtent, ...]:
@@ -273,7 +230,7 @@ class CustomStorages(Holders):
         return self._why_not(pid) is None
 
     def final_place(self, pid: int) -> str | None:
-        return _goes_to(self._saver, self.spool) if self.takes(pid) else None
+        return self._goes().words if self.takes(pid) else None
 
     def note(self, pid: int) -> str | None:
         why = self._staged.get(pid)
@@ -342,15 +299,18 @@ class CustomStorages(Holders):
             part,
             ProcessId(part.pid, stat.start_time_ticks),
             carrier,
-            saver=self._saver,
-            spool=self.spool,
-            to_process=self._to_process,
+            self._goes(),
             on_begun=self._on_begun,
             before=lambda: self._before(carrier),
             wait_all_saved=self._wait_saved,
         )
         self._backends[part.pid] = made
         return made
+
+    def _goes(self) -> Goes:
+        if self._saver is not None:
+            return ToSaver(self._saver)
+        return ToDisk(self.spool) if self.spool is not None else ToHostMemory(keeps_itself=self._to_process)
 
     def _started(self) -> Carrier | None:
         """The carrier. If it cannot be started, the memory goes another way, unless the user insists on this one.
@@ -376,7 +336,7 @@ class CustomStorages(Holders):
 
     def bring_back(self, gang: Gang, maps: Mapping[int, GpuMap | None]) -> dict[int, Exception | None]:
         """CHECKPOINTED → LOCKED for those of these processes that the carrier has."""
-        mine = [each for pid, each in self._backends.items() if pid in maps and each.has_begun]
+        mine = [each for pid, each in self._backends.items() if pid in maps and each.is_carried]
         if self._carrier is None or not mine:
             return {}
         results = bring_back(self._carrier, {each.process: maps[each.part.pid] for each in mine})
@@ -388,10 +348,7 @@ class CustomStorages(Holders):
     def release(self) -> None:
         """The job keeps what it has, or has ended: the carrier need not bring anything back."""
         for each in self._backends.values():
-            if self._carrier is not None and each.has_begun:
-                with contextlib.suppress(GpucrError):
-                    self._carrier.of("forget", each.process)
-                each.has_begun = False
+            each.forget()
 
     def close(self) -> None:
         """The carrier brings back what it still has, and ends."""

@@ -7,6 +7,8 @@ network namespaces, whose pid 1 is a keeper. Inside, pids, names in /dev/shm and
 
 from __future__ import annotations
 
+import importlib
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from gpucr.jobs.sandbox.lookup import Sandbox, copies, is_keeper, keeper_root, of
@@ -48,8 +50,6 @@ def __getattr__(name: str) -> object:
     """Load names at first use (PEP 562): the keeper's process needs none, so it starts faster."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    import importlib
-
     value: object = getattr(importlib.import_module(f"{__name__}.{'lookup' if name in _IN_LOOKUP else 'spawn'}"), name)
     globals()[name] = value
     return value
