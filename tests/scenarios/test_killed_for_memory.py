@@ -113,7 +113,7 @@ def _start_in(cgroup: Path, adjusts: int, *words: str, **options: Any) -> subpro
 
 
 def _guards_are_spared() -> bool:
-    lowers = "open('/proc/self/oom_score_adj', 'w').write('-1000')"
+    lowers = "import os; os.write(os.open('/proc/self/oom_score_adj', os.O_WRONLY), b'-1000')"
     return subprocess.run([sys.executable, "-c", lowers], capture_output=True, check=False).returncode == 0
 
 
