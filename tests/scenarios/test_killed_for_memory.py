@@ -25,7 +25,7 @@ from tests import command
 from tests.counter import wait_until
 from tests.memory_cgroup import limited
 from tests.patience import PATIENCE
-from tests.storm import later
+from tests.storm import long
 
 pytestmark = [pytest.mark.criu, pytest.mark.timeout(600 * PATIENCE), pytest.mark.usefixtures("sim_only")]
 
@@ -49,8 +49,8 @@ call("cuMemAlloc_v2", ctypes.byref(memory), ctypes.c_size_t(8 << 20))
 call("cuMemcpyHtoD_v2", memory, ctypes.byref(value), ctypes.c_size_t(8))
 data = os.urandom(32 << 20)
 expected = zlib.crc32(data)
-listener = socket.create_server(("127.0.0.1", 7000))
-client = socket.create_connection(("127.0.0.1", 7000))
+listener = socket.create_server(("127.0.0.1", 0))
+client = socket.create_connection(listener.getsockname())
 server, _ = listener.accept()
 for number in itertools.count(1):
     call("cuMemcpyDtoH_v2", ctypes.byref(value), memory, ctypes.c_size_t(8))
@@ -194,9 +194,10 @@ def chance(request: pytest.FixtureRequest) -> random.Random:
     return random.Random(f"{os.environ.get('GPUCR_SEED', '1')} {request.node.name}")  # noqa: S311
 
 
+@long
 @pytest.mark.parametrize("moment", range(int(os.environ.get("GPUCR_OOM_MOMENTS", "1"))))
-@pytest.mark.parametrize("whom", ["the job", later("gpucr"), later("the larger")])
-@pytest.mark.parametrize("more", [pytest.param((), id="ends"), later(("--leave-running",), id="left-running")])
+@pytest.mark.parametrize("whom", ["the job", "gpucr", "the larger"])
+@pytest.mark.parametrize("more", [pytest.param((), id="ends"), pytest.param(("--leave-running",), id="left-running")])
 @pytest.mark.usefixtures("moment")
 def test_a_dump(start_job: Any, chance: random.Random, tmp_path: Path, whom: str, more: tuple[str, ...]) -> None:
     if whom != "the job" and not _guards_are_spared():
