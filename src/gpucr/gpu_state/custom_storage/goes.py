@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable
+from typing import Protocol
 
 from msgspec import Struct
 
@@ -60,7 +61,7 @@ class Taken:
         """The process has its memory again."""
 
 
-class Goes:
+class Goes(Protocol):
     """Where the memory of one process goes. ``words``: for messages."""
 
     words: str
@@ -73,7 +74,6 @@ class Goes:
 
     def take(self, handed: HandedOver) -> Taken:
         """It holds this from now on. Raises OSError, CustomStorageError where there is no room."""
-        raise NotImplementedError
 
     def close(self) -> None:
         """Free what holds the data here. Idempotent."""
@@ -91,7 +91,7 @@ class CarriedSource:
         self._carrier.read_into(self.part.pid, position, data)
 
 
-class ToSaver(Goes):
+class ToSaver:
     """The saver takes the bytes while they are on the GPU, and has them in files afterwards."""
 
     words = "the snapshot"
@@ -101,6 +101,15 @@ class ToSaver(Goes):
 
     def take(self, handed: HandedOver) -> Taken:
         return _BeingSaved(handed, self._saver) if handed.size_bytes else Taken(handed.extents)
+
+    def prepare(self, size_bytes: int) -> None:
+        """The saver makes the room."""
+
+    def wait_prepared(self) -> None:
+        """It has."""
+
+    def close(self) -> None:
+        """The saver has the data."""
 
 
 class _BeingSaved(Taken):
@@ -118,7 +127,7 @@ class _BeingSaved(Taken):
         self._handed.carrier.of("saved", self._handed.process)
 
 
-class _ToFile(Goes):
+class _ToFile:
     """A copy in a file of gpucr's. With ``keeps_itself`` the process keeps it for a resume when gpucr has ended."""
 
     def __init__(self, new: Callable[[int], File], *, keeps_itself: bool = False) -> None:
@@ -128,6 +137,9 @@ class _ToFile(Goes):
 
     def prepare(self, size_bytes: int) -> None:
         self._made.append(self._new(size_bytes))
+
+    def wait_prepared(self) -> None:
+        """The room was made at once."""
 
     def take(self, handed: HandedOver) -> Taken:
         self.wait_prepared()
