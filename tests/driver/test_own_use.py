@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -53,6 +54,28 @@ def test_a_process_using_cuda_only_for_gpucr_is_marked(order: str, expected: tup
             assert own_use.is_gpucrs(process.pid, had_memory=True) == is_gpucrs, moment
             process.stdin.write("\n")
             process.stdin.flush()
+
+
+HIDDEN = """
+import os, sys
+from gpucr.driver.cuda import load_driver
+from gpucr.interposer.vault import Vault, Vaults
+if sys.argv[1] == "a restore first":
+    load_driver().ensure_initialized()
+elif sys.argv[1] == "prepared first":
+    Vaults().prepare()
+for uuid in sys.argv[2:]:
+    Vault(uuid).close()
+print(os.environ["CUDA_VISIBLE_DEVICES"])
+"""
+
+
+@pytest.mark.parametrize("order", ["the vault first", "a restore first", "prepared first"])
+def test_gpus_hidden_from_the_callers_programs_are_gpucrs_to_use(order: str) -> None:
+    command = [sys.executable, "-c", HIDDEN, order, *(gpu.uuid for gpu in list_gpus())]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
 
 
 def test_an_ended_process_is_not_marked() -> None:

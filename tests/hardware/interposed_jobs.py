@@ -60,6 +60,10 @@ KEPT_BY_THE_DRIVER = {"cupy-async"}
 """The memory of the driver's own pools goes its way, which `auto` chooses."""
 
 
+_LAST_LINES = 40
+"""Of a failed program: what its ranks say of an error takes so many."""
+
+
 def turned(gpus: int) -> tuple[str, str]:
     """Options: each GPU is the next one, and the last one the first."""
     return "--gpu-map", ",".join(f"{gpu}={(gpu + 1) % gpus}" for gpu in range(gpus))
@@ -158,6 +162,8 @@ def try_case(
     except (Failed, subprocess.TimeoutExpired) as error:
         outcome.error = str(error)
         print(f"    FAILED: {error}", flush=True)
+        if job is not None:
+            print("    its last lines:", *job.lines()[-_LAST_LINES:], sep="\n      ", flush=True)
     finally:
         if job is not None:
             job.kill()

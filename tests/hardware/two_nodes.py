@@ -295,6 +295,7 @@ def try_case(name: str, folder: Path, options: argparse.Namespace) -> Outcome:
         for rank in range(2):
             if seen[rank] != expected[rank] or not seen[rank]:
                 raise Failed(difference(rank, seen[rank], expected[rank]))
+        print(f"    every one of {outcome.lines} lines as undisturbed", flush=True)
     except (Failed, subprocess.SubprocessError, OSError) as error:
         outcome.error = str(error)
         print(f"    FAILED: {error}", flush=True)

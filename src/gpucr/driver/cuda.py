@@ -104,9 +104,8 @@ class CudaDriver:
         with self._initialize_lock:
             if self._initialized:
                 return
-            if not self._cuda.is_initialized():
-                own_use.note_initialized()
-            result = self._cuda.init()
+            with own_use.initializing(is_first=not self._cuda.is_initialized()):
+                result = self._cuda.init()
             if result != libcuda.SUCCESS:
                 raise DriverUnavailable(
                     f"cuInit failed with {self._cuda.error_name(result)} ({result}): {self._cuda.error_text(result)}",

@@ -8,20 +8,30 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterator
 
 from gpucr.driver.gpus import gpu_processes
 
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 _INITIALIZED, _CONTEXT = "gpucr-cuda", "gpucr-vault"
 _signs: list[int] = []
 
 
-def note_initialized() -> None:
-    """Mark that this process calls cuInit for gpucr.
+@contextlib.contextmanager
+def initializing(*, is_first: bool) -> Iterator[None]:
+    """In the block this process calls cuInit for gpucr, and is marked so; it sees all GPUs of the machine.
 
-    Not for a program that has used CUDA before: that is a job itself.
+    CUDA_VISIBLE_DEVICES is about the caller's own programs: a job may have been started with another one.
+    ``is_first``: no cuInit before. A program that has used CUDA before is a job itself, and gets no mark.
     """
-    if not _signs:
+    if is_first and not _signs:
         _signs.append(_sign(_INITIALIZED))
+    hidden = os.environ.pop(_VISIBLE, None)
+    try:
+        yield
+    finally:
+        if hidden is not None:
+            os.environ[_VISIBLE] = hidden
 
 
 def note_context() -> int:

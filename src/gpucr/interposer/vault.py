@@ -117,9 +117,11 @@ class _Library:
             with contextlib.suppress(AttributeError):  # reported when it is called
                 getattr(self._library, name).argtypes = types
 
-    def is_initialized(self) -> bool:
-        """Whether cuInit has been called in this process."""
-        return bool(self._library.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) == 0)
+    def initialize(self) -> None:
+        """Call cuInit. Raises VaultFailed."""
+        is_first = self._library.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) != 0
+        with own_use.initializing(is_first=is_first):
+            self("cuInit", 0)
 
     def __call__(self, name: str, *arguments: object) -> None:
         try:
@@ -180,7 +182,6 @@ class Vault:
 
         Raises VaultFailed, OSError.
         """
-        os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # it is about the caller's own programs
         self._cuda, self._shown = _Library(), dict[int, Shown]()
         self._context, self._slots = _POINTER(), queue.SimpleQueue[tuple[int, ctypes.c_void_p]]()
         self._pinned: list[int] = []
@@ -188,9 +189,7 @@ class Vault:
         self._buffers: dict[int, tuple[mmap.mmap, int]] = {}
         self._modules: dict[bytes, ctypes.c_void_p] = {}
         self._busy = _Busy()
-        if not self._cuda.is_initialized():
-            own_use.note_initialized()
-        self._cuda("cuInit", 0)
+        self._cuda.initialize()
         self.ordinal = self._find(uuid)
         self._sign: int | None = own_use.note_context()
         try:
@@ -479,10 +478,7 @@ class Vaults:
 
     def prepare(self) -> None:
         """Let this process use CUDA, which takes time but no device memory. Raises VaultFailed, OSError."""
-        cuda = _Library()
-        if not cuda.is_initialized():
-            own_use.note_initialized()
-        cuda("cuInit", 0)
+        _Library().initialize()
 
     def start_if_roomy(self, uuid: str) -> None:
         """Start this GPU's vault if the jobs that run there keep enough room for what they may allocate meanwhile."""
