@@ -97,10 +97,10 @@ def _damage(data: st.DataObject, path: Path) -> None:
         path.chmod(0)
     elif kind == "swap":
         other = path.with_name(f"{_PART}.{data.draw(st.integers(0, 3))}")
-        if other.is_file() and path.is_file():
-            content = path.read_bytes()
-            path.write_bytes(other.read_bytes())
-            other.write_bytes(content)
+        if other.is_file() and path.is_file() and other != path:  # by name: one may be a hole of 1 TiB
+            path.rename(path.with_suffix(".swapped"))
+            other.rename(path)
+            path.with_suffix(".swapped").rename(other)
     elif kind in ("gone", "link", "pipe", "folder") and path.is_file():
         path.rename(path.with_suffix(".kept"))
         if kind == "link":
