@@ -31,7 +31,7 @@ from gpucr.errors import CriuUnavailable, DriverUnavailable
 from gpucr.helper.access import socket_path
 from gpucr.linux import mount_root
 from gpucr.sim import build as simulator
-from tests import counting
+from tests import counting, turns
 from tests.counter import Counter, CounterFactory
 from tests.counting import Counting, StartCounting, Variant
 from tests.ordinary_user import CannotHaveUsers, Machine, OrdinaryUser, machine_with_helper
@@ -92,6 +92,10 @@ def pytest_configure(config: pytest.Config) -> None:
         _put_simulator_in_place(config.stash[_STATE_DIR])
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    turns.leave_out(config, items)
+
+
 def pytest_collection_finish() -> None:
     gc.freeze()  # thousands of tests are not looked at again and again for garbage, nor copied if a test forks
     gc.enable()
@@ -104,7 +108,9 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    return f"gpucr test platform: {config.stash[_PLATFORM]}"
+    now = turns.turn()
+    part = f", tests that take long: turn {now[0] + 1} of {now[1]}" if now else ""
+    return f"gpucr test platform: {config.stash[_PLATFORM]}{part}"
 
 
 # --- what the machine lacks ------------------------------------------------------------------------------------

@@ -12,6 +12,8 @@ import pytest
 from tests.counter import DEADLINE_S
 from tests.storm import later
 
+pytestmark = pytest.mark.in_turn
+
 _SEND_WHILE_IMPORTING = """
 import os, sys
 module, number = sys.argv[1], int(sys.argv[2])

@@ -29,7 +29,7 @@ from tests.command import parsed
 from tests.counter import DEADLINE_S, CounterFactory, wait_until
 from tests.storm import later
 
-pytestmark = pytest.mark.root
+pytestmark = [pytest.mark.root, pytest.mark.in_turn]
 
 
 def refusal(kind: type[gpucr.GpucrError], command_line: Sequence[str] = ("true",), **options: Any) -> gpucr.GpucrError:

@@ -22,7 +22,7 @@ from tests.borrow.jobs import Machine, SharedJob, counter_command, guards, kill_
 from tests.command import parsed
 from tests.counter import DEADLINE_S, wait_until
 
-pytestmark = pytest.mark.root
+pytestmark = [pytest.mark.root, pytest.mark.in_turn]
 
 
 def kill(borrower: subprocess.Popen[Any]) -> None:

@@ -30,7 +30,7 @@ from tests.ranks import RanksFactory
 
 RUNNING, CHECKPOINTED = CudaState.RUNNING, CudaState.CHECKPOINTED
 
-pytestmark = pytest.mark.usefixtures("machine")
+pytestmark = [pytest.mark.usefixtures("machine"), pytest.mark.in_turn]
 
 
 def on(counter: CounterFactory, devices: str) -> Counter:

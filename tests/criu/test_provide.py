@@ -19,6 +19,8 @@ from gpucr.criu.install import CriuInstall, provided_folder
 from gpucr.criu.provide import Candidate, candidates, provide_criu
 from gpucr.errors import CriuUnavailable
 
+pytestmark = pytest.mark.in_turn
+
 needs_apt = pytest.mark.skipif(
     any(shutil.which(tool) is None for tool in ("apt-get", "dpkg-deb", "gpg", "gpgv")),
     reason="needs apt-get, dpkg-deb, gpg and gpgv",

@@ -24,6 +24,8 @@ from tests.counter import wait_until
 from tests.ranks import Ranks, RanksFactory
 from tests.storm import later, sample
 
+pytestmark = pytest.mark.in_turn
+
 RUNNING, LOCKED, CHECKPOINTED = CudaState.RUNNING, CudaState.LOCKED, CudaState.CHECKPOINTED
 
 

@@ -31,7 +31,7 @@ from tests.storm import later, long
 
 RUNNING, CHECKPOINTED = CudaState.RUNNING, CudaState.CHECKPOINTED
 
-pytestmark = [pytest.mark.root, pytest.mark.usefixtures("sim_only")]
+pytestmark = [pytest.mark.root, pytest.mark.usefixtures("sim_only"), pytest.mark.in_turn]
 
 
 @pytest.fixture(autouse=True)

@@ -70,7 +70,7 @@ if name == "frozen":
     os.kill(os.getpid(), signal.SIGKILL)
 """
 
-pytestmark = [pytest.mark.root, pytest.mark.usefixtures("sim_only")]
+pytestmark = [pytest.mark.root, pytest.mark.usefixtures("sim_only"), pytest.mark.in_turn]
 
 
 @pytest.fixture(autouse=True)

@@ -25,6 +25,8 @@ from tests.counter import Counter, CounterFactory
 from tests.ranks import RanksFactory
 from tests.storm import later
 
+pytestmark = pytest.mark.in_turn
+
 RUNNING, CHECKPOINTED = CudaState.RUNNING, CudaState.CHECKPOINTED
 MIB = 1 << 20
 

@@ -17,6 +17,8 @@ from tests.counter import Counter, CounterFactory, wait_until
 from tests.scenarios.test_killed import is_claimed, is_unharmed
 from tests.storm import sample
 
+pytestmark = pytest.mark.in_turn
+
 RUNNING, CHECKPOINTED = CudaState.RUNNING, CudaState.CHECKPOINTED
 
 KILLER = """

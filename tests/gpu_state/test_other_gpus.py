@@ -23,6 +23,8 @@ from tests import command
 from tests.conftest import MakeMachine
 from tests.counter import Counter, CounterFactory, wait_until
 
+pytestmark = pytest.mark.in_turn
+
 RUNNING, CHECKPOINTED = CudaState.RUNNING, CudaState.CHECKPOINTED
 
 ITS_OWN_ENVIRONMENT = """

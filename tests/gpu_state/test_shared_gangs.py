@@ -28,6 +28,8 @@ from tests.gpu_state.test_interposed_killed import KILLER, wait_for_guard
 from tests.sharing_programs import EXPORTER, FORWARDER, IMPORTER, OPENER, OWNER
 from tests.storm import sample
 
+pytestmark = pytest.mark.in_turn
+
 RUNNING, CHECKPOINTED = CudaState.RUNNING, CudaState.CHECKPOINTED
 StartGang = Callable[..., SharingGang]
 

@@ -25,6 +25,8 @@ from gpucr.sim import build as simulator
 from tests.conftest import skip_or_fail
 from tests.counter import Counter, CounterFactory, processes_in, wait_until
 
+pytestmark = pytest.mark.in_turn
+
 RUNNING, CHECKPOINTED = CudaState.RUNNING, CudaState.CHECKPOINTED
 SIZE_BYTES = 24 << 20
 

@@ -61,7 +61,7 @@ KEPT_BY_THE_DRIVER = {"cupy-async"}
 
 
 _LAST_LINES = 40
-"""Of a failed program: what its ranks say of an error takes so many."""
+"""Of a failed program: four ranks that report an error take so many."""
 
 
 def turned(gpus: int) -> tuple[str, str]:

@@ -40,6 +40,8 @@ from tests.interposer.conftest import Job, Start, taken
 from tests.sim.libcuda import Libcuda
 from tests.storm import long
 
+pytestmark = pytest.mark.in_turn
+
 MIB = 1 << 20
 
 

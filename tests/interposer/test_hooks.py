@@ -25,7 +25,7 @@ from tests.interposer.conftest import Start
 from tests.lines import complete_lines
 from tests.sandboxed import end_all_in
 
-pytestmark = pytest.mark.usefixtures("sim_only")
+pytestmark = [pytest.mark.usefixtures("sim_only"), pytest.mark.in_turn]
 
 PROGRAM = """
 import ctypes, os, sys, time

@@ -21,6 +21,8 @@ from tests import command
 from tests.counter import wait_until
 from tests.interposer.conftest import Job, is_waiting, taken
 
+pytestmark = pytest.mark.in_turn
+
 MIB = 1 << 20
 
 

@@ -21,7 +21,7 @@ from tests.helper.test_ordinary_user import runs
 from tests.ordinary_user import CannotHaveUsers, OrdinaryUser, ordinary_user
 from tests.ports import lasting_port
 
-pytestmark = pytest.mark.root
+pytestmark = [pytest.mark.root, pytest.mark.in_turn]
 
 
 @pytest.fixture(scope="module")

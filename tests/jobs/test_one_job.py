@@ -24,7 +24,7 @@ from tests import command
 from tests.counter import wait_until
 from tests.sandboxed import end_all_in, wait_ready
 
-pytestmark = pytest.mark.root
+pytestmark = [pytest.mark.root, pytest.mark.in_turn]
 
 NOBODY, GAMES = 65534, 5
 WAIT = "import signal; signal.pause()"

@@ -24,7 +24,10 @@ from tests.linux import exact
 from tests.linux.exact import Exact, StartExact
 from tests.storm import later, sample
 
-pytestmark = pytest.mark.skipif(os.uname().machine != "x86_64", reason="system calls are run in x86-64 threads only")
+pytestmark = [
+    pytest.mark.skipif(os.uname().machine != "x86_64", reason="system calls are run in x86-64 threads only"),
+    pytest.mark.in_turn,
+]
 
 _NT_X86_XSTATE = 0x202
 _BLOCKED_IN = ("poll", "read", "futex", "nanosleep", "sigsuspend")

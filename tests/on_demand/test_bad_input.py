@@ -30,7 +30,7 @@ from tests.on_demand.models import Models
 from tests.ports import lasting_port
 from tests.storm import later
 
-pytestmark = pytest.mark.root
+pytestmark = [pytest.mark.root, pytest.mark.in_turn]
 
 
 def refused(code: str, *words: object) -> str:

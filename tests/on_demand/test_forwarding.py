@@ -18,7 +18,7 @@ from gpucr.on_demand.start import serve_on_demand
 from tests.counter import DEADLINE_S, wait_until
 from tests.on_demand.models import Models
 
-pytestmark = pytest.mark.root
+pytestmark = [pytest.mark.root, pytest.mark.in_turn]
 
 
 def test_a_request_wakes_a_job_that_was_idle(models: Models) -> None:

@@ -27,7 +27,7 @@ from tests.counter import DEADLINE_S, wait_until
 from tests.on_demand.models import Model, Models
 from tests.storm import long
 
-pytestmark = pytest.mark.root
+pytestmark = [pytest.mark.root, pytest.mark.in_turn]
 
 
 def test_the_least_recently_used_idle_one_makes_room(models: Models) -> None:

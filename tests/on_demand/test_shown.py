@@ -17,7 +17,7 @@ from tests.counter import wait_until
 from tests.lines import complete_lines
 from tests.on_demand.models import Model, Models
 
-pytestmark = pytest.mark.root
+pytestmark = [pytest.mark.root, pytest.mark.in_turn]
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from tests.counter import DEADLINE_S, wait_until
 from tests.on_demand.models import Model, Models
 from tests.storm import IS_STORM
 
-pytestmark = pytest.mark.root
+pytestmark = [pytest.mark.root, pytest.mark.in_turn]
 
 KILLS = 6
 WAKE_TIMEOUT_S = 10.0

@@ -27,7 +27,7 @@ from tests.on_demand.models import SERVER, Models
 from tests.ordinary_user import CannotHaveUsers, OrdinaryUser, ordinary_user
 from tests.ports import lasting_port
 
-pytestmark = [pytest.mark.root, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.root, pytest.mark.timeout(180), pytest.mark.in_turn]
 
 SLICES = 2
 

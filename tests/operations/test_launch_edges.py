@@ -29,7 +29,7 @@ from tests.counter import DEADLINE_S, processes_in, wait_until
 from tests.sandboxed import end_all_in
 from tests.storm import later
 
-pytestmark = pytest.mark.usefixtures("state_home")
+pytestmark = [pytest.mark.usefixtures("state_home"), pytest.mark.in_turn]
 
 
 # --- without privileges ----------------------------------------------------------------------------------------

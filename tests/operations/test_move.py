@@ -22,6 +22,8 @@ from tests.counter import Counter, CounterFactory, wait_until
 from tests.scenarios.test_killed import assert_goes_on, is_claimed, killed
 from tests.storm import later, long, sample
 
+pytestmark = pytest.mark.in_turn
+
 RUNNING = CudaState.RUNNING
 
 

@@ -24,6 +24,8 @@ from tests.scenarios.test_killed import is_claimed
 from tests.stepping import StartJob
 from tests.storm import later, sample
 
+pytestmark = pytest.mark.in_turn
+
 RUNNING, CHECKPOINTED = CudaState.RUNNING, CudaState.CHECKPOINTED
 _PLENTY = [*range(4, 20, 2), *range(21, 80, 7), *range(80, 200, 40)]
 

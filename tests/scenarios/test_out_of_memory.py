@@ -19,6 +19,8 @@ from tests import command
 from tests.counter import Counter, CounterFactory, wait_until
 from tests.storm import later, long, sample
 
+pytestmark = pytest.mark.in_turn
+
 LIMITS_MIB = (20, 32, 40, 48, 56, 72, 88, 104, 136, 192)
 _SMALL_MIB = 48
 """Below, what grows may be the stack, which the kernel answers with SIGSEGV, or Python gives up (SIGABRT)."""

@@ -21,7 +21,7 @@ from tests.scenarios.test_killed import DUMP_PHASES, THAW_PHASES, is_claimed, is
 from tests.stepping import StartJob
 from tests.storm import IS_STORM, later, long, sample
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.in_turn]
 
 RUNNING, CHECKPOINTED = CudaState.RUNNING, CudaState.CHECKPOINTED
 INT, TERM = int(signal.SIGINT), int(signal.SIGTERM)

@@ -24,6 +24,8 @@ from tests.store.dumps import PIECE_BYTES, content, dump, new_store, restore
 from tests.store.memory import FaultyBackend, Killed, MemoryBackend
 from tests.storm import IS_STORM, sample
 
+pytestmark = pytest.mark.in_turn
+
 _DEADLINE_S = 30.0
 _MOST_ACTORS = 4
 

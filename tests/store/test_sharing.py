@@ -24,7 +24,7 @@ from tests.command import python
 from tests.conftest import skip_or_fail
 from tests.store.dumps import content, dump
 
-pytestmark = pytest.mark.root
+pytestmark = [pytest.mark.root, pytest.mark.in_turn]
 
 GROUP, GID = "daemon", 1
 MODES = {("folder", GID, 0o3770), ("folder", GID, 0o3750), ("file", GID, 0o640)}
