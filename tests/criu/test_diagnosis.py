@@ -45,6 +45,10 @@ def error(text: str, place: str = "criu/some.c:1") -> str:
         ),
         ("Can't lookup mount=27 for fd=1 path=/var/log/job", "foreign-file"),
         ("page-pipe: write failed: No space left on device", "no-space"),
+        (
+            "Can't restore recv queue data (-1), want (7871720-524:714704:524): No buffer space available",
+            "tcp-memory",
+        ),
         ("Read 3 bytes while 9 expected from images/core-7.img: No such file or directory", "image-damaged"),
         ("Unable to interrupt task: 77 (No such process)", "process-gone"),
         ("The root process 77 is not a session leader. Consider using --shell-job option", "session-outside"),

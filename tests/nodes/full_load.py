@@ -155,6 +155,12 @@ class LoadNode(Node):
         return steps[-1] if steps else 0
 
 
+def _limit_buffers() -> None:
+    """All nodes are one machine: by default 400 full connections can have more than its memory for TCP."""
+    for name in ("tcp_rmem", "tcp_wmem"):
+        Path("/proc/sys/net/ipv4", name).write_text(f"4096 65536 {1 << 20}")
+
+
 class LoadedNodes:
     """``count`` nodes with a part each, and ``spare`` ones without, all at one switch, with a store that they share.
 
@@ -198,6 +204,7 @@ class LoadedNodes:
         node.ip("addr", "add", f"{node.addresses['4']}/24", "dev", "eth")
         node.ip("addr", "add", f"{node.addresses['6']}/64", "dev", "eth", "nodad")
         node.ip("link", "set", "eth", "up")
+        node.run_inside(_limit_buffers)
 
     def disturb(self, *queue: str) -> None:
         """Give each node's network a queueing discipline."""

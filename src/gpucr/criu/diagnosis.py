@@ -65,6 +65,12 @@ KNOWN_FAILURES: tuple[FailurePattern, ...] = (
         "free space there, or choose another folder",
     ),
     FailurePattern(
+        "tcp-memory",
+        r"Can't restore (?:recv|send) queue data .*(?:No buffer space available|Cannot allocate memory)",
+        "this machine's memory for TCP does not hold what waits in the job's connections",
+        "raise the numbers of pages in the sysctl net.ipv4.tcp_mem, or wait until other connections hold less",
+    ),
+    FailurePattern(
         "ghost-too-large",
         r"Can't dump ghost file (?P<file>.*?) of (?P<size>\d+) size",
         "the deleted file {file} is still in use and is larger than the ghost limit ({size} bytes)",
