@@ -8,7 +8,7 @@ import pytest
 
 from gpucr.criu import images_pb2
 from gpucr.criu.image_entries import ImageError, ImageReader
-from gpucr.criu.tcp_streams import MAGIC, correct_windows
+from gpucr.criu.tcp_streams import MAGIC, correct_streams
 from tests.criu.test_image_contents import image
 
 LAST = (1 << 32) - 1
@@ -49,12 +49,12 @@ def test_windows(tmp_path: Path, next_byte: int, window: int, told_at: int, is_r
     """Sequence numbers begin again at 0."""
     before = write(tmp_path, images_pb2.TcpStream(inq_seq=next_byte, rcv_wnd=window, snd_wl1=told_at))
     (tmp_path / NAME).chmod(0o640)
-    assert correct_windows(tmp_path) == is_refused
+    assert correct_streams(tmp_path) == is_refused
     if is_refused:
         found = entry_of(tmp_path)
         assert (found.inq_seq, found.rcv_wnd, found.snd_wl1) == (next_byte, window, next_byte)
         assert (tmp_path / NAME).stat().st_mode & 0o777 == 0o640
-        assert correct_windows(tmp_path) == 0
+        assert correct_streams(tmp_path) == 0
     else:
         assert (tmp_path / NAME).read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == [NAME]
@@ -62,11 +62,18 @@ def test_windows(tmp_path: Path, next_byte: int, window: int, told_at: int, is_r
 
 def test_a_connection_without_a_window(tmp_path: Path) -> None:
     before = write(tmp_path, images_pb2.TcpStream(inq_seq=1000))
-    assert correct_windows(tmp_path) == 0
+    assert correct_streams(tmp_path) == 0
     assert (tmp_path / NAME).read_bytes() == before
+
+
+def test_data_that_was_never_sent_counts_as_sent(tmp_path: Path) -> None:
+    write(tmp_path, images_pb2.TcpStream(inq_seq=1000, unsq_len=3))
+    assert correct_streams(tmp_path) == 1
+    assert (entry_of(tmp_path).unsq_len, entry_of(tmp_path).inq_seq) == (0, 1000)
+    assert correct_streams(tmp_path) == 0
 
 
 def test_a_damaged_image(tmp_path: Path) -> None:
     (tmp_path / NAME).write_bytes(b"nothing")
     with pytest.raises(ImageError, match="it does not begin as an image of a TCP connection"):
-        correct_windows(tmp_path)
+        correct_streams(tmp_path)

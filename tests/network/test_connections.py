@@ -60,6 +60,41 @@ while True:
 """
 
 
+FULL = """
+import random, socket, zlib
+FAMILY, ANSWERS, SHUT = %r
+listener = socket.create_server(("::1" if FAMILY == 10 else "127.0.0.1", 0), family=FAMILY)
+client = socket.create_connection(listener.getsockname()[:2])
+server, _ = listener.accept()
+data = random.Random(3).randbytes(1 << 24)
+def fill(end):
+    sent = 0
+    end.setblocking(False)
+    while sent < len(data):
+        try:
+            sent += end.send(data[sent:sent + 65536])
+        except BlockingIOError:
+            return sent
+def drain(end, size):
+    got = bytearray()
+    end.settimeout(60)
+    while len(got) < size:
+        got += end.recv(size - len(got))
+    return bytes(got) == data[:size]
+sent = fill(client), fill(server) if ANSWERS else 0
+if SHUT:
+    client.shutdown(socket.SHUT_WR)
+done(sent[0])
+step()
+right = [drain(server, sent[0]), drain(client, sent[1])]
+right.append(server.recv(1) == b"" if SHUT else (client.sendall(b"x"), server.recv(1))[1] == b"x")
+server.sendall(b"y")
+right.append(client.recv(1) == b"y")
+done(right)
+"""
+"""Connections inside the job hold as much as they can, and nobody has read it."""
+
+
 def time_waits(port: int) -> int:
     return sum(s.is_left_over and s.local.port == port for s in sock_diag.tcp_sockets())
 
@@ -72,6 +107,20 @@ def test_a_restore_right_after_the_dump_does_not_wait_for_closed_connections(sta
     report = gpucr.restore(tmp_path / "s")
     assert [phase.name for phase in report.phases] == ["verify", "keeper", "ports", "criu", "release", "keep"]
     assert job.go_on() == "inside"
+
+
+@pytest.mark.parametrize("shut", [False, True], ids=["open", "half-closed"])
+@pytest.mark.parametrize("answers", [False, True], ids=["one way", "both ways"])
+@pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6], ids=["IPv4", "IPv6"])
+def test_full_connections_inside_the_job_lose_nothing(
+    start: StartJob, tmp_path: Path, family: int, answers: bool, shut: bool
+) -> None:
+    """What was never sent is not lost, and reaches no end that is not there yet."""
+    job = start(FULL % ((int(family), answers, shut),))
+    assert int((job.folder / "done-0").read_text()) > 1 << 20
+    job.dump_and_end(tmp_path / "s")
+    gpucr.restore(tmp_path / "s")
+    assert job.go_on() == "[True, True, True, True]"
 
 
 def test_closed_connections_the_kernel_cannot_destroy_are_waited_for(

@@ -380,11 +380,13 @@ class MemoryFileInode(_message.Message):
     def __init__(self, name: _Optional[bytes] = ..., uid: _Optional[int] = ..., gid: _Optional[int] = ..., size: _Optional[int] = ..., shmid: _Optional[int] = ..., inode_id: _Optional[int] = ...) -> None: ...
 
 class TcpStream(_message.Message):
-    __slots__ = ("inq_seq", "snd_wl1", "rcv_wnd")
+    __slots__ = ("inq_seq", "unsq_len", "snd_wl1", "rcv_wnd")
     INQ_SEQ_FIELD_NUMBER: _ClassVar[int]
+    UNSQ_LEN_FIELD_NUMBER: _ClassVar[int]
     SND_WL1_FIELD_NUMBER: _ClassVar[int]
     RCV_WND_FIELD_NUMBER: _ClassVar[int]
     inq_seq: int
+    unsq_len: int
     snd_wl1: int
     rcv_wnd: int
-    def __init__(self, inq_seq: _Optional[int] = ..., snd_wl1: _Optional[int] = ..., rcv_wnd: _Optional[int] = ...) -> None: ...
+    def __init__(self, inq_seq: _Optional[int] = ..., unsq_len: _Optional[int] = ..., snd_wl1: _Optional[int] = ..., rcv_wnd: _Optional[int] = ...) -> None: ...

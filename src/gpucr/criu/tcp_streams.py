@@ -1,10 +1,15 @@
-"""Windows of TCP connections, as CRIU dumps them, that the kernel would refuse at a restore.
+"""What CRIU dumps of TCP connections, corrected where no restore could use it.
 
 A receiver whose memory is full drops what has come, and announces a window of 0 (Linux 6.18). Such a segment may have
 been the last to bring the other end's window, and it began (``snd_wl1``) behind what may come now. TCP_REPAIR_WINDOW
 takes no such value: EINVAL, and no restore of this snapshot succeeds (seen with CRIU 4.2.1 and 200 connections whose
 readers were frozen, one dump in 28). What was dropped is sent again from the next byte that is to come, so that byte
 stands for the segment.
+
+What a process has written to a full connection was never sent. CRIU leaves the repair mode to put it back, so that the
+kernel sends it at once. Where the other end is in the same job it is not there yet: the kernel answers with a reset,
+and CRIU fails (EPIPE, each time, CRIU 4.2.1). So it counts as sent: the kernel sends it again when nobody acknowledges
+it, as the other end's window allows (RFC 9293, 3.8.1).
 """
 
 from __future__ import annotations
@@ -22,18 +27,31 @@ _COPY_BYTES = 16 << 20
 _NEW = "corrected-stream"
 
 
-def correct_windows(images_dir: Path) -> int:
-    """Correct the images of these connections. Returns how many there were. Raises OSError, and ImageError."""
-    return sum(_correct(images_dir, path.name) for path in sorted(images_dir.glob("tcp-stream-*.img")))
+def correct_streams(images_dir: Path) -> int:
+    """Correct the images of connections. Returns how many were not right. Raises OSError, and ImageError."""
+    return sum(_correct(images_dir, path.name) for path in _images(images_dir))
+
+
+def waiting_bytes(images_dir: Path) -> int:
+    """How much data waits in these connections, to be read or to be sent, and a little more. Raises OSError."""
+    return sum(path.stat().st_size for path in _images(images_dir))
+
+
+def _images(images_dir: Path) -> list[Path]:
+    return sorted(images_dir.glob("tcp-stream-*.img"))
 
 
 def _correct(images_dir: Path, name: str) -> bool:
     with images_in(images_dir)(name) as stream:
         reader = ImageReader(stream, MAGIC, KIND, max_bytes=_MAX_BYTES)
         entry = reader.one(images_pb2.TcpStream)
-        if not _is_behind_the_window(entry):
+        before = entry.SerializeToString()
+        if _is_behind_the_window(entry):
+            entry.snd_wl1 = entry.inq_seq
+        if entry.unsq_len:
+            entry.unsq_len = 0
+        if entry.SerializeToString() == before:
             return False
-        entry.snd_wl1 = entry.inq_seq
         mode = os.fstat(stream.fileno()).st_mode
         fd = os.open(images_dir / _NEW, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         with os.fdopen(fd, "wb") as new:

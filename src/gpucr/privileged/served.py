@@ -22,7 +22,7 @@ from gpucr.criu.linked_files import REMAP_IMAGE
 from gpucr.criu.options import DumpOptions, RestoreOptions, is_shell_job
 from gpucr.criu.pids import joins_a_session
 from gpucr.criu.service import Entered
-from gpucr.criu.tcp_streams import correct_windows
+from gpucr.criu.tcp_streams import correct_streams
 from gpucr.errors import CriuError, GpucrError
 from gpucr.helper.messages import (
     SIGNATURE_NAME,
@@ -214,7 +214,7 @@ class _Request:
     def _sign_and_hand_over(self, root_pid: int, sandbox: Sandbox | None, own: int, users: int) -> None:
         """CRIU holds the tree and has written all images; only root has seen them so far."""
         folder = Path(f"/proc/self/fd/{own}")
-        correct_windows(folder)
+        correct_streams(folder)
         inspected.require_inspected(folder, self._peer, require_owned(root_pid, self._peer, sandbox))
         if sandbox is not None:
             sandbox.require_nothing_in_memory()

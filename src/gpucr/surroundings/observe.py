@@ -13,7 +13,7 @@ from msgspec import Struct
 from gpucr.criu.image_entries import ImageError
 from gpucr.criu.images import FilesImage
 from gpucr.criu.linked_files import save_linked_files
-from gpucr.criu.tcp_streams import correct_windows
+from gpucr.criu.tcp_streams import correct_streams
 from gpucr.diagnosis.preflight.databases import databases_of
 from gpucr.errors import CriuError, reason_of
 from gpucr.linux.descriptor_scan import NAMELESS
@@ -81,7 +81,7 @@ def look_at_files(
     ours = tuple(process.pid for process in tree if is_sandboxed or look.sees_our_files(process.pid))
     in_use = tuple(files_in_use(ours, look))
     with _images_explained(), folder.filled():
-        correct_windows(images)
+        correct_streams(images)
     passing = _save_linked_files(images, folder, tree[0].pid, {file.inode for file in in_use})
     return TreeFiles(tree[0].pid, images, ours, in_use, passing)
 
