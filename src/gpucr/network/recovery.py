@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from msgspec import Struct
 
-from gpucr.linux import processes, tcp_repair
+from gpucr.linux import processes, tcp_memory, tcp_repair
 from gpucr.model import ProcessId
 from gpucr.network import kept
 from gpucr.network.filters import Method, find_namespace, remove_by_handle, remove_by_name
@@ -60,6 +60,23 @@ class EndRepair(Action):
     def before_release(self, descriptors: Sequence[int]) -> None:
         """Do it before a process can run (linux/attended.py)."""
         self.recover(descriptors)
+
+
+class LowerTcpMemory(Action):
+    """Set the machine's limits of memory for TCP back, unless somebody else has set them since."""
+
+    outlives_job: ClassVar[bool] = True
+    is_on_record: ClassVar[bool] = True
+
+    before: tcp_memory.Limits
+    raised: tcp_memory.Limits
+
+    def recover(self, descriptors: Sequence[int]) -> bool:
+        """Whoever raises them now goes on from here, and sets them back to what they are now."""
+        with tcp_memory.opened_limits() as file:
+            if tcp_memory.limits(file) == self.raised:
+                tcp_memory.set_limits(file, self.before)
+        return False
 
 
 class ForgetKept(Action):

@@ -12,8 +12,10 @@ from gpucr.criu.linked_files import own_ghosts
 from gpucr.criu.options import RestoreOptions
 from gpucr.criu.recovery import EndRestore, RemoveGhosts, images_to_be_changed
 from gpucr.criu.remains import task_pids
+from gpucr.criu.tcp_streams import waiting_bytes
 from gpucr.linux import processes
 from gpucr.model import ProcessId, ProcessInfo
+from gpucr.network.room import room_for
 from gpucr.operations.restored_tree import RestoredTree, end_restored, take_stock
 from gpucr.quantities import counted
 from gpucr.snapshot.manifest import Manifest
@@ -77,7 +79,9 @@ class CriuRestore:
             self._ghosts = self._own_ghosts()
         if self._ghosts.paths:
             self._protection.protect(self._ghosts)
-        with interrupts.allowed():
+        with images_read_from(self._images[0].original):
+            waiting = sum(waiting_bytes(each.original) for each in self._images)
+        with room_for(waiting, self._protection), interrupts.allowed():
             self._restore_tree(0, interrupts)
             interrupts.postpone()
         if self._is_left_stopped:
