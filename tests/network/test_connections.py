@@ -115,7 +115,7 @@ def test_a_restore_right_after_the_dump_does_not_wait_for_closed_connections(sta
 def test_full_connections_inside_the_job_lose_nothing(
     start: StartJob, tmp_path: Path, family: int, answers: bool, shut: bool
 ) -> None:
-    """What was never sent is not lost, and reaches no end that is not there yet."""
+    """What was never sent is not lost."""
     job = start(FULL % ((int(family), answers, shut),))
     assert int((job.folder / "done-0").read_text()) > 1 << 20
     job.dump_and_end(tmp_path / "s")

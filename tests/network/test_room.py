@@ -69,13 +69,19 @@ def test_room_is_made_for_twice_as_much(limits: Path, protection: Protection, wa
     assert now(limits) == BEFORE
 
 
+def test_a_huge_image_takes_half_of_the_memory_at_most(limits: Path, protection: Protection) -> None:
+    with room_for(1 << 60, protection):
+        assert now(limits)[0] - 40 == os.sysconf("SC_PHYS_PAGES") // 2
+    assert now(limits) == BEFORE
+
+
 def test_an_error_in_the_block(limits: Path, protection: Protection) -> None:
     with pytest.raises(KeyboardInterrupt), room_for(1000 * PAGE, protection):
         raise KeyboardInterrupt
     assert now(limits) == BEFORE
 
 
-def test_what_others_set_meanwhile_stays(limits: Path, protection: Protection) -> None:
+def test_other_limits_set_meanwhile_are_kept(limits: Path, protection: Protection) -> None:
     with room_for(1000 * PAGE, protection):
         limits.write_text("7 8 9")
     assert now(limits) == (7, 8, 9)
@@ -93,7 +99,7 @@ def test_two_restores_do_not_raise_them_together(
     assert now(limits) == BEFORE
 
 
-def test_one_that_needs_no_room_waits_for_nobody(limits: Path, protection: Protection) -> None:
+def test_a_restore_without_much_data_does_not_wait(limits: Path, protection: Protection) -> None:
     with limits.open() as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         with room_for(10 * PAGE, protection):
@@ -123,9 +129,7 @@ def test_the_guard_sets_them_back(limits: Path, found: str, left: tuple[int, ...
     assert now(limits) == left
 
 
-def test_the_guard_is_told_before_they_are_raised(
-    limits: Path, protection: Protection, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_guard_knows_before_a_change(limits: Path, protection: Protection, monkeypatch: pytest.MonkeyPatch) -> None:
     told = []
     monkeypatch.setattr(Protection, "protect", lambda _, action: told.append((action, now(limits))))
     monkeypatch.setattr(Protection, "withdraw", lambda _, action: told.append((action, now(limits))))

@@ -7,7 +7,7 @@ readers were frozen, one dump in 28). What was dropped is sent again from the ne
 stands for the segment.
 
 What a process has written to a full connection was never sent. CRIU leaves the repair mode to put it back, so that the
-kernel sends it at once. Where the other end is in the same job it is not there yet: the kernel answers with a reset,
+kernel sends it at once. Where the other end is in the same job it does not exist yet: the kernel answers with a reset,
 and CRIU fails (EPIPE, each time, CRIU 4.2.1). So it counts as sent: the kernel sends it again when nobody acknowledges
 it, as the other end's window allows (RFC 9293, 3.8.1).
 """

@@ -19,6 +19,9 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _OVERHEAD = 2
 """The kernel counts whole buffers. Data that comes back in small pieces leaves half of them empty."""
 
+_MOST_PAGES = os.sysconf("SC_PHYS_PAGES") // 2
+"""The size of a snapshot's images is the choice of who made them."""
+
 Limits = tuple[int, int, int]
 
 
@@ -56,7 +59,7 @@ def set_limits(file: TextIO, new: Limits) -> None:
 
 def with_room(now: Limits, waiting_bytes: int) -> Limits:
     """The limits at which connections take that much more; the same ones if they do already. Raises OSError."""
-    needed = -(-waiting_bytes * _OVERHEAD // _PAGE_BYTES)
+    needed = min(-(-waiting_bytes * _OVERHEAD // _PAGE_BYTES), _MOST_PAGES)
     missing = max(0, _pages_in_use() + needed - now[0]) if waiting_bytes else 0
     return now[0] + missing, now[1] + missing, now[2] + missing
 

@@ -72,7 +72,7 @@ class LowerTcpMemory(Action):
     raised: tcp_memory.Limits
 
     def recover(self, descriptors: Sequence[int]) -> bool:
-        """Whoever raises them now goes on from here, and sets them back to what they are now."""
+        """Where another restore has raised them further, it sets them back to what it found."""
         with tcp_memory.opened_limits() as file:
             if tcp_memory.limits(file) == self.raised:
                 tcp_memory.set_limits(file, self.before)
