@@ -38,6 +38,14 @@ inside, _ = listener.accept()
 asked = socket.create_connection(listener.getsockname())
 answers, _ = listener.accept()
 asked.shutdown(socket.SHUT_WR)  # half closed: CRIU sends the end of the question again
+full = socket.create_connection(listener.getsockname())
+unread, _ = listener.accept()
+full.setblocking(False)
+try:
+    while True:
+        full.send(bytes(1 << 16))  # until some of it cannot be sent: CRIU would send that at the restore
+except BlockingIOError:
+    pass
 count = 0
 def beat():
     out.sendall(b"x")
