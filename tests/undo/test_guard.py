@@ -30,7 +30,7 @@ from gpucr.linux import own_python, processes
 from gpucr.linux.claims import claimed
 from gpucr.linux.cut_back import CutOff
 from gpucr.model import CudaState, GangMember, ProcessId, StagedExtent
-from gpucr.network.recovery import EndRepair, FilterPlace, ForgetKept, RemoveFilters
+from gpucr.network.recovery import EndRepair, FilterPlace, ForgetKept, LowerTcpMemory, RemoveFilters
 from gpucr.snapshot.recovery import DiscardFolder, RemoveWorkingFolder
 from gpucr.snapshot.shared_files import MadeFile
 from gpucr.surroundings.recovery import PutBackCuts, RemoveLinkRemaps, RemoveSharedFiles, RemoveSocketFolders
@@ -764,6 +764,7 @@ _ACTIONS: tuple[Action, ...] = (
     EndStop((ProcessId(27, 28),)),
     EndRepair((ProcessId(27, 28),), (29, 30)),
     ForgetKept("gpucr-kept-0a1b2c3d", ("nftables",), (ProcessId(27, 28),)),
+    LowerTcpMemory((1, 2, 3), (4, 5, 6)),
 )
 _FULL = Record((ProcessId(7, 9),), tuple(entry(action, [number]) for number, action in enumerate(_ACTIONS)))
 

@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 from typing import TextIO
 
-from gpucr.linux import locks, namespaces
+from gpucr.linux import locks, namespaces, proc_text
 
 LIMITS, IN_USE = Path("/proc/sys/net/ipv4/tcp_mem"), Path("/proc/net/sockstat")
 """The first is shown in the machine's own network namespace alone, the second in all."""
@@ -65,7 +65,7 @@ def with_room(now: Limits, waiting_bytes: int) -> Limits:
 
 
 def _pages_in_use() -> int:
-    for line in IN_USE.read_text().splitlines():
+    for line in proc_text.lines(IN_USE):
         if line.startswith("TCP:"):
             words = line.split()
             return int(words[words.index("mem") + 1])
