@@ -7,7 +7,6 @@ where the kernel chooses as it does in a machine of that size.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import random
 import re
@@ -27,8 +26,6 @@ from tests.counter import wait_until
 from tests.memory_cgroup import limited
 from tests.patience import PATIENCE
 from tests.storm import long
-from tests.supervise import jobs
-from tests.supervise.jobs import own_state  # noqa: F401
 
 pytestmark = [pytest.mark.criu, pytest.mark.timeout(600 * PATIENCE), pytest.mark.usefixtures("sim_only")]
 
@@ -239,41 +236,3 @@ def _settled(victim: _Victim, snapshot: Path, said: str) -> None:
         restored = command.run("restore", snapshot)
         assert restored.returncode == 0, restored.stderr
         _counts_on()
-
-
-_KILLS = 5
-
-
-@long
-@pytest.mark.usefixtures("own_state")
-def test_a_supervised_job(cgroup: Path, chance: random.Random, tmp_path: Path) -> None:
-    """The kernel kills it again and again, also while it is dumped: it is restored each time, and loses no count."""
-    program = ("choom", "-n", str(_FIRST), "--", sys.executable, "-c", _JOB)
-    options = ("--every", "1s", "--to", tmp_path / "store", "--keep-last", "2", "--name", "train")
-    run = _start_in(cgroup, _LAST, *command.command("run", *options, "--", *program), stderr=subprocess.PIPE)
-    _, said = run.communicate(timeout=_LIMIT_S)
-    assert run.returncode == 0, said
-
-    def counts() -> list[int]:
-        words = Path(command.run_json("jobs", "--all")["jobs"][0]["log"]).read_text().split("\n")
-        return [int(word) for word in words if word.isdecimal()]
-
-    def counts_on() -> None:
-        before = len(counts())
-        wait_until(lambda: len(counts()) > before + 3, lambda: str(jobs.events("failed")), timeout_s=_LIMIT_S)
-
-    for number in range(1, _KILLS + 1):
-        before = len(jobs.events("checkpoint"))
-        wait_until(lambda: len(jobs.events("checkpoint")) > before, "a checkpoint", timeout_s=_LIMIT_S)  # noqa: B023
-        with _memory_runs_out(cgroup, chance.uniform(0, _LONGEST_S)):
-            pass
-        wait_until(
-            lambda: len(jobs.events("restored")) >= number,  # noqa: B023
-            lambda: str(jobs.state()),
-            timeout_s=_LIMIT_S,
-            every_s=0.1,
-        )
-        counts_on()
-    told = counts()
-    assert all(after <= before + 1 for before, after in itertools.pairwise(told)), "no count was left out"
-    assert sum(after <= before for before, after in itertools.pairwise(told)) <= _KILLS
