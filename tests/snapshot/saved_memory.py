@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import gpucr
@@ -28,5 +29,6 @@ def saved_memory(report: gpucr.DumpReport, pid: int) -> bytearray:
         if data is not None:
             whole[starts[number] : starts[number + 1]] = data
 
-    found.stream([Piece(part, number) for number in range(len(starts) - 1)], deliver)
+    with contextlib.closing(found):
+        found.stream([Piece(part, number) for number in range(len(starts) - 1)], deliver)
     return whole
