@@ -16,7 +16,7 @@ import pytest
 from gpucr.interposer import owners
 from gpucr.interposer.client import Agent, Held
 from gpucr.interposer.presence import is_interposed
-from gpucr.interposer.protocol import Flag
+from gpucr.interposer.protocol import Block, Flag
 from tests.interposer.conftest import Start
 from tests.sharing_programs import EXPORTER, IMPORTER, OPENER, OWNER, PRELUDE
 from tests.sim.libcuda import Libcuda
@@ -137,6 +137,24 @@ def test_the_owner_of_an_imported_block_is_known(pair: Pair) -> None:
         assert (len(alone.owned), len(alone.unowned)) == (0, 2)
         for each in own:
             assert os.readlink(f"/proc/{exporter.pid}/fd/{each.descriptor}").endswith(".memory")
+
+
+def test_memory_that_is_shared_between_two_questions_has_an_owner(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    exporter, importer = pair(EXPORTER, IMPORTER)
+    asked = []
+
+    class BeforeItExports(Agent):
+        def blocks(self) -> list[Block]:
+            asked.append(self.pid)
+            return [] if asked == [exporter.pid] else super().blocks()
+
+    monkeypatch.setattr(owners, "Agent", BeforeItExports)
+    found = owners.ask([exporter.pid, importer.pid])
+    assert found is not None
+    assert (len(found.owned), found.unowned, len(asked)) == (2, (), 4)
+    alone = owners.ask([importer.pid])
+    assert alone is not None
+    assert (len(alone.owned), len(alone.unowned)) == (0, 2)
 
 
 RELEASES = """

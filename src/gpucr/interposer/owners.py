@@ -8,7 +8,7 @@ is recorded before (`sharing.Share`).
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from msgspec import Struct
 
@@ -63,8 +63,21 @@ def find(blocks: Mapping[int, Sequence[Block]]) -> Sharing:
     return Sharing(owned, tuple(place for place in imported if place not in owned))
 
 
-def ask(pids: Iterable[int]) -> Sharing | None:
-    """As `find`, of processes that run, for one look at them. None: one of them does not tell."""
+def ask(pids: Collection[int]) -> Sharing | None:
+    """As `find`, of processes that run. None: one of them does not tell.
+
+    They go on sharing while they are asked: an owner may export after its turn what another one has imported before its
+    own. So a block has no owner if it has none in two looks.
+    """
+    first = _look(pids)
+    if first is None or not first.unowned:
+        return first
+    before = {part_of(each) for each in first.unowned}
+    second = _look(pids)
+    return second and Sharing(second.owned, tuple(each for each in second.unowned if part_of(each) in before))
+
+
+def _look(pids: Collection[int]) -> Sharing | None:
     blocks: dict[int, Sequence[Block]] = {}
     try:
         for pid in pids:
