@@ -23,7 +23,7 @@ CORRECT = (
     "main-job", "frameworks", "gangs", "four-gpus", "two-nodes", "whole-jobs", "full-gpus", "supervised", "stores",
     "ordinary-user", "batch", "conformance", "storms", "machines",
 )  # fmt: skip
-PICTURES = ("compare", "interposed", "intervals")
+PICTURES = ("compare", "interposed", "intervals", "incremental")
 """The others are on other pages."""
 
 _HEAD = """\

@@ -115,6 +115,18 @@ def test_bars_are_as_long_as_the_measured_values(name: str) -> None:
         assert length / max(lengths) == pytest.approx(float(figure / max(figures)), abs=0.001)
 
 
+def test_points_are_as_high_as_the_measured_values() -> None:
+    panels = plots.read("incremental")["curves"]["panels"]
+    order = [panel[measured][way] for panel in panels for measured in ("whole", "still") for way in ("none", "first")]
+    values = [float(value) for line in order for value in line]
+    root = ElementTree.parse(FOLDER / "incremental.svg").getroot()  # noqa: S314 - a file of the repository
+    heights = [340.0 - float(dot.get("cy") or 0) for dot in root.findall(f"{_SVG}circle")]
+    assert len(heights) == len(values)
+    assert [height / max(heights) for height in heights] == pytest.approx(
+        [value / max(values) for value in values], abs=0.001
+    )
+
+
 @pytest.mark.parametrize("name", BARS)
 def test_plotted_values_are_on_the_page_of_figures(name: str) -> None:
     found = plots.read(name)

@@ -152,7 +152,58 @@ def who_is_awake(found: dict[str, Any]) -> str:
     return drawing.svg()
 
 
-PLOTS = {"compare": bars, "interposed": bars, "intervals": curves, "on-demand": who_is_awake}
+def panels(found: dict[str, Any]) -> str:
+    """Seconds over a size and over a share, in a panel each: how long a job stands still, and the whole dump."""
+    about, top, bottom = found["curves"], 100, 340
+    drawing = Drawing(f"{found['title']}: how long they stand still and take, with and without a first pass", 440)
+    drawing.text(20, 32, found["title"], bold=True, size=17)
+    drawing.text(700, 32, "seconds", anchor="end", kind="soft", size=13)
+    x = 20.0
+    for name, kind, dashed in (
+        ("stands still", "d", False), ("whole", "d", True),
+        ("stands still, no first pass", "b", False), ("whole, no first pass", "b", True),
+    ):  # fmt: skip
+        drawing.line((x, 62), (x + 24, 62), kind=kind, width=2, dashed=dashed)
+        drawing.text(x + 32, 67, name, size=14)
+        x += 48 + 7.4 * len(name)
+    highest = max(value for panel in about["panels"] for values in panel["whole"].values() for value in values)
+    for panel, left in zip(about["panels"], (56.0, 406.0), strict=True):
+        _panel(drawing, panel, (left, left + 284.0), (top, bottom), float(highest))
+    drawing.text(20, 408, f"{about['hardware']}, driver {found['driver']}", kind="soft", size=13)
+    drawing.text(20, 428, about["statistic"], kind="soft", size=13)
+    return drawing.svg()
+
+
+def _panel(
+    drawing: Drawing, panel: dict[str, Any], across: tuple[float, float], down: tuple[float, float], highest: float
+) -> None:
+    (left, right), (top, bottom) = across, down
+    last = float(panel["at"][-1])
+    for seconds in range(0, int(highest) + 1, 5):
+        y = bottom - (bottom - top) * seconds / highest
+        drawing.line((left, y), (right, y), kind="grid", width=1)
+        drawing.text(left - 8, y + 5, f"{seconds}", anchor="end", kind="soft", size=13)
+    places = [left + (right - left) * float(each) / last for each in panel["at"]]
+    free = left - 100.0
+    for x, each in zip(places, panel["at"], strict=True):
+        if x - free >= 24:  # the first of those that stand too close
+            drawing.text(x, bottom + 20, f"{each}", anchor="middle", kind="soft", size=13)
+            free = x
+    drawing.text((left + right) / 2, bottom + 42, panel["name"], anchor="middle", kind="soft", size=13)
+    for measured, dashed in (("whole", True), ("still", False)):
+        for way, kind in (("none", "b"), ("first", "d")):
+            points = [
+                (x, bottom - (bottom - top) * float(seconds) / highest)
+                for x, seconds in zip(places, panel[measured][way], strict=True)
+            ]
+            drawing.line(*points, kind=kind, width=2, dashed=dashed)
+            for point in points:
+                drawing.dot(*point, kind)
+
+
+PLOTS = {
+    "compare": bars, "interposed": bars, "intervals": curves, "on-demand": who_is_awake, "incremental": panels,
+}  # fmt: skip
 """Name of the file in benchmarks/results, and of the picture → what draws it."""
 
 
