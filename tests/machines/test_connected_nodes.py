@@ -137,6 +137,7 @@ def job(boot: Boot, wire: Wire) -> _Job:
     return _Job(machines, addresses, [0, 1])
 
 
+@pytest.mark.timeout(4 * _LIMIT_S)  # half an hour on a quiet machine
 def test_connections_survive_dumps_and_moves(job: _Job) -> None:
     job.start()
     job.dump("ended")
