@@ -269,7 +269,7 @@ class _Run:
     def _wait(self, record: JobRecord) -> None:
         """Wait briefly for the end of the attempt, of the job's first process, or the loss of the allocation."""
         if self._attempt is not None:
-            self._attempt.aside.is_over(_LOOK_EVERY_S)
+            self._attempt.aside.is_done(_LOOK_EVERY_S)
             return
         try:
             descriptor = None if self._has_ended else os.pidfd_open(record.pid)
@@ -286,7 +286,7 @@ class _Run:
 
     def _tell_all(self, record: JobRecord) -> None:
         """Tell node 0 what has happened here."""
-        if self._attempt is not None and self._attempt.aside.is_over():
+        if self._attempt is not None and self._attempt.aside.is_done():
             self._end_attempt(self._attempt)
         told = self._notice.reason
         for reason, is_signal in ((told, 1), (self._near_limit(), 0)):
@@ -333,10 +333,10 @@ class _Run:
     def _aside(self, call: Callable[[Cancellation], T]) -> T:
         """Call it in a thread. It is cancelled if there is no use in it any more."""
         aside = Aside(call)
-        while not aside.is_over(_LOOK_EVERY_S):
+        while not aside.is_done(_LOOK_EVERY_S):
             if (reason := self._why_stop()) is not None:
                 aside.cancellation.cancel(reason)
-        return aside.result()
+        return aside.wait()
 
     # --- dumps ----------------------------------------------------------------------------------------------------
 
@@ -350,7 +350,7 @@ class _Run:
     def _end_attempt(self, attempt: _Attempt) -> None:
         self._attempt = None
         try:
-            report = attempt.aside.result()
+            report = attempt.aside.wait()
         except (GpucrError, OSError) as e:
             self._say(f"no dump: {_said(e)}")
             self._tell("failed", attempt.order.number)

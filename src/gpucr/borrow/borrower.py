@@ -27,6 +27,7 @@ from gpucr.jobs.record import JobState, Network, check_priority
 from gpucr.jobs.registered import registry, registry_in_use
 from gpucr.linux import processes
 from gpucr.linux.own_python import without_passphrase
+from gpucr.linux.work import Work
 from gpucr.operations import chosen
 from gpucr.operations.launch import launch, plan_of_launch
 from gpucr.operations.requests import LaunchRequest
@@ -185,30 +186,24 @@ class _Borrower:
         self._signals: deque[signal.Signals] = deque()
         self._is_started = False
         self._code = 1
-        self._errors: list[BaseException] = []
 
     def to_the_end(self) -> int:
         """Another thread does the work: otherwise operations would handle the signals."""
         with self._signals_noted():
-            thread = threading.Thread(target=self._work, name="borrower")
-            thread.start()
-            while thread.is_alive():
-                thread.join(_LOOK_EVERY_S)
+            work = Work(self._work, "borrower", daemon=False)
+            while not work.is_done(_LOOK_EVERY_S):
                 if self._outer is not None and self._outer.is_cancelled and not self._cancel.is_cancelled:
                     self._take_notice(signal.SIGTERM)
-        for error in self._errors:
-            raise error
-        return self._code
+        return work.wait()
 
-    def _work(self) -> None:
+    def _work(self) -> int:
+        """The program's exit code."""
         try:
-            try:
-                self._take()
-                self._code = self._until_it_ends()
-            finally:
-                self._give_back()
-        except BaseException as e:  # noqa: BLE001 - raised in the caller's thread
-            self._errors.append(e)
+            self._take()
+            self._code = self._until_it_ends()
+        finally:
+            self._give_back()
+        return self._code
 
     # --- the way to the GPUs ---------------------------------------------------------------------------------------
 

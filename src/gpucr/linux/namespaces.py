@@ -13,12 +13,12 @@ import fcntl
 import os
 import socket
 import struct
-import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeVar, get_args
 
 from gpucr.linux import libc, netlink, proc_text
+from gpucr.linux.work import Work
 
 PROC = Path("/proc")
 
@@ -200,26 +200,16 @@ def in_namespace(fd: int, kind: Literal["pid", "net"], action: Callable[[], T]) 
     must not start threads, which the kernel would refuse. Needs CAP_SYS_ADMIN. Raises OSError, or what ``action``
     raises.
     """
-    done: list[T] = []
-    failed: list[BaseException] = []
 
-    def work() -> None:
-        try:
-            enter(fd, kind)
-            done.append(action())
-        except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
-            failed.append(error)
+    def visit() -> T:
+        enter(fd, kind)
+        return action()
 
-    thread = threading.Thread(target=work, name="gpucr visit")
-    thread.start()
+    work = Work(visit, "gpucr visit")
     try:
-        thread.join()
-    except BaseException:  # Ctrl-C: let the action finish before anybody cleans up after it
-        thread.join()
-        raise
-    if failed:
-        raise failed[0]
-    return done[0]
+        return work.wait()
+    finally:  # after Ctrl-C: let the action finish before anybody cleans up after it
+        work.results()
 
 
 # --- what a new one needs ------------------------------------------------------------------------------------------

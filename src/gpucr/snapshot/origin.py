@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, BinaryIO
 from gpucr.criu.image_entries import ImageError, OpenImage, images_in
 from gpucr.errors import SnapshotDamaged, reason_of
 from gpucr.gpu_state.backend import CUSTOM_STORAGE, INTERPOSED
+from gpucr.linux.work import Work
 from gpucr.model import DevicePart
 from gpucr.snapshot.device import crew
 from gpucr.snapshot.device.folder_pieces import FolderPieces
@@ -25,8 +25,6 @@ from gpucr.undo.interrupts import Interrupts
 from gpucr.undo.steps import Meter
 
 if TYPE_CHECKING:  # not needed for just reading a snapshot
-    from concurrent.futures import Future, ThreadPoolExecutor
-
     from gpucr.undo.protection import Protection
 
 _LOOK_S = 0.05
@@ -133,32 +131,22 @@ class FolderSource(RestoreSource):
         super().__init__(snapshot, snapshot.held.path, ("verify", f"verify {snapshot.path}"))
         self._snapshot = snapshot
         self._images: dict[str, OpenImage] = {}
-        self._pool: ThreadPoolExecutor | None = None
-        self._verified: Future[None] | None = None
+        self._verified: Work[None] | None = None
         self._is_closed = False
 
     def begin(self) -> None:
         """Check the files meanwhile: creating a GPU context takes about as long."""
-        from concurrent.futures import ThreadPoolExecutor  # imported late: not needed without device memory
-
-        self._pool = ThreadPoolExecutor(1, "verify")
-        self._verified = self._pool.submit(self._snapshot.verify_files, self._require_open)
+        self._verified = Work(partial(self._snapshot.verify_files, self._require_open), "verify")
 
     def provide(self, protection: Protection, interrupts: Interrupts, meter: Meter) -> int:
         with interrupts.allowed():
             if self._verified is None:
                 self._snapshot.verify_files(interrupts.check)
             else:
-                self._wait(self._verified, interrupts.check)
+                while not self._verified.is_done(_LOOK_S):
+                    interrupts.check()
+                self._verified.wait()
         return self.files_bytes
-
-    @staticmethod
-    def _wait(verified: Future[None], check: Callable[[], None]) -> None:
-        over = threading.Event()
-        verified.add_done_callback(lambda _: over.set())
-        while not over.wait(_LOOK_S):
-            check()
-        verified.result()
 
     def _require_open(self) -> None:
         if self._is_closed:
@@ -180,8 +168,8 @@ class FolderSource(RestoreSource):
     def close(self) -> None:
         """Nothing to remove: the folder is the snapshot."""
         self._is_closed = True
-        if self._pool is not None:
-            self._pool.shutdown()
+        if self._verified is not None:
+            self._verified.results()
 
 
 class ProvideFiles:

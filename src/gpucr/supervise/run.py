@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import random
 import signal
-import threading
 from collections.abc import Callable, Iterator
 
 from gpucr import Secret
@@ -13,6 +12,7 @@ from gpucr.driver.gpu_failures import watched_gpu_failures
 from gpucr.driver.gpus import are_busy
 from gpucr.jobs.sidecar import Journal
 from gpucr.linux import processes
+from gpucr.linux.work import Work
 from gpucr.supervise.clock import ORDERS, Clock, MachineClock, Stop
 from gpucr.supervise.folder import Phase, SupervisedFolder, SupervisedState
 from gpucr.supervise.job import RegisteredJob
@@ -74,25 +74,13 @@ def supervise_with_signals(name: str, on_ready: Callable[[], None] = lambda: Non
     Another thread does the work: otherwise operations would handle the signals.
     """
     stop = Stop()
-    results: list[Phase] = []
-    errors: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            results.append(supervise(name, stop=stop, on_ready=on_ready))
-        except BaseException as e:  # noqa: BLE001 - raised below, in the main thread
-            errors.append(e)
-
     with _signals_request(stop):
-        thread = threading.Thread(target=work, name="supervisor")
-        thread.start()
+        work = Work(lambda: supervise(name, stop=stop, on_ready=on_ready), "supervisor", daemon=False)
         # A handler runs only when this thread runs. Without the limit SIGUSR1 stayed unseen until a second one came, in
         # 4 of 10 runs of tests/supervise/test_real_jobs.py; probably the kernel had given it to the other thread.
-        while thread.is_alive():
-            thread.join(_LOOK_EVERY_S)
-    for error in errors:
-        raise error
-    return results[0]
+        while not work.is_done(_LOOK_EVERY_S):
+            pass
+    return work.wait()
 
 
 @contextlib.contextmanager

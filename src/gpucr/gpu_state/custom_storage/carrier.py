@@ -15,7 +15,6 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
 
 import msgspec
 
@@ -27,14 +26,10 @@ from gpucr.gpu_state.custom_storage.messages import LANES, MESSAGE_BYTES, PASS, 
 from gpucr.interposer.vault import Vault, Vaults
 from gpucr.linux import oom
 from gpucr.linux.buffers import address_of
+from gpucr.linux.work import Work
 from gpucr.model import GpuMap, ProcessId
 from gpucr.records import UNREADABLE, decoder
 from gpucr.undo.logs import append_to_log
-
-
-class _Copying(NamedTuple):
-    thread: threading.Thread
-    errors: list[Exception]
 
 
 class Carrier:
@@ -46,7 +41,7 @@ class Carrier:
         self._storage = CustomStorage(self._driver)
         self._vaults = Vaults()
         self._by_ordinal: dict[int, tuple[str, Vault]] = {}
-        self._copying: dict[int, _Copying] = {}
+        self._copying: dict[int, Work[None]] = {}
 
     def answer(self, ask: Ask, descriptors: list[int]) -> Answer:
         try:
@@ -145,25 +140,15 @@ class Carrier:
             raise CustomStorageError(f"the driver has shown memory of a GPU {ordinal} that was not asked for") from None
 
     def _begin(self, pid: int, work: Callable[[], None]) -> None:
-        errors: list[Exception] = []
-
-        def run() -> None:
-            try:
-                work()
-            except Exception as e:  # noqa: BLE001 - raised in the thread that waits
-                errors.append(e)
-
-        thread = threading.Thread(target=run, name="copy", daemon=True)
-        self._copying[pid] = _Copying(thread, errors)
-        thread.start()
+        self._copying[pid] = Work(work, "copy")
 
     def _wait_copied(self, pid: int) -> None:
         """Wait until all copies are done: none may be completed before. Raises this one's error."""
         for copying in self._copying.values():
-            copying.thread.join()
+            copying.results()
         mine = self._copying.pop(pid, None)
-        if mine is not None and mine.errors:
-            raise mine.errors[0]
+        if mine is not None:
+            mine.wait()
 
     def _finish(self, holding: Holding) -> None:
         if holding.phase is not Phase.CHECKPOINTING:
@@ -187,7 +172,7 @@ class Carrier:
         In the order that the driver requires.
         """
         for copying in self._copying.values():
-            copying.thread.join()
+            copying.results()
         held = [each for each in self.holdings.values() if each.is_alive and each.phase is not Phase.BACK]
         self._each(held, lambda each: each.save() if each.phase is Phase.CHECKPOINTING else None)
         for each in held:

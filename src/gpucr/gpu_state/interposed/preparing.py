@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from gpucr.errors import GpucrError
 from gpucr.gpu_state.interposed.host_copy import FILE_NAME
 from gpucr.gpu_state.interposed.keeping import SAVED_FIRST, Keeping, Way
-from gpucr.gpu_state.interposed.work import Work
 from gpucr.interposer.vault import Vaults
 from gpucr.linux.tmpfs import StagingFile
+from gpucr.linux.work import Work
 
 
 class Room:
@@ -69,7 +69,7 @@ class Preparation(Unprepared):
         self._keeping = keeping
         self._room = room
         self._to_host = to_host
-        self._work = Work(self._prepare)
+        self._work = Work(self._prepare, "vault")
 
     def _prepare(self) -> GpucrError | OSError | None:
         try:

@@ -21,12 +21,12 @@ from gpucr.gpu_state.interposed.coming_back import let_continue
 from gpucr.gpu_state.interposed.host_copy import require_sizes
 from gpucr.gpu_state.interposed.line import Line, spoken, unlocked
 from gpucr.gpu_state.interposed.shared import share_again
-from gpucr.gpu_state.interposed.work import Work
 from gpucr.interposer.client import Agent, Held
 from gpucr.interposer.digests import PieceDigests
 from gpucr.interposer.protocol import Block, Flag
 from gpucr.interposer.sharing import Part, Share
 from gpucr.interposer.vault import Shown, Vault, VaultFailed, Vaults
+from gpucr.linux.work import Work
 from gpucr.model import DevicePart, StagedExtent
 
 
@@ -136,7 +136,7 @@ class MadeMeanwhile:
     ) -> None:
         self.part = part
         self.size_bytes = extents[-1].offset + extents[-1].size_bytes
-        self._work = Work(make)
+        self._work = Work(make, "vault")
 
     def get(self) -> BlocksDestination:
         """Wait until it is made. Raises what making it raised."""

@@ -13,10 +13,10 @@ from gpucr.gpu_state.interposed.blocks import BlocksSource, HostRoom
 from gpucr.gpu_state.interposed.changes import Changes, Stretch, stretches
 from gpucr.gpu_state.interposed.keeping import Keeping, Way
 from gpucr.gpu_state.interposed.preparing import Room
-from gpucr.gpu_state.interposed.work import Work
 from gpucr.gpu_state.source import FileSource, Saver, Source
 from gpucr.interposer.vault import VaultFailed, Vaults
 from gpucr.linux.tmpfs import StagingFile
+from gpucr.linux.work import Work
 from gpucr.quantities import format_bytes
 from gpucr.undo.steps import Meter
 
@@ -107,7 +107,7 @@ class Compared(Taken):
         self.source = self._changes = Changes(blocks)
         self._saver = saver
         self._terms = terms
-        self._deciding = Work(self._decide)
+        self._deciding = Work(self._decide, "vault")
 
     def _decide(self) -> str:
         """In words, what was decided."""
@@ -147,7 +147,7 @@ class InHostMemory(Taken):
     def __init__(self, blocks: BlocksSource, vaults: Vaults, uuids: Collection[str], room: Room) -> None:
         super().__init__(blocks, vaults, uuids)
         self._room = room
-        self._copying = Work(self._copy)
+        self._copying = Work(self._copy, "vault")
 
     def _copy(self) -> StagingFile:
         """The file with the copy, which then has its size."""

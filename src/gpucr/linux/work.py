@@ -1,4 +1,4 @@
-"""Background work."""
+"""Work in a thread of its own."""
 
 from __future__ import annotations
 
@@ -10,19 +10,24 @@ T = TypeVar("T")
 
 
 class Work(Generic[T]):
-    """A function that runs in its own thread."""
+    """A function that runs in its own thread. ``daemon``: the process may end before it."""
 
-    def __init__(self, work: Callable[[], T]) -> None:
+    def __init__(self, work: Callable[[], T], name: str, *, daemon: bool = True) -> None:
         self._results: list[T] = []
-        self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, args=(work,), name="vault", daemon=True)
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(work,), name=name, daemon=daemon)
         self._thread.start()
 
     def _run(self, work: Callable[[], T]) -> None:
         try:
             self._results.append(work())
-        except Exception as e:  # noqa: BLE001 - raised in the thread that waits
+        except BaseException as e:  # noqa: BLE001 - raised in the thread that waits
             self._error = e
+
+    def is_done(self, within_s: float = 0) -> bool:
+        """Wait for its end, but not longer than this."""
+        self._thread.join(within_s)
+        return not self._thread.is_alive()
 
     def wait(self) -> T:
         """Wait until it is done, and return its result. Raises its error."""
