@@ -15,7 +15,7 @@ import shutil
 import socket
 import struct
 import tempfile
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
@@ -23,6 +23,7 @@ from msgspec import Struct
 
 from gpucr.criu import images_pb2
 from gpucr.criu.image_entries import ImageError, ImageReader, encoded, head, images_in
+from gpucr.criu.recovery import RemoveImages
 from gpucr.errors import Unsupported
 from gpucr.linux import private_view, trusted_paths
 from gpucr.linux.sock_diag import TcpSocket, TcpState, endpoint
@@ -244,13 +245,19 @@ def changed_images(
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def where_changed(images_dir: Path) -> tuple[str, ...]:
+def images_to_be_changed(images: Sequence[RestoreImages]) -> RemoveImages:
+    """The action for the changed images of one restore: call it, and name the action, before the first change."""
+    folders = dict.fromkeys(folder for each in images for folder in _where_changed(each.original))
+    return RemoveImages(tuple(folders), images[0].mark)
+
+
+def _where_changed(images_dir: Path) -> tuple[str, ...]:
     """The folders in which `changed_images` may make one. Absolute."""
     return str(images_dir.parent.resolve()), os.path.abspath(tempfile.gettempdir())
 
 
 def remove_changed(folder: str, mark: str) -> None:
-    """Remove what a killed process has made with this ``mark`` in a folder of `where_changed`. Raises OSError."""
+    """Remove what a killed process has made with this ``mark`` in a folder of `RemoveImages`. Raises OSError."""
     with trusted_paths.opened_folder(folder) as held:
         for name in fnmatch.filter(os.listdir(held), f"*{_prefix(mark)}*"):
             shutil.rmtree(f"/proc/self/fd/{held}/{name}")

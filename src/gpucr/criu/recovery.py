@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from gpucr.criu import abandoned, remains
 from gpucr.errors import JobChanged
@@ -13,9 +13,6 @@ from gpucr.linux import processes
 from gpucr.linux.trusted_paths import opened_folder
 from gpucr.model import ProcessId
 from gpucr.undo.recovery import Action, NotYet
-
-if TYPE_CHECKING:
-    from gpucr.criu.images import RestoreImages
 
 _UNDO_LIMIT_S = 5.0
 """How long the next gpucr waits for a CRIU whose guard has died, too."""
@@ -76,14 +73,6 @@ class RemoveGhosts(Action):
             with contextlib.suppress(OSError), opened_folder(os.path.dirname(path)) as folder:
                 os.unlink(os.path.basename(path), dir_fd=folder)
         return False
-
-
-def images_to_be_changed(images: Sequence[RestoreImages]) -> RemoveImages:
-    """The action for the changed images of one restore: call it, and name the action, before the first change."""
-    from gpucr.criu.images import where_changed  # late, as above
-
-    folders = dict.fromkeys(folder for each in images for folder in where_changed(each.original))
-    return RemoveImages(tuple(folders), images[0].mark)
 
 
 class EndRestore(Action):

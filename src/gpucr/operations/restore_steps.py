@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from msgspec import structs
 
-from gpucr.criu.images import FilesImage, RestoreImages
+from gpucr.criu.images import FilesImage, RestoreImages, images_to_be_changed
 from gpucr.criu.linked_files import own_ghosts
 from gpucr.criu.options import RestoreOptions
-from gpucr.criu.recovery import EndRestore, RemoveGhosts, images_to_be_changed
+from gpucr.criu.recovery import EndRestore, RemoveGhosts
 from gpucr.criu.remains import task_pids
 from gpucr.criu.tcp_streams import waiting_bytes
 from gpucr.linux import processes

@@ -12,8 +12,7 @@ from typing import TypeAlias
 
 from msgspec import Struct
 
-from gpucr.criu.images import FilesImage, RestoreImages
-from gpucr.criu.recovery import images_to_be_changed
+from gpucr.criu.images import FilesImage, RestoreImages, images_to_be_changed
 from gpucr.diagnosis.preflight.databases import spared_by_rewind
 from gpucr.diagnosis.preflight.surroundings import FilesMode, TcpMode
 from gpucr.errors import DeadlineExceeded, Unsupported

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from gpucr.errors import SnapshotError
 from gpucr.linux import durable
+from gpucr.linux.memory import spread
 from gpucr.model import DevicePart, StagedExtent
 from gpucr.snapshot.device.crew import PieceBuffer
 from gpucr.snapshot.device.sink import ZERO
@@ -78,10 +79,7 @@ class FolderSink:
         fds = [fd for stripes in self._stripes.values() for fd in stripes.fds]
         with self._explained():
             if fds:
-                from concurrent.futures import ThreadPoolExecutor  # nothing before this moment needs its import
-
-                with ThreadPoolExecutor(2 * STRIPES, "device-sync") as pool:
-                    list(pool.map(os.fsync, fds))
+                spread(os.fsync, fds, 2 * STRIPES)
             for path in paths:
                 durable.sync(path)
 
