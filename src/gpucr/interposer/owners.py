@@ -66,8 +66,8 @@ def find(blocks: Mapping[int, Sequence[Block]]) -> Sharing:
 def ask(pids: Collection[int]) -> Sharing | None:
     """As `find`, of processes that run. None: one of them does not tell.
 
-    They may share more while they are asked: an owner may export after its turn what another one has imported before its
-    own. So a block has no owner if it has none in two looks.
+    They may share more while they are asked: an owner may export after its turn what another one has imported before
+    its own. So a block has no owner if it has none in two looks.
     """
     first = _look(pids)
     if first is None or not first.unowned:
