@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,11 @@ def status_of(pid: int, member: str) -> str:
     return next(line for line in lines if line.startswith(member + ":")).split(":", 1)[1].strip()
 
 
+def is_undisturbed(pid: int) -> bool:
+    """Whether the process is neither traced nor stopped."""
+    return status_of(pid, "TracerPid") == "0" and status_of(pid, "State")[0] in "SRD"
+
+
 class Program:
     """A running program and the tree below it."""
 
@@ -93,8 +99,7 @@ class Program:
     def assert_undisturbed(self, pids: list[int] | None = None) -> None:
         """Every process runs, none is stopped or traced, and the loop continues."""
         for pid in pids or self.tree():
-            assert status_of(pid, "TracerPid") == "0"
-            assert status_of(pid, "State")[0] in "SRD"
+            wait_for(partial(is_undisturbed, pid), f"{pid} to run, without a tracer")  # one may just have ended
         seen = self.beats()
         wait_for(lambda: self.beats() > seen + 5, "the program to continue")
 

@@ -167,7 +167,8 @@ def test_ranks_at_any_position_are_locked(count: int, seed: int) -> None:
     lock = hold(job).lock()
     assert set(job.states.values()) == {LOCKED}
     assert lock.processes == count
-    assert lock.attempts <= 8  # nobody passes the leader, and each attempt moves the last ones
+    # Nobody passes the leader, and each attempt moves the last ones; threads that a busy machine stops need a few more.
+    assert lock.attempts <= max(8, count // 4)
 
 
 def test_a_hold_grows_long_enough_for_a_slow_rank() -> None:
