@@ -52,6 +52,40 @@ def served(family: socket.AddressFamily = socket.AF_INET) -> Iterator[tuple[Chil
         yield child, client, end
 
 
+MADE_IN_REPAIR = """
+import signal, socket, struct
+LEAST = {}
+made = socket.socket({})
+made.setsockopt(socket.IPPROTO_TCP, 19, 1)  # TCP_REPAIR
+for queue in (1, 2):
+    made.setsockopt(socket.IPPROTO_TCP, 20, queue)
+    made.setsockopt(socket.IPPROTO_TCP, 21, 1000)
+made.connect(({!r}, 9))
+made.setsockopt(socket.IPPROTO_TCP, 22, struct.pack("=II", 2, 8960))  # TCP_REPAIR_OPTIONS: the other end's limit
+others = socket.create_server(("127.0.0.1", 0)), socket.socket(), socket.socketpair()
+def size():
+    return struct.unpack_from("=I", made.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 20), 16)[0]
+assert size() < LEAST, size()
+print(0, flush=True)
+signal.sigwait([signal.SIGUSR1])
+print(size(), flush=True)
+signal.pause()
+"""
+
+
+@pytest.mark.parametrize(
+    ("family", "address", "least"),
+    [(socket.AF_INET, "127.0.0.1", 536), (socket.AF_INET6, "::1", 1220), (socket.AF_INET6, "::ffff:127.0.0.1", 536)],
+)
+def test_segments_are_as_large_as_the_other_end_allows(family: socket.AddressFamily, address: str, least: int) -> None:
+    with python(
+        "import signal; signal.pthread_sigmask(0, [10])" + MADE_IN_REPAIR.format(least, int(family), address)
+    ) as child:
+        tcp_repair.use_full_segments([child.id])
+        os.kill(child.pid, signal.SIGUSR1)
+        assert 8900 < int(child.line()) <= 8960
+
+
 def test_urgent_data_that_is_only_announced() -> None:
     """As long as the reader's buffer is full, it cannot come."""
     with served() as (child, client, end):

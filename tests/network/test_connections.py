@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 from collections.abc import Iterator
@@ -191,6 +192,32 @@ def test_connections_to_the_outside_are_closed_and_those_inside_are_kept(
         report = gpucr.restore(tmp_path / "s")
         assert any("they are closed" in warning for warning in report.warnings)
         assert job.go_on() == "inside BrokenPipeError"
+
+
+SEGMENTS = """
+import socket, struct
+ends = []
+listener = socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+for address in ("127.0.0.1", "::1", "::ffff:127.0.0.1"):
+    ends += [socket.create_connection((address, listener.getsockname()[1])), listener.accept()[0]]
+def sizes():
+    for each in ends:
+        each.sendall(b"x")
+    return [struct.unpack_from("=I", each.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 20), 16)[0] for each in ends]
+done(sizes())
+while True:
+    step()
+    done(sizes())
+"""
+
+
+def test_restored_connections_send_segments_as_large_as_before(start: StartJob, tmp_path: Path) -> None:
+    """Not the least of their protocol, which the kernel takes for a connection that is made in repair mode."""
+    job = start(SEGMENTS)
+    before = json.loads(job.go_on())
+    job.dump_and_end(tmp_path / "s")
+    gpucr.restore(tmp_path / "s")
+    assert min(now / then for now, then in zip(json.loads(job.go_on()), before, strict=True)) > 0.9, before
 
 
 WAITS = """

@@ -25,7 +25,7 @@ from gpucr.gpu_state.returns import Returns
 from gpucr.gpu_state.steps import HoldThreads, ReleaseThreads, RestoreGang, UnlockGang
 from gpucr.interposer.presence import agent_threads
 from gpucr.interposer.protocol import Hooks
-from gpucr.linux import processes
+from gpucr.linux import processes, tcp_repair
 from gpucr.model import CudaState
 from gpucr.operations.restore_device import RestoreDevice
 from gpucr.operations.restored_tree import RestoredTree, end_restored, restore_threads, take_stock
@@ -134,6 +134,8 @@ class AdoptTree:
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
         self.tree.set(take_stock([self._root_pid], self._manifest, self._gang, self._protection))
+        with contextlib.suppress(OSError):
+            tcp_repair.use_full_segments(self.tree.value.processes)
         return 0
 
     def undo(self) -> None:

@@ -16,11 +16,13 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from gpucr.linux import capabilities, processes
 from gpucr.linux.pidfds import copied_descriptor
 from gpucr.linux.processes import open_files
+from gpucr.linux.sock_diag import TcpState
 from gpucr.model import ProcessId
 
 _TCP_REPAIR = 19
 _NO_TCP = (errno.EOPNOTSUPP, errno.ENOPROTOOPT, errno.EINVAL)
 _SOCKET = "socket:["
+_MOST_IP_OPTIONS = 40
 
 
 def is_possible() -> bool:
@@ -86,6 +88,21 @@ def end(ids: Iterable[ProcessId], reusing: Collection[int]) -> int:
             tcp.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, inode in reusing)
             count += 1
     return count
+
+
+def use_full_segments(ids: Iterable[ProcessId]) -> None:
+    """Have restored connections send segments as large as the path and the other end allow.
+
+    A socket that connects in repair mode does not know the other end's limit yet, so that the kernel takes the least of
+    the protocol: 536 bytes, and 1,220 over IPv6. What CRIU tells it afterwards (TCP_REPAIR_OPTIONS) counts when the
+    path's MTU changes, which hardly ever happens (Linux 6.18). Setting the socket's own IP options makes the kernel
+    look again (net/ipv4/ip_sockglue.c). Sockets that the caller may not copy stay as they are. Needs no capability.
+    """
+    for _, tcp in _sockets(ids):
+        with contextlib.suppress(OSError):
+            if tcp.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] not in (TcpState.LISTEN, TcpState.CLOSE):
+                options = tcp.getsockopt(socket.IPPROTO_IP, socket.IP_OPTIONS, _MOST_IP_OPTIONS)
+                tcp.setsockopt(socket.IPPROTO_IP, socket.IP_OPTIONS, options)
 
 
 @contextlib.contextmanager

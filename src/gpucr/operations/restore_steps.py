@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ from gpucr.criu.options import RestoreOptions
 from gpucr.criu.recovery import EndRestore, RemoveGhosts
 from gpucr.criu.remains import task_pids
 from gpucr.criu.tcp_streams import waiting_bytes
-from gpucr.linux import processes
+from gpucr.linux import processes, tcp_repair
 from gpucr.model import ProcessId, ProcessInfo
 from gpucr.network.room import room_for
 from gpucr.operations.restored_tree import RestoredTree, end_restored, take_stock
@@ -66,6 +67,7 @@ class CriuRestore:
         self._crius: list[ProcessId] = []
         self._root_pids: dict[int, int] = {}
         self._ghosts = RemoveGhosts(())
+        self._has_connections = False
         self.tree: Result[RestoredTree] = Result()
         self.warnings: tuple[str, ...] = ()
 
@@ -81,6 +83,7 @@ class CriuRestore:
             self._protection.protect(self._ghosts)
         with images_read_from(self._images[0].original):
             waiting = sum(waiting_bytes(each.original) for each in self._images)
+        self._has_connections = waiting > 0
         with room_for(waiting, self._protection), interrupts.allowed():
             self._restore_tree(0, interrupts)
             interrupts.postpone()
@@ -145,6 +148,9 @@ class CriuRestore:
                     names = FilesImage.read(folder).paths().values()
                 require_as_recorded([each.pid for each in tree], {*names, *map(str, self._site.value.outputs.values())})
             self._root_pids[number] = pid
+            if self._has_connections:
+                with contextlib.suppress(OSError):
+                    tcp_repair.use_full_segments([each.id for each in tree])
             if not self._is_left_stopped:
                 self._take_stock(tree)  # CRIU lets it run now, and it may end at once
             self.warnings += tuple(restore_scheduling(self._manifest, tree))
