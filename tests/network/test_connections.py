@@ -220,6 +220,52 @@ def test_restored_connections_send_segments_as_large_as_before(start: StartJob, 
     assert min(now / then for now, then in zip(json.loads(job.go_on()), before, strict=True)) > 0.9, before
 
 
+OPTIONS = r"""
+import json, socket
+from gpucr.linux import socket_options
+SET = {"TCP_CONGESTION": b"reno", "SO_MAX_PACING_RATE": (10**6).to_bytes(8, "little")}
+PLAIN = {"TCP_DEFER_ACCEPT": 3, "UDP_SEGMENT": 1200, "IP_MTU_DISCOVER": 2, "IPV6_MTU_DISCOVER": 2, "IP_TOS": 16}
+ZERO = ("SO_TXREHASH", "IP_MULTICAST_LOOP", "IPV6_MULTICAST_LOOP")
+listener = socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+connected = [socket.create_connection((address, listener.getsockname()[1])) for address in ("127.0.0.1", "::1")]
+datagrams = [socket.socket(family, socket.SOCK_DGRAM) for family in (socket.AF_INET, socket.AF_INET6)]
+own = [listener, *connected, *(listener.accept()[0] for _ in connected), *datagrams]
+plain = socket.create_server(("127.0.0.1", 0))
+refused = set()
+for each in own:
+    for name, option in socket_options._options_of(each).items():
+        value = SET.get(name) or PLAIN.get(name, 0 if name in ZERO else 1).to_bytes(4, "little")
+        try:
+            each.setsockopt(*option, value)
+        except OSError:
+            refused.add(name)
+defaults = socket_options.Defaults()
+def seen():
+    return [{name: value.hex() for name, value in defaults.changed(each).items()} for each in (*own, plain)]
+done("set")
+while True:
+    step()
+    done(json.dumps([seen(), sorted(refused)]))
+"""
+
+
+def test_options_of_sockets_come_back(start: StartJob, tmp_path: Path) -> None:
+    """All that gpucr knows, on each kind of socket; also those that CRIU forgets."""
+    job = start(OPTIONS)
+    before, refused = json.loads(job.go_on())
+    known = set().union(*before)
+    assert len(known) > 30, refused
+    assert not before[-1]
+    dumped = job.dump_and_end(tmp_path / "s")
+    assert len(dumped.snapshot.manifest.processes[0].sockets) == len(before) - 1
+    report = gpucr.restore(tmp_path / "s")
+    assert not [warning for warning in report.warnings if "could not be set" in warning]
+    after, _ = json.loads(job.go_on())
+    assert [set(then.items()) ^ set(now.items()) for then, now in zip(before, after, strict=True)] == [set()] * len(
+        before
+    )
+
+
 WAITS = """
 import select, socket
 outside = socket.create_connection(("127.0.0.1", int(open("port").read())))

@@ -21,6 +21,7 @@ from gpucr.snapshot.manifest import (
     ProcessRecord,
     SandboxRecord,
     SharedFileRecord,
+    SocketRecord,
     ThreadRecord,
     UserRecord,
 )
@@ -70,6 +71,7 @@ def manifest(*, files: tuple[FileRecord, ...] = (), device_data: DeviceData | No
                 known_gpus=(GPU_A, GPU_B),
                 scheduling=(ThreadRecord(1, "0-3,8", 3 << 13 | 7), ThreadRecord(3, None, 0)),
                 core_filter=51,
+                sockets=(SocketRecord(7, {"TCP_USER_TIMEOUT": "581b0000"}),),
             ),
             ProcessRecord(102, (102,), 100, (102,), "loader", ("loader",), None),
         ),

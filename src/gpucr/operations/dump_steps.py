@@ -49,6 +49,7 @@ from gpucr.surroundings.folders import socket_folders
 from gpucr.surroundings.observe import Outside, TreeFiles, look_at_files, look_outside, remove_names
 from gpucr.surroundings.recovery import RemoveLinkRemaps, link_remaps
 from gpucr.surroundings.scheduling import with_scheduling
+from gpucr.surroundings.socket_options import with_socket_options
 from gpucr.undo.interrupts import Interrupts
 from gpucr.undo.logs import log_kept_on_failure
 from gpucr.undo.operation import Terms
@@ -477,7 +478,7 @@ def _draft(context: OwnDump, tree: Sequence[ProcessInfo], outside: Outside, look
     draft = draft_of_gang(context, tree, context.criu.install.version_text, context.options)
     return replace(
         draft,
-        processes=with_scheduling(draft.processes),
+        processes=with_socket_options(with_scheduling(draft.processes), look),
         folders=socket_folders(tree, look, is_sandboxed=sandbox is not None),
         launch=context.launch,
         sandbox=sandbox_record(sandbox),

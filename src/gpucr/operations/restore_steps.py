@@ -26,6 +26,7 @@ from gpucr.surroundings.opened_files import require_as_recorded
 from gpucr.surroundings.recovery import can_be_told
 from gpucr.surroundings.scheduling import restore_scheduling
 from gpucr.surroundings.site import RestoreSite
+from gpucr.surroundings.socket_options import restore_socket_options
 from gpucr.undo.interrupts import Interrupts
 from gpucr.undo.logs import log_kept_on_failure
 from gpucr.undo.protection import Protection
@@ -154,6 +155,7 @@ class CriuRestore:
             if not self._is_left_stopped:
                 self._take_stock(tree)  # CRIU lets it run now, and it may end at once
             self.warnings += tuple(restore_scheduling(self._manifest, tree))
+            self.warnings += tuple(restore_socket_options(self._manifest, tree))
             if not self._is_left_stopped:
                 interrupts.commit()
 

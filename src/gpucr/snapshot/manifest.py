@@ -222,6 +222,13 @@ class ThreadRecord(Record, frozen=True):
             cpus_in(self.cpus)
 
 
+class SocketRecord(Record, frozen=True):
+    """Options of a process's socket, by name, that were not as those of a new one; as the kernel has them."""
+
+    fd: Count
+    options: Mapping[str, Annotated[str, Meta(pattern=r"\A(?:[0-9a-f]{2}){1,16}\Z")]]
+
+
 class ProcessRecord(Record, frozen=True):
     """One process as it was dumped.
 
@@ -232,7 +239,8 @@ class ProcessRecord(Record, frozen=True):
     parts of backends above the driver's, lowest first. ``visible_gpus`` are the UUIDs of the GPUs that it can use,
     ``known_gpus`` of those that the driver knows for it (both empty without CUDA). ``scheduling`` has every one of its
     threads (None: not known). ``has_hooks``: its program has functions to call when it runs again. ``core_filter``:
-    which memory a core dump of it has (core(5); None: not known).
+    which memory a core dump of it has (core(5); None: not known). ``sockets``: those with options of their own, each at
+    one of the processes that have it.
     """
 
     pid: Pid
@@ -253,6 +261,7 @@ class ProcessRecord(Record, frozen=True):
     above: tuple[DeviceData, ...] = ()
     has_hooks: bool = False
     core_filter: Annotated[int, Meta(ge=0, lt=1 << 32)] | None = None
+    sockets: tuple[SocketRecord, ...] = ()
 
     @property
     def device_parts(self) -> dict[DevicePart, DeviceData]:
