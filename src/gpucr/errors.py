@@ -56,6 +56,9 @@ _HELD = "/proc/self/fd/"
 _SAYS_NOTHING = (LookupError, FileNotFoundError, ProcessLookupError)
 """Causes that add nothing: a bare key, or "not found", which the message says already, with the name."""
 
+_PLAIN = (str, bytes, int, float, type(None))
+"""What exceptions may have as arguments to be pickled as they are."""
+
 
 def reason_of(error: BaseException) -> str:
     """What it says. Of an OSError the kernel's words without their number, after the file's name, if it has one."""
@@ -396,14 +399,12 @@ def _remade(cls: type[GpucrError], args: tuple[Any, ...]) -> GpucrError:
 
 
 def _portable(cause: BaseException | None) -> BaseException | None:
-    """The cause, or, if it cannot be pickled (many of the standard library), one with the same text."""
-    import pickle
-
-    try:
-        pickle.loads(pickle.dumps(cause))  # noqa: S301 - see above
-    except Exception:  # noqa: BLE001 - its __reduce__ may do anything
-        return RuntimeError(f"{type(cause).__name__}: {cause}")
-    return cause
+    """The cause, or, if it may be impossible to pickle (those of libraries), one with the same text."""
+    if cause is None or isinstance(cause, GpucrError):
+        return cause
+    if type(cause).__module__ == "builtins" and all(isinstance(each, _PLAIN) for each in cause.args):
+        return cause
+    return RuntimeError(f"{type(cause).__name__}: {cause}")
 
 
 def _readable(text: str) -> str:
