@@ -81,3 +81,30 @@ def test_a_job_on_sshfs(machines: tuple[Machine, Machine]) -> None:
         client.gpucr("restore", place)
         client.wait(f"test $(gpucr logs counts | tail -n 1) -gt {before}")
     client.gpucr("kill", "counts")
+
+
+@pytest.mark.parametrize("options", ["hard", "soft,timeo=50,retrans=2"])
+def test_a_server_that_stays_away(machines: tuple[Machine, Machine], options: str) -> None:
+    """A snapshot goes there, and the server is gone in the middle of it. The job is local, and keeps running."""
+    server, client = machines
+    server.run(
+        "mkdir -p /srv/snapshots && "
+        f"echo '/srv/snapshots {_CLIENT}(rw,no_root_squash,no_subtree_check)' >>/etc/exports && exportfs -r"
+    )
+    client.run(f"mkdir /mnt/there && mount -t nfs -o vers=4.2,{options} {_SERVER}:/srv/snapshots /mnt/there")
+    client.run(f"cat >/root/counts.py <<'END'\n{COUNTS}END\ncd /root && gpucr run --name counts -- python3 counts.py")
+    client.wait("test $(gpucr logs counts | wc -l) -gt 5")
+    client.plug(0, is_in=False)
+    dump = client.begin("exec gpucr dump counts --to /mnt/there/snapshot --leave-running")
+    client.run("sleep 20")
+    if options == "hard":  # a wait without an end: somebody ends the command
+        client.run("pkill -KILL -f '[g]pucr dump counts'")
+    client.ended("", dump, check=False)
+    before = int(client.gpucr("logs", "counts").stdout.split()[-1])
+    client.wait(f"test $(gpucr logs counts | tail -n 1) -gt {before}")
+    assert "running" in client.gpucr("jobs").stdout
+    client.gpucr("dump", "counts", "--to", "/root/snapshot")
+    client.gpucr("restore", "/root/snapshot")
+    before = int(client.gpucr("logs", "counts").stdout.split()[-1])
+    client.wait(f"test $(gpucr logs counts | tail -n 1) -gt {before}")
+    client.gpucr("kill", "counts")
