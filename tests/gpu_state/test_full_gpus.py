@@ -146,6 +146,14 @@ def test_each_thing_three_times_in_a_row(fill: float, full: Start, tmp_path: Pat
             work.check()
 
 
+def test_a_job_that_was_dumped_while_it_was_suspended(full: Start, tmp_path: Path) -> None:
+    """Nobody has a record of what the restored processes will need beside what they keep."""
+    work = Work(full(FILLS[0.98]), tmp_path)
+    for _ in range(2):
+        work.dump_suspended()
+        work.check()
+
+
 LATE = """
 import threading
 from gpucr.gpu_state import returns

@@ -58,10 +58,10 @@ class _Kept(Struct, frozen=True):
 class SuspendedBlocks(Around):
     """Memory kept by suspended interposed processes. ``maps``: for those that go to other GPUs, by pid.
 
-    ``held``: what they held before, in bytes by pid and GPU UUID. On a full GPU, all that they keep is copied there
-    before the driver restores them, since our context and theirs do not fit beside it. Otherwise meanwhile. The gang
-    gives it back before it unlocks. Once each process has everything, and before any frees what it keeps, there is no
-    way back: then ``down_to`` is their target state.
+    ``held``: what they held before, in bytes by pid and GPU UUID, where it is known. On a GPU that is full, or may be,
+    all that they keep is copied there before the driver restores them, since our context and theirs do not fit beside
+    it. Otherwise meanwhile. The gang gives it back before it unlocks. Once each process has everything, and before any
+    frees what it keeps, there is no way back: then ``down_to`` is their target state.
     """
 
     def __init__(
@@ -156,7 +156,8 @@ class SuspendedBlocks(Around):
             for uuid, held in self._held.get(pid, {}).items():
                 new = self._maps[pid].new_for(uuid) if pid in self._maps else uuid
                 needed[new] = needed.get(new, 0) + max(0, held - self._kept_bytes.get((pid, new), 0))
-        if not lacking(needed):
+        # Nothing is on record where the job was dumped and restored since it was suspended: then there may be no room.
+        if not lacking(needed) and all(self._held.get(pid) for pid in pids):
             return
         self._wait_started()
         for each in self._filled.values():
