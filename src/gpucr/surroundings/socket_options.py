@@ -30,14 +30,14 @@ def with_socket_options(records: Iterable[ProcessRecord], look: OneLook) -> tupl
     defaults, seen, changed = socket_options.Defaults(), set[str](), []
     for record in records:
         found = []
-        with contextlib.suppress(OSError):
-            for file in look.files(record.pid):
-                if file.target.startswith(_SOCKET) and file.target not in seen:
-                    seen.add(file.target)
-                    with copied_socket(record.pid, file.fd) as copy:
-                        options = defaults.changed(copy) if copy is not None else {}
-                    if options:
-                        found.append(SocketRecord(file.fd, {name: value.hex() for name, value in options.items()}))
+        for target, files in look.files_of([record.pid]).items():
+            options: dict[str, bytes] = {}
+            if target.startswith(_SOCKET) and target not in seen:
+                with contextlib.suppress(OSError), copied_socket(record.pid, files[0].fd) as copy:
+                    seen.add(target)  # where this copy failed, one at another process may not
+                    options = defaults.changed(copy) if copy is not None else {}
+            if options:
+                found.append(SocketRecord(files[0].fd, {name: value.hex() for name, value in options.items()}))
         changed.append(replace(record, sockets=tuple(found)))
     return tuple(changed)
 
