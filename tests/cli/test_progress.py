@@ -294,12 +294,24 @@ def test_a_dumb_terminal_gets_plain_lines(term: str) -> None:
     assert shown.shown == "save it [bold]all[/bold]\r\n"
 
 
+UNTIL_INTERRUPTED = """
+import time
+
+class Waiting(Step):
+    def run(self, interrupts, meter):
+        while True:  # signal.pause would wait for a second one, if the first came before it
+            interrupts.check()
+            time.sleep(0.01)
+
+run(Step("lock"), Waiting("save"))
+"""
+
+
 @pytest.mark.parametrize("columns", [40, 100])
 def test_after_ctrl_c_no_live_line_stays(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The terminal itself shows ^C where the cursor is, and begins a new line there if this one is full."""
     monkeypatch.delenv("COLUMNS", raising=False)
-    wait = 'import signal; run(Step("lock"), Step("save", run=signal.pause))'
-    shown = Screen([sys.executable, "-c", PROGRAM + wait], columns=columns, lines=80)
+    shown = Screen([sys.executable, "-c", PROGRAM + UNTIL_INTERRUPTED], columns=columns, lines=80)
     try:
         shown.wait_for(lambda text: re.search(r"[-\\|/] save it", text) is not None, "the second phase")
         shown.press("\x03")
