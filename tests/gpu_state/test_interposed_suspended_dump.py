@@ -12,9 +12,11 @@ import gpucr
 from gpucr.criu.engine import Criu
 from gpucr.driver.cuda import CudaDriver
 from gpucr.errors import CriuError, Unsupported
+from gpucr.gpu_state import suspended
 from gpucr.interposer.client import Agent, ask_status
 from gpucr.interposer.library import installed, preload_path
 from gpucr.interposer.protocol import Status
+from gpucr.linux import processes
 from gpucr.model import CudaState
 from tests.counter import Counter, CounterFactory
 from tests.gpu_state.test_interposed_killed import killed, wait_for_guard
@@ -55,6 +57,26 @@ def test_it_is_dumped_and_restored_suspended(to: str, job: Counter, driver: Cuda
     assert_comes_back(job, driver, 101)
     gpucr.suspend(job.pid, gpu_state="interposed")  # nothing of it is left over in the way of a second time
     assert_comes_back(job, driver, 102)
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_the_record_of_its_suspend_comes_back(twice: bool, job: Counter, tmp_path: Path) -> None:
+    """Also when it was suspended while another tool had suspended it: then a resume leaves it so."""
+
+    def noted() -> list[suspended.SuspendedRecord | None]:
+        return [suspended.recall(processes.describe(pid).id) for pid in job.processes()]
+
+    if twice:
+        for pid in job.processes():
+            suspended.forget(processes.describe(pid).id)
+        gpucr.suspend(job.pid)
+    before = noted()
+    assert {each.found for each in before if each is not None} == {CHECKPOINTED if twice else RUNNING}
+    assert all(each is not None and (twice or sum(each.device_bytes.values()) > 24 << 20) for each in before)
+    gpucr.dump(job.pid, tmp_path / "s")
+    job.kill()  # reaps
+    gpucr.restore(tmp_path / "s")
+    assert noted() == before
 
 
 def test_left_running_it_keeps_what_it_had(job: Counter, driver: CudaDriver, tmp_path: Path) -> None:

@@ -127,6 +127,21 @@ def test_a_restore(program: StartProgram, tmp_path: Path) -> None:
     assert job.lines() == TOLD
 
 
+@pytest.mark.criu
+@pytest.mark.parametrize("leave_running", [False, True])
+def test_a_dump_while_it_is_suspended(leave_running: bool, program: StartProgram, tmp_path: Path) -> None:
+    """Neither it nor its restore calls one: the program is told when it is resumed, and only once."""
+    job = program()
+    for number in range(2):
+        gpucr.suspend(job.pid)
+        gpucr.dump(job.pid, tmp_path / f"s{number}", leave_running=leave_running)
+        if not leave_running:
+            gpucr.restore(tmp_path / f"s{number}")
+        assert job.lines() == [*TOLD, *TOLD[1:]][: 2 + 2 * number]
+        assert gpucr.resume(job.pid).warnings == ()
+        assert job.lines() == [*TOLD, *TOLD[1:]][: 3 + 2 * number]
+
+
 def test_refused_and_dry_run_operations_call_no_hook(program: StartProgram, tmp_path: Path) -> None:
     job = program()
     with pytest.raises(gpucr.InvalidRequest):

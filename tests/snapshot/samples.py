@@ -62,6 +62,7 @@ def manifest(*, files: tuple[FileRecord, ...] = (), device_data: DeviceData | No
                 name="trainer",
                 command_line=("python", "töst \U0001f600.py", "\udcff\udcfe"),
                 found_state=CudaState.CHECKPOINTED,
+                resumes_to=CudaState.RUNNING,
                 stopped=True,
                 restore_thread=3,
                 device_bytes={GPU_A: 4 << 30, GPU_B: 1 << 20},

@@ -24,8 +24,8 @@ STORED = FileRecord("shared/0", 70, ("ab" * 32,))
 WHOLE = samples.manifest(files=(FILE, STORED), device_data=samples.DEVICE_DATA, shared_files=(samples.SHARED_FILE,))
 _NULLABLE = (
     "criu_options",
-    "cuda_version", "driver_version", "launch", "sandbox", "found_state", "restore_thread", "device_data", "scheduling",
-    "log_path", "cpus", "core_filter", "kept",
+    "cuda_version", "driver_version", "launch", "sandbox", "found_state", "resumes_to", "restore_thread", "device_data",
+    "scheduling", "log_path", "cpus", "core_filter", "kept",
 )  # fmt: skip
 Body = dict[str, Any]
 
@@ -80,10 +80,16 @@ def test_round_trip_without_cuda() -> None:
 
 @pytest.mark.parametrize("state", [None, CudaState.RUNNING, CudaState.CHECKPOINTED])
 def test_round_trip_of_every_found_state(state: CudaState | None) -> None:
-    process = replace(WHOLE.processes[0], found_state=state)
+    process = replace(WHOLE.processes[0], found_state=state, resumes_to=None)
     one = replace(WHOLE, processes=(process,))
     assert decode(encode(one)).processes[0].found_state is state
     assert one.has_gpu_state is (state is not None)
+
+
+@pytest.mark.parametrize("state", [None, CudaState.RUNNING, CudaState.CHECKPOINTED])
+def test_round_trip_of_every_state_that_a_resume_leads_to(state: CudaState | None) -> None:
+    process = replace(WHOLE.processes[0], resumes_to=state)
+    assert decode(encode(replace(WHOLE, processes=(process,)))).processes[0].resumes_to is state
 
 
 def test_totals() -> None:
@@ -263,6 +269,8 @@ def test_a_value_of_another_type(place: str, key: str) -> None:
         lambda inner: inner["processes"][0].update(threads=[10**300]),
         lambda inner: inner["processes"][0].update(found_state="failed"),
         lambda inner: inner["processes"][0].update(found_state="locked"),
+        lambda inner: inner["processes"][0].update(found_state="running"),  # and yet a resume leads it to a state
+        lambda inner: inner["processes"][0].update(resumes_to="locked"),
         lambda inner: inner["processes"][0]["staging"][0].update(address=2**64),
         lambda inner: inner["files"][0].update(size_bytes=10**300),
         lambda inner: inner["files"][0].update(size_bytes=-1),

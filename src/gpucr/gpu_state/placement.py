@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
@@ -108,11 +109,19 @@ class Placement:
     """Takes a gang's members to the chosen GPUs, and records their new place.
 
     ``gpus``: those that each member had so far, by pid, also for those that are not restored. ``here``: this machine's.
+    ``suspends``: of members of a snapshot that stay suspended, what their suspend had noted, by pid.
     """
 
-    def __init__(self, choice: GpuChoice, gpus: Mapping[int, ProcessGpus], here: Sequence[Gpu]) -> None:
+    def __init__(
+        self,
+        choice: GpuChoice,
+        gpus: Mapping[int, ProcessGpus],
+        here: Sequence[Gpu],
+        suspends: Mapping[int, suspended.SuspendedRecord] = MappingProxyType({}),
+    ) -> None:
         self.choice = choice
         self._gpus = gpus
+        self._suspends = suspends
         self.here = tuple(here)
         self._here = {gpu.uuid: gpu for gpu in here}
         self._pids: Mapping[int, int] | None = None
@@ -167,6 +176,8 @@ class Placement:
                 gpus = ProcessGpus(self._moved(gpus.known, gpu_map), self._moved(gpus.visible, gpu_map))
                 suspended.moved(member.id, gpu_map)
             remember_gpus(member.id, gpus)
+            if (noted := self._suspends.get(self._number(member.pid))) is not None:
+                suspended.restored(member.id, noted)
 
     def moved(self, gang: Gang) -> dict[int, GpuMap]:
         """The maps of those members that the driver has restored, by pid: they are on their new GPUs."""

@@ -44,9 +44,8 @@ def remember(member: GangMember, device_bytes: Mapping[str, int], *, has_hooks: 
     For a process found CHECKPOINTED, an existing record stays: it is from the suspend that counts. In any other state,
     another tool has brought the process back since, and the record is stale.
     """
-    if member.found is not CudaState.CHECKPOINTED:
-        forget(member.id)
-    RECORDS.write(member.id, SuspendedRecord(member.lasting_state, dict(device_bytes), has_hooks))
+    write = RECORDS.write if member.found is CudaState.CHECKPOINTED else RECORDS.replace
+    write(member.id, SuspendedRecord(member.lasting_state, dict(device_bytes), has_hooks))
 
 
 def recall(process: ProcessId) -> SuspendedRecord | None:
@@ -59,8 +58,12 @@ def moved(process: ProcessId, gpu_map: GpuMap) -> None:
     record = recall(process)
     if record is not None:
         held = {gpu_map.new_for(uuid): size_bytes for uuid, size_bytes in record.device_bytes.items()}
-        forget(process)
-        RECORDS.write(process, replace(record, device_bytes=held))
+        RECORDS.replace(process, replace(record, device_bytes=held))
+
+
+def restored(process: ProcessId, record: SuspendedRecord) -> None:
+    """The process is back from a snapshot, and suspended as it was dumped: write the record that it had."""
+    RECORDS.replace(process, record)
 
 
 def forget(process: ProcessId) -> None:

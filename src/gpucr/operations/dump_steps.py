@@ -22,13 +22,14 @@ from gpucr.criu.recovery import EndDump
 from gpucr.diagnosis import preflight
 from gpucr.driver.gpus import driver_version
 from gpucr.errors import CriuError, CudaStarted, DeadlineExceeded, GpucrError, JobChanged, JobDamaged
+from gpucr.gpu_state import suspended
 from gpucr.gpu_state.source import NamesItself
 from gpucr.jobs import selection
 from gpucr.jobs.registered import DumpNote
 from gpucr.jobs.sandbox import Sandbox
 from gpucr.linux import oom, processes, processor, tcp_tables
 from gpucr.linux.one_look import OneLook
-from gpucr.model import Endpoint, GangMember, Job, ProcessId, ProcessInfo
+from gpucr.model import CudaState, Endpoint, GangMember, Job, ProcessId, ProcessInfo
 from gpucr.network.lock import IN_FLIGHT, JobNetwork
 from gpucr.operations.recorded import process_record, sandbox_record
 from gpucr.quantities import counted, format_bytes
@@ -542,13 +543,18 @@ def draft_of_gang(
 def _with_cuda(record: ProcessRecord, cuda: CudaWork, member: GangMember) -> ProcessRecord:
     gpus = cuda.gpus_of(member)
     thread = cuda.checkpoint.restore_threads.get(record.pid)
+    noted = suspended.recall(member.id) if member.found is CudaState.CHECKPOINTED else None
+    held, has_hooks = cuda.device_bytes.get(record.pid, {}), member.id in cuda.hooks.processes
+    if noted is not None:
+        held, has_hooks = noted.device_bytes, noted.has_hooks
     return replace(
         record,
         found_state=member.lasting_state,
+        resumes_to=noted.found if noted is not None else None,
         restore_thread=processes.innermost_thread_id(record.pid, thread) if thread is not None else None,
-        device_bytes=dict(cuda.device_bytes.get(record.pid, {})),
+        device_bytes=dict(held),
         staging=cuda.staging.private.get(record.pid, ()),
         visible_gpus=tuple(gpu.uuid for gpu in gpus.visible),
         known_gpus=tuple(gpu.uuid for gpu in gpus.known),
-        has_hooks=member.id in cuda.hooks.processes,
+        has_hooks=has_hooks,
     )

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from gpucr.gpu_state.gpu_choice import GpuRequest, GpuUser, choose_gpus, used_gpus
 from gpucr.gpu_state.placement import Placement, ProcessGpus, busy_gpus
+from gpucr.gpu_state.suspended import SuspendedRecord
 from gpucr.model import Gpu, GpuUse
 from gpucr.snapshot.manifest import Manifest
 
@@ -16,7 +17,8 @@ def place_snapshot(manifest: Manifest, request: GpuRequest, here: Sequence[Gpu],
     ``uses``: which processes use which GPU of this machine. Raises like `choose_gpus`.
     """
     gpus, users = _users(manifest)
-    return Placement(choose_gpus(request, manifest.gpus, users, here, busy_gpus(uses)), gpus, here)
+    choice = choose_gpus(request, manifest.gpus, users, here, busy_gpus(uses))
+    return Placement(choice, gpus, here, _suspends(manifest))
 
 
 def count_used_gpus(manifest: Manifest) -> int:
@@ -38,6 +40,15 @@ def _users(manifest: Manifest) -> tuple[dict[int, ProcessGpus], list[GpuUser]]:
             held_bytes = gpus[record.pid].held_bytes(record.device_bytes, saved_bytes)
             users.append(GpuUser(record.pid, tuple(gpu.uuid for gpu in known), held_bytes))
     return gpus, users
+
+
+def _suspends(manifest: Manifest) -> dict[int, SuspendedRecord]:
+    """What the suspend of each process had noted that is suspended."""
+    return {
+        each.pid: SuspendedRecord(each.resumes_to, each.device_bytes, each.has_hooks)
+        for each in manifest.processes
+        if each.resumes_to is not None
+    }
 
 
 def _chosen(gpus: Sequence[Gpu], uuids: Sequence[str]) -> tuple[Gpu, ...]:

@@ -49,6 +49,7 @@ _MAX_DEVICE_BYTES = 1 << 48
 _ABOUT = {"format", "format_version", "has_gpu_state"}
 """Members of the JSON that are not in `Manifest`."""
 _NOT_A_NAME = frozenset({"", ".", ".."})
+_STATE_NAMES = ("found_state", "resumes_to")
 _STATES = {state.word: state for state in (CudaState.RUNNING, CudaState.CHECKPOINTED)}
 
 Sha256 = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
@@ -233,7 +234,8 @@ class ProcessRecord(Record, frozen=True):
     """One process as it was dumped.
 
     ``found_state`` is the CUDA state to which a restore leads it (None: no CUDA): CHECKPOINTED if gpucr found it so.
-    ``device_bytes`` is the device memory that it held, per GPU UUID. ``staging``: where the driver left it.
+    ``resumes_to``: the one to which a resume leads it then (None: gpucr has not suspended it). ``device_bytes`` is the
+    device memory that it held when it last ran, per GPU UUID. ``staging``: where the driver left it.
     ``restore_thread``: its id in the process's own pid namespace. ``stopped``: by SIGSTOP. ``device_data`` is the part
     of its device memory from the driver (None: it has none, or CRIU's images hold it, kind ``plain``), ``above`` the
     parts of backends above the driver's, lowest first. ``visible_gpus`` are the UUIDs of the GPUs that it can use,
@@ -250,6 +252,7 @@ class ProcessRecord(Record, frozen=True):
     name: str
     command_line: tuple[str, ...]
     found_state: CudaState | None
+    resumes_to: CudaState | None = None
     stopped: bool = False
     restore_thread: Pid | None = None
     device_bytes: Mapping[str, Count] = {}
@@ -270,6 +273,8 @@ class ProcessRecord(Record, frozen=True):
         return parts | {DevicePart(self.pid, level): data for level, data in enumerate(self.above, 1)}
 
     def __post_init__(self) -> None:
+        if self.resumes_to is not None and self.found_state is not CudaState.CHECKPOINTED:
+            raise RecordError(f"process {self.pid} is not suspended, and has `resumes_to`")
         if self.scheduling is not None:
             threads = {record.thread for record in self.scheduling}
             if len(threads) != len(self.scheduling) or len(threads) != len(self.threads):
@@ -455,8 +460,8 @@ def members(manifest: Manifest) -> dict[str, Any]:
     """Its members as JSON values."""
     body: dict[str, Any] = msgspec.to_builtins(manifest)
     for process in body["processes"]:
-        state = process["found_state"]
-        process["found_state"] = None if state is None else CudaState(state).word
+        for name in _STATE_NAMES:
+            process[name] = None if process[name] is None else CudaState(process[name]).word
     return body
 
 
@@ -555,21 +560,22 @@ def _canonical(body: object) -> bytes:
 
 
 def _members(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of `Manifest`, and found states as numbers instead of words."""
+    """Those of `Manifest`, and CUDA states as numbers instead of words."""
     found = {name: value for name, value in body.items() if name not in _ABOUT}
     processes = found.get("processes")
     if isinstance(processes, list):
-        found["processes"] = [_with_state(each, f"processes[{n}]") for n, each in enumerate(processes)]
+        found["processes"] = [_with_states(each, f"processes[{n}]") for n, each in enumerate(processes)]
     return found
 
 
-def _with_state(process: Any, where: str) -> Any:
-    if not isinstance(process, dict) or process.get("found_state") is None:
+def _with_states(process: Any, where: str) -> Any:
+    if not isinstance(process, dict):
         return process
-    state = process["found_state"]
-    if not isinstance(state, str) or state not in _STATES:
-        raise RecordError(f"{where}: `found_state` is {json.dumps(state):.40}")
-    return {**process, "found_state": int(_STATES[state])}
+    states = {name: process[name] for name in _STATE_NAMES if process.get(name) is not None}
+    for name, state in states.items():
+        if not isinstance(state, str) or state not in _STATES:
+            raise RecordError(f"{where}: `{name}` is {json.dumps(state):.40}")
+    return {**process, **{name: int(_STATES[state]) for name, state in states.items()}}
 
 
 def _check_consistency(manifest: Manifest) -> None:
