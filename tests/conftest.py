@@ -31,7 +31,7 @@ from gpucr.errors import CriuUnavailable, DriverUnavailable
 from gpucr.helper.access import socket_path
 from gpucr.linux import mount_root
 from gpucr.sim import build as simulator
-from tests import counting, turns
+from tests import counting, storm, turns
 from tests.counter import Counter, CounterFactory
 from tests.counting import Counting, StartCounting, Variant
 from tests.ordinary_user import CannotHaveUsers, Machine, OrdinaryUser, machine_with_helper
@@ -94,6 +94,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     turns.leave_out(config, items)
+    storm.allow_time(items)
 
 
 def pytest_collection_finish() -> None:

@@ -14,6 +14,7 @@ from _pytest.mark import ParameterSet
 
 Case = TypeVar("Case")
 
+_LIMIT_S = 1800
 IS_STORM = os.environ.get("GPUCR_STORM", "") not in ("", "0")
 
 
@@ -22,6 +23,13 @@ def sample(cases: Sequence[Case], every: int) -> list[Case]:
     if IS_STORM:
         return list(cases)
     return [case for number, case in enumerate(cases) if number % every == 0 or number == len(cases) - 1]
+
+
+def allow_time(items: Sequence[pytest.Item]) -> None:
+    """In a storm one test may try hundreds of cases, and shares its processors with others that do."""
+    for item in items if IS_STORM else ():
+        if item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(_LIMIT_S))
 
 
 long = pytest.mark.skipif(not IS_STORM, reason="takes long: `scripts/storm` has it")
