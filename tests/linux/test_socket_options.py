@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import socket
 import struct
+from pathlib import Path
 
 import pytest
 
-from gpucr.linux.socket_options import Defaults, copied_socket, set_options
+from gpucr.linux.pidfds import copied_socket
+from gpucr.linux.socket_options import Defaults, set_options
 
 
 @pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
@@ -38,9 +40,16 @@ def test_refused_options_have_their_reason() -> None:
 
 
 def test_other_descriptors_are_left_alone() -> None:
-    with socket.socket() as internet, copied_socket(os.getpid(), internet.fileno()) as copy:
-        assert copy is not None
-        assert copy.getsockname() == internet.getsockname()
     local, other = socket.socketpair()
     with local, other, copied_socket(os.getpid(), local.fileno()) as copy:
-        assert copy is None
+        copy.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        assert Defaults().changed(copy) == {}
+        assert list(set_options(copy, {"TCP_LINGER2": bytes(4)})) == ["TCP_LINGER2"]
+
+
+def test_a_descriptor_that_is_no_socket(tmp_path: Path) -> None:
+    with (tmp_path / "f").open("w") as file:
+        before = len(os.listdir("/proc/self/fd"))
+        with pytest.raises(OSError, match="on non-socket"):
+            copied_socket(os.getpid(), file.fileno())
+        assert len(os.listdir("/proc/self/fd")) == before

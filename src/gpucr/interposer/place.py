@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gpucr.linux import proc_text
-from gpucr.linux.pidfds import copied_descriptor
+from gpucr.linux.pidfds import copied_socket
 from gpucr.linux.processes import open_files
 
 FOLDER_VARIABLE = "GPUCR_INTERPOSER_DIR"
@@ -68,7 +68,7 @@ def make_it_listen_again(pid: int) -> None:
 
 def _ended(pid: int, number: int) -> bool:
     """Whether that was a listening socket, which is ended now."""
-    with socket.socket(fileno=copied_descriptor(pid, number)) as found:
+    with copied_socket(pid, number) as found:
         if not found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
             return False
         found.shutdown(socket.SHUT_RDWR)

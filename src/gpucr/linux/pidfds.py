@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import socket
 
 from gpucr.linux import libc
 
@@ -19,3 +20,13 @@ def copied_descriptor(pid: int, number: int) -> int:
         return libc.check(_syscall(_PIDFD_GETFD, process, number, 0), f"descriptor {number} of process {pid}")
     finally:
         os.close(process)
+
+
+def copied_socket(pid: int, number: int) -> socket.socket:
+    """A copy of the process's socket here, of the kind that it is. Raises OSError, also if it is not a socket."""
+    fd = copied_descriptor(pid, number)
+    try:
+        return socket.socket(fileno=fd)
+    except OSError:
+        os.close(fd)
+        raise

@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-from gpucr.linux.pidfds import copied_descriptor
-
 MOST_BYTES = 16
-_INTERNET = (socket.AF_INET, socket.AF_INET6)
 
 
 class _Option(NamedTuple):
@@ -81,29 +78,28 @@ _OF_IPV6 = {
     "IPV6_TCLASS": _Option(socket.IPPROTO_IPV6, 67),
     "IPV6_TRANSPARENT": _Option(socket.IPPROTO_IPV6, 75),
 }
+_TCP, _UDP = (socket.SOCK_STREAM, socket.IPPROTO_TCP), (socket.SOCK_DGRAM, socket.IPPROTO_UDP)
+_OPTIONS: dict[tuple[int, int, int], dict[str, _Option]] = {
+    (socket.AF_INET, *_TCP): _OF_ALL | _OF_TCP | _OF_IP,
+    (socket.AF_INET6, *_TCP): _OF_ALL | _OF_TCP | _OF_IP | _OF_IPV6,
+    (socket.AF_INET, *_UDP): _OF_ALL | _OF_UDP | _OF_IP,
+    (socket.AF_INET6, *_UDP): _OF_ALL | _OF_UDP | _OF_UDP_OVER_IPV6 | _OF_IP | _OF_IPV6,
+}
 
 
 class Defaults:
-    """What new sockets of this network namespace have."""
+    """What new sockets of this network namespace have. Only those of TCP and UDP have options here."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, int, int], Mapping[str, bytes]] = {}
 
     def changed(self, found: socket.socket) -> dict[str, bytes]:
         """The options of a socket that have other values than a new one of its kind."""
-        kind = (found.family, found.type, found.proto)
-        if kind not in self._known:
+        kind = _kind(found)
+        if kind not in self._known and _options_of(found):
             with socket.socket(*kind) as new:
                 self._known[kind] = MappingProxyType(_read(new))
         return {name: value for name, value in _read(found).items() if self._known[kind].get(name) != value}
-
-
-@contextlib.contextmanager
-def copied_socket(pid: int, number: int) -> Iterator[socket.socket | None]:
-    """A copy of a TCP or UDP socket; None if it is another kind. Raises OSError."""
-    with socket.socket(fileno=copied_descriptor(pid, number)) as found:
-        is_one = found.family in _INTERNET and found.proto in (socket.IPPROTO_TCP, socket.IPPROTO_UDP)
-        yield found if is_one else None
 
 
 def set_options(found: socket.socket, options: Mapping[str, bytes]) -> dict[str, OSError]:
@@ -130,7 +126,10 @@ def _read(found: socket.socket) -> dict[str, bytes]:
     return read
 
 
-def _options_of(found: socket.socket) -> dict[str, _Option]:
-    is_tcp, is_ipv6 = found.type == socket.SOCK_STREAM, found.family == socket.AF_INET6
-    of_protocol = _OF_TCP if is_tcp else _OF_UDP | _OF_UDP_OVER_IPV6 if is_ipv6 else _OF_UDP
-    return _OF_ALL | of_protocol | _OF_IP | (_OF_IPV6 if is_ipv6 else {})
+def _options_of(found: socket.socket) -> Mapping[str, _Option]:
+    return _OPTIONS.get(_kind(found), {})
+
+
+def _kind(found: socket.socket) -> tuple[int, int, int]:
+    """As the kernel has it: `socket.proto` may be 0, which means the usual one."""
+    return found.family, found.type, found.getsockopt(socket.SOL_SOCKET, socket.SO_PROTOCOL)

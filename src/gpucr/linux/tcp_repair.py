@@ -14,13 +14,13 @@ import socket
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from gpucr.linux import capabilities, processes
-from gpucr.linux.pidfds import copied_descriptor
+from gpucr.linux.pidfds import copied_descriptor, copied_socket
 from gpucr.linux.processes import open_files
 from gpucr.linux.sock_diag import TcpState
 from gpucr.model import ProcessId
 
 _TCP_REPAIR = 19
-_NO_TCP = (errno.EOPNOTSUPP, errno.ENOPROTOOPT, errno.EINVAL)
+_GONE = (errno.EBADF, errno.ESRCH, errno.ENOENT, errno.ENOTSOCK)
 _SOCKET = "socket:["
 _MOST_IP_OPTIONS = 40
 
@@ -126,28 +126,12 @@ def _sockets(ids: Iterable[ProcessId]) -> Iterator[tuple[int, socket.socket]]:
     for process in ids:
         numbers = {file.fd: file.target for file in open_files(process.pid) if file.target.startswith(_SOCKET)}
         for number, target in numbers.items() if processes.is_alive(process) else ():
-            with _copied(process.pid, number) as tcp:
-                if tcp is not None:
-                    yield int(target[len(_SOCKET) : -1]), tcp
-
-
-@contextlib.contextmanager
-def _copied(pid: int, number: int) -> Iterator[socket.socket | None]:
-    """A copy of a TCP socket; None if it is another kind of socket, or has been closed."""
-    try:
-        fd = copied_descriptor(pid, number)
-    except OSError as e:
-        if e.errno not in (errno.EBADF, errno.ESRCH, errno.ENOENT):
-            raise
-        yield None
-        return
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM, fileno=fd) as found:
-        try:
-            found.getsockopt(socket.IPPROTO_TCP, _TCP_REPAIR)
-        except OSError as e:
-            if e.errno not in _NO_TCP:
-                raise
-            is_tcp = False
-        else:
-            is_tcp = True
-        yield found if is_tcp else None
+            try:
+                found = copied_socket(process.pid, number)
+            except OSError as e:
+                if e.errno not in _GONE:
+                    raise
+                continue
+            with found:
+                if (found.type, found.proto) == (socket.SOCK_STREAM, socket.IPPROTO_TCP):
+                    yield int(target[len(_SOCKET) : -1]), found

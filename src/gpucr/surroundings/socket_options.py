@@ -14,7 +14,8 @@ from msgspec.structs import replace
 
 from gpucr.linux import socket_options
 from gpucr.linux.one_look import OneLook
-from gpucr.linux.socket_options import copied_socket, set_options
+from gpucr.linux.pidfds import copied_socket
+from gpucr.linux.socket_options import set_options
 from gpucr.model import ProcessInfo
 from gpucr.quantities import counted
 from gpucr.snapshot.manifest import Manifest, ProcessRecord, SocketRecord
@@ -35,7 +36,7 @@ def with_socket_options(records: Iterable[ProcessRecord], look: OneLook) -> tupl
             if target.startswith(_SOCKET) and target not in seen:
                 with contextlib.suppress(OSError), copied_socket(record.pid, files[0].fd) as copy:
                     seen.add(target)  # where this copy failed, one at another process may not
-                    options = defaults.changed(copy) if copy is not None else {}
+                    options = defaults.changed(copy)
             if options:
                 found.append(SocketRecord(files[0].fd, {name: value.hex() for name, value in options.items()}))
         changed.append(replace(record, sockets=tuple(found)))
@@ -53,7 +54,7 @@ def restore_socket_options(manifest: Manifest, tree: Iterable[ProcessInfo]) -> l
             options = {name: bytes.fromhex(value) for name, value in each.options.items()}
             try:
                 with copied_socket(process.pid, each.fd) as copy:
-                    refused = set_options(copy, options) if copy is not None else {}
+                    refused = set_options(copy, options)
             except OSError as e:  # it has ended; another user's
                 refused = dict.fromkeys(options, e)
             problems.update(f"{name} could not be set: {error.strerror}" for name, error in refused.items())
