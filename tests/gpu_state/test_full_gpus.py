@@ -22,7 +22,7 @@ from gpucr.driver.cuda import CudaDriver
 from gpucr.driver.gpus import list_gpus
 from gpucr.errors import GpuFull, InterposerError
 from gpucr.gang import Gang
-from gpucr.gpu_state import room
+from gpucr.gpu_state import room, suspended
 from gpucr.interposer.client import ask_status
 from gpucr.interposer.library import installed, preload_path
 from gpucr.linux import processes
@@ -113,10 +113,12 @@ class Work:
         self.must("dump", self.job.pid, "--to", self.folder / "s")
         self._restore()
 
-    def dump_suspended(self) -> None:
+    def dump_suspended(self, *, is_noted: bool = True) -> None:
         self.must("suspend", self.job.pid)
         self.must("dump", self.job.pid, "--to", self.folder / "s")
         self._restore()
+        for pid in self.job.processes() if not is_noted else ():
+            suspended.forget(processes.describe(pid).id)
         self.must("resume", self.job.pid)
 
     def _restore(self) -> None:
@@ -146,11 +148,12 @@ def test_each_thing_three_times_in_a_row(fill: float, full: Start, tmp_path: Pat
             work.check()
 
 
-def test_a_job_that_was_dumped_while_it_was_suspended(full: Start, tmp_path: Path) -> None:
-    """Nobody has a record of what the restored processes will need beside what they keep."""
+@pytest.mark.parametrize("is_noted", [True, False])
+def test_a_job_that_was_dumped_while_it_was_suspended(is_noted: bool, full: Start, tmp_path: Path) -> None:
+    """Also where nobody has a record of what the restored processes will need beside what they keep."""
     work = Work(full(FILLS[0.98]), tmp_path)
     for _ in range(2):
-        work.dump_suspended()
+        work.dump_suspended(is_noted=is_noted)
         work.check()
 
 

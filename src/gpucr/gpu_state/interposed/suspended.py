@@ -156,7 +156,7 @@ class SuspendedBlocks(Around):
             for uuid, held in self._held.get(pid, {}).items():
                 new = self._maps[pid].new_for(uuid) if pid in self._maps else uuid
                 needed[new] = needed.get(new, 0) + max(0, held - self._kept_bytes.get((pid, new), 0))
-        # Nothing is on record where the job was dumped and restored since it was suspended: then there may be no room.
+        # Nothing is on record if the disk was full, or NVML had no figure: then there may be no room.
         if not lacking(needed) and all(self._held.get(pid) for pid in pids):
             return
         self._wait_started()
