@@ -92,14 +92,21 @@ def most(found: Looks, pids: list[int]) -> Counter[str]:
     return max((found[pid] for pid in pids[3:]), key=Counter.total)
 
 
+def usual(found: Looks, pids: list[int]) -> Counter[str]:
+    """What most of them had: one that was not asleep yet is looked at once more."""
+    common, _ = Counter(frozenset(found[pid].items()) for pid in pids[3:]).most_common(1)[0]
+    return Counter(dict(common))
+
+
 def test_preflight(tmp_path: Path) -> None:
     reads = []
     for count in (20, 60):
         with job_of(count, tmp_path) as pids, counted() as found:
             assert selection.findings_for_criu(selection.find_job(pids[0])) == []
-        reads.append(most(found, pids))
+        reads.append(usual(found, pids))
+        assert most(found, pids).total() <= MOST_IN_PREFLIGHT
     assert reads[0] == reads[1]
-    assert 10 < reads[0].total() <= MOST_IN_PREFLIGHT
+    assert reads[0].total() > 10
 
 
 @pytest.mark.criu
@@ -109,7 +116,8 @@ def test_a_dump_and_a_restore(tmp_path: Path) -> None:
         with job_of(count, tmp_path) as pids:
             with counted() as found:
                 gpucr.dump(pids[0], tmp_path / f"left-{count}", leave_running=True)
-            dumped.append(most(found, pids))
+            dumped.append(usual(found, pids))
+            assert most(found, pids).total() <= MOST_IN_DUMP
             with counted() as found:
                 gpucr.dump(pids[0], tmp_path / f"ended-{count}")
             assert most(found, pids).total() <= MOST_IN_DUMP
@@ -117,8 +125,9 @@ def test_a_dump_and_a_restore(tmp_path: Path) -> None:
             wait_until(partial(_are_free, pids), "the pids to be free")
             with counted() as found:
                 gpucr.restore(tmp_path / f"ended-{count}")
-            restored.append(most(found, pids))
+            restored.append(usual(found, pids))
+            assert most(found, pids).total() <= MOST_IN_RESTORE
     assert dumped[0] == dumped[1]
     assert restored[0] == restored[1]
-    assert 20 < dumped[0].total() <= MOST_IN_DUMP
-    assert 5 < restored[0].total() <= MOST_IN_RESTORE
+    assert dumped[0].total() > 20
+    assert restored[0].total() > 5
